@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests import forking
 from tests.distributed import commands
@@ -21,6 +22,26 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         yield pool.ranks
     finally:
         pool.close()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]:
+    """Give ``gpus(n)``: let torch find ``n`` CUDA devices from now on; it returns those that become the current one."""
+    chosen: list[torch.device] = []
+
+    def pretend(count: int) -> list[torch.device]:
+        found = torch.device("cuda")
+        answers = {
+            "current_accelerator": lambda check_available=False: found if count or not check_available else None,
+            "device_count": lambda: count,
+            "is_available": lambda: count > 0,
+            "set_device_index": chosen.append,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.accelerator, name, answer)
+        return chosen
+
+    return pretend
 
 
 _BEGAN = time.monotonic()

@@ -7,6 +7,7 @@ from pathlib import Path
 LAYERS = [
     {"errors", "activity", "run_folder"},
     {"env"},
+    {"accelerator"},
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},

@@ -49,7 +49,7 @@ def request_for(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "slow.py").write_text(TASK)
     task = str(tmp_path / "slow.py")
-    return lambda batch: Request(task, 1, False, 2, batch, ("ddp",), 60.0, time.time(), 2**32)
+    return lambda batch: Request(task, 1, 2, batch, ("ddp",), 60.0, time.time(), 2**32)
 
 
 def test_the_largest_micro_batch_is_found_in_processes_that_may_die_of_it(request_for, tmp_path):

@@ -98,8 +98,8 @@ def test_samplers_are_subclassed_and_subscripted_as_torchs_are():
     assert isinstance(sampler, lockstep.DistributedSampler)
 
 
-def test_data_parallel_without_gpus_just_runs(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_data_parallel_without_gpus_just_runs(gpus):
+    gpus(0)
     inputs = torch.ones(5, 3)
     with adopted():
 

@@ -57,7 +57,7 @@ def refused(tmp_path, monkeypatch, capsys):
     """Give ``refused(*args)``: the message with which the command ends."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lockstep.launcher.api.launch", lambda *_, **__: pytest.fail("processes were started"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     (tmp_path / "mine.py").write_text(TASK)
 
     def run(*args):
@@ -106,12 +106,12 @@ def test_a_file_that_could_be_written_is_left_as_it_was(refused, tmp_path):
 
 def test_more_devices_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("lockstep.launcher.api.launch", lambda *_, **__: pytest.fail("processes were started"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     with pytest.raises(ConfigurationError) as caught:
         compare(make_task(), devices=2)
     assert str(caught.value) == (
-        "devices=2, but this machine has 1 GPU.\n"
-        "Ask for at most 1, or hide the GPUs to train on CPUs: CUDA_VISIBLE_DEVICES= ."
+        "2 devices were asked for, but this machine has 1 GPU.\n"
+        "Ask for at most 1, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= ."
     )
 
 
@@ -239,7 +239,7 @@ def test_all_see_the_same_samples_so_single_runs_the_steps_without_synchronisati
 def test_an_engine_that_times_its_exchange_is_believed_on_the_cpu(monkeypatch):
     turn, _ = measure(PlannedTrainer([3.0], [2.0], exposed_s=0.25, accumulate=4), "dp", 3)
     assert turn.exposed_s == pytest.approx(1.0)  # it measures one micro-batch of four
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     trainer = PlannedTrainer([3.0], [2.0], exposed_s=0.25)
     trainer.device = torch.device("cuda", 0)
     assert measure(trainer, "dp", 3)[0].exposed_s is None  # by the host's clock

@@ -95,9 +95,8 @@ def test_a_failure_holds_no_frames():
     assert caught.value is not None and [each() for each in held] == [None, None]
 
 
-def test_devices_that_cannot_be_used(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_devices_that_cannot_be_used(gpus):
+    gpus(2)
     module = nn.Linear(1, 1)
     for devices, first_line in [
         (["cpu", "cuda:0"], "DataParallel cannot use the devices ['cpu', 'cuda'] together."),
@@ -114,8 +113,8 @@ def test_devices_that_cannot_be_used(monkeypatch):
     assert str(caught.value).splitlines()[0] == "output_device names GPU 7, but this process sees 2 (numbered from 0)."
 
 
-def test_without_gpus_the_module_just_runs(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_without_gpus_the_module_just_runs(gpus):
+    gpus(0)
     module = nn.Linear(2, 1)
     for devices in (None, [], [0, 1], ["cuda"]):
         model = DataParallel(module, devices)

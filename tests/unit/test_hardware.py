@@ -7,22 +7,14 @@ from lockstep.comm.world import choose_backend, choose_device
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
 
+ADVICE = (
+    f"Pass device='cpu', or check the driver, and that torch {torch.__version__} was built for it or that the package "
+    "which adds it to torch is imported before."
+)
+
 
 def rank_env(local_rank, launcher=Launcher.TORCHRUN):
     return RankEnv(local_rank, local_rank, 8, 8, 0, "127.0.0.1", 1, launcher)
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    chosen = []
-
-    def pretend(count):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-        return chosen
-
-    return pretend
 
 
 def test_the_gpu_of_the_local_rank_is_made_current(gpus):
@@ -52,21 +44,24 @@ def test_a_scheduler_that_shows_each_rank_only_its_gpu(gpus):
         (
             2,
             None,
-            "Local rank 3 has no GPU of its own: this process sees 2 (cuda:0 to cuda:1).\n"
+            "Local rank 3 has no device of its own: this process sees 2 (cuda:0 to cuda:1).\n"
             "Start at most 2 ranks on this machine, or pass device='cpu'.",
         ),
         (
             2,
             "cuda:5",
-            "device='cuda:5' has no GPU of its own: this process sees 2 (cuda:0 to cuda:1).\n"
+            "device='cuda:5' has no device of its own: this process sees 2 (cuda:0 to cuda:1).\n"
             "Start at most 2 ranks on this machine, or pass device='cpu'.",
         ),
         (
             0,
             "cuda",
-            "device='cuda' was asked for, but this machine has no usable CUDA GPU.\n"
-            "Pass device='cpu', or check `nvidia-smi` and that this torch was built for CUDA "
-            f"(torch.version.cuda is {torch.version.cuda}).",
+            f"device='cuda' was asked for, but this machine has no usable CUDA device.\n{ADVICE}",
+        ),
+        (
+            2,
+            "xpu:0",
+            f"device='xpu:0' was asked for, but this machine has no usable XPU device.\n{ADVICE}",
         ),
         (0, "gpu0", "device='gpu0' is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."),
     ],
@@ -81,6 +76,13 @@ def test_devices_that_are_not_there(gpus, count, wanted, message):
 def test_backend_follows_the_device():
     assert choose_backend(torch.device("cpu"), None) == "shm"
     assert choose_backend(torch.device("cpu"), "GLOO") == "gloo"
+    assert choose_backend(torch.device("xpu", 0), "gloo,xpu:gloo") == "gloo,xpu:gloo"
+
+
+def test_a_device_without_a_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", {"cpu": "gloo"})
+    with pytest.raises(ConfigurationError, match=r"^The backend .default for xpu. is not"):
+        choose_backend(torch.device("xpu", 0), None)
 
 
 def test_unknown_backend_lists_those_that_are_there():
@@ -97,6 +99,6 @@ def test_nccl_needs_a_gpu(monkeypatch):
     with pytest.raises(ConfigurationError) as raised:
         choose_backend(torch.device("cpu"), "nccl")
     assert str(raised.value) == (
-        "The backend 'nccl' moves CUDA tensors only, but the device is 'cpu'.\n"
-        "Leave backend out, or pass backend='gloo'."
+        "The backend 'nccl' moves cuda tensors only, but the device is 'cpu'.\n"
+        "Leave backend out: torch's default for the device is then used."
     )

@@ -126,8 +126,8 @@ def test_the_sampler_tells_of_this_process(monkeypatch):
 
 def test_a_gpu_whose_driver_does_not_give_a_figure_has_none(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device.index) or 87)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 312_500)
     monkeypatch.setattr(torch.cuda, "temperature", lambda device: 1 / 0)

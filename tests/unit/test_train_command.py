@@ -84,11 +84,11 @@ def test_bad_input_is_one_clear_message(mine, capfd, args, text):
 
 
 def test_more_gpus_than_there_are(mine, capfd, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     assert main(["train", "mine.py", "--devices", "4"]) == 1
     assert capfd.readouterr().err == (
-        "lockstep: devices=4, but this machine has 2 GPUs.\n"
-        "Ask for at most 2, or hide the GPUs to train on CPUs: CUDA_VISIBLE_DEVICES= .\n"
+        "lockstep: 4 devices were asked for, but this machine has 2 GPUs.\n"
+        "Ask for at most 2, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= .\n"
     )
 
 

@@ -17,7 +17,7 @@ from lockstep.study.tune import Effect, Known, Request, Result, Sweep, candidate
 from lockstep.train.settings import FitSettings, read_settings
 from tests.training import make_task
 
-REQUEST = Request("mine.py", 2, False, 4, 64, ("single", "dp", "ddp"), 300.0, time.time(), 2**30)
+REQUEST = Request("mine.py", 2, 4, 64, ("single", "dp", "ddp"), 300.0, time.time(), 2**30)
 KNOWN = Known(32, 100 * 2**20, gradient_bytes=30 * 2**20, wait_share=0.4)
 FASTER = Spread(1.5, 1.4, 1.6)
 RESULTS = (
@@ -270,7 +270,7 @@ def test_the_table_has_what_was_kept_and_what_was_not():
 )
 def test_what_cannot_be_tuned_is_refused_before_anything_starts(monkeypatch, how, text):
     monkeypatch.setattr(tuning, "run_ranks", lambda *_, **__: pytest.fail("processes started"))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     with pytest.raises(ConfigurationError) as error:
         tuning.tune(make_task(), **how)
     assert str(error.value) == text

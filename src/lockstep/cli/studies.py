@@ -51,7 +51,7 @@ def write(what: str, file: str, text: str) -> None:
 def _num_devices(devices: int | None) -> int:
     import torch
 
-    return torch.cuda.device_count() or 2 if devices is None else devices
+    return torch.accelerator.device_count() or 2 if devices is None else devices
 
 
 def _words(text: str | None, otherwise: Sequence[str]) -> Sequence[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.accelerator import synchronize
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 
 NUM_ROUNDS = 10
@@ -36,11 +37,10 @@ def measure_clock_offsets(group: Group, device: torch.device) -> list[ClockOffse
     rounds: list[Round] = []
     # One more than counts: the first also waits for whoever comes late.
     for _ in range(NUM_ROUNDS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         entered = time.time()
         all_reduce(token, group=group)
-        token.tolist()  # on CUDA only now is it done
+        token.tolist()  # on a device only now is it done
         rounds.append((entered, time.time()))
     mine = {"machine": machine_name(), "rounds": rounds[1:]}
     ranks = all_gather_object(mine, group=group, device=device)

@@ -127,6 +127,13 @@ def backend_name(group: Group) -> str:
         return str(group.name())
 
 
+def device_for(group: Group) -> torch.device:
+    """Return where small messages lie that ``group`` sends: on the CPU if it can be, else on the current device."""
+    # A group that is written in Python may name none.
+    types = [device.type for device in group._device_types] or ["cpu"]
+    return torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
+
+
 def _real(tensor: Tensor) -> Tensor:
     """Return a view that backends without complex numbers can sum and move; a flat one of a flat tensor."""
     if not tensor.is_complex():
@@ -439,7 +446,7 @@ def all_to_all_async(
     width = 2 if tensor.is_complex() else 1
     received_sizes, sent_sizes = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
     options = dist.AllToAllOptions()
-    if tensor.is_cuda and backend_name(group) == "gloo":  # which exchanges pieces of CPU tensors only
+    if not tensor.is_cpu and _is_gloo(group, tensor.device):  # which exchanges pieces of CPU tensors only
         received, sent = torch.empty_like(output, device="cpu"), tensor.cpu()
         flats = _real(received), _real(sent)
         _blocking("all_to_all", lambda: group.alltoall_base(*flats, received_sizes, sent_sizes, options))

@@ -19,9 +19,10 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity
+from lockstep.accelerator import default_device
 from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, set_keepalive
@@ -34,25 +35,25 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
     """Return this rank's device and make it the current one, before anything else touches it.
 
-    By default it is the GPU of the local rank where there are GPUs, else the CPU.
+    By default it is the accelerator of the local rank where torch finds some, else the CPU.
 
     Raises:
         ConfigurationError: There is no such device.
     """
     try:
-        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(wanted or default_device())
     except RuntimeError:
         raise ConfigurationError(
             f"device={wanted!r} is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."
         ) from None
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
-    count = torch.cuda.device_count()
-    if count == 0:
+    found, count = default_device(), torch.accelerator.device_count()
+    if found.type != device.type:
         raise ConfigurationError(
-            f"device={str(wanted)!r} was asked for, but this machine has no usable CUDA GPU.\n"
-            "Pass device='cpu', or check `nvidia-smi` and that this torch was built for CUDA "
-            f"(torch.version.cuda is {torch.version.cuda})."
+            f"device={str(wanted)!r} was asked for, but this machine has no usable {device.type.upper()} device.\n"
+            f"Pass device='cpu', or check the driver, and that torch {torch.__version__} was built for it or that the "
+            "package which adds it to torch is imported before."
         )
     # Schedulers may show each task only its own GPU, which then is number 0 for all of them.
     sees_its_own = count == 1 and env.launcher in (Launcher.SLURM, Launcher.OPEN_MPI, Launcher.PMI)
@@ -60,33 +61,34 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
     if index >= count:
         who = f"Local rank {env.local_rank}" if device.index is None else f"device={str(wanted)!r}"
         raise ConfigurationError(
-            f"{who} has no GPU of its own: this process sees {count} (cuda:0 to cuda:{count - 1}).\n"
+            f"{who} has no device of its own: this process sees {count} ({found}:0 to {found}:{count - 1}).\n"
             f"Start at most {count} ranks on this machine, or pass device='cpu'."
         )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    device = torch.device(device.type, index)
+    torch.accelerator.set_device_index(device)
     return device
 
 
 def choose_backend(device: torch.device, wanted: str | None) -> str:
-    """Return the name of the backend for ``device``: NCCL for CUDA; for the CPU shm, which needs to be tried, or Gloo.
+    """Return the backend for ``device`` by name: torch's default; for the CPU shm, which needs to be tried, or Gloo.
 
     Raises:
         ConfigurationError: The backend that was asked for is unknown, or cannot serve the device here.
     """
     if wanted is None and device.type == "cpu":
         return "shm"
-    backend = (wanted or dist.get_default_backend_for_device(device)).lower()
-    for name in (part.rpartition(":")[2] for part in backend.split(",")):
+    backend = (wanted or dist.Backend.default_device_backend_map.get(device.type, f"default for {device.type}")).lower()
+    for name in _names(backend):
         if not dist.is_backend_available(name):
             usable = sorted(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
             raise ConfigurationError(
                 f"The backend {name!r} is not available in this torch.\nAvailable: {', '.join(usable)}."
             )
-    if backend == "nccl" and device.type != "cuda":
+    served = dist.Backend.backend_capability.get(backend, [device.type])
+    if device.type not in served:
         raise ConfigurationError(
-            f"The backend 'nccl' moves CUDA tensors only, but the device is {str(device)!r}.\n"
-            "Leave backend out, or pass backend='gloo'."
+            f"The backend {backend!r} moves {' and '.join(served)} tensors only, but the device is {str(device)!r}.\n"
+            "Leave backend out: torch's default for the device is then used."
         )
     return backend
 
@@ -145,6 +147,9 @@ Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
 def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
+    if _keeps_timeout(backend):
+        timeout_s = default_pg_timeout.total_seconds()
+    is_own = device.type != "cpu" and backend == dist.Backend.default_device_backend_map.get(device.type)
     try:
         dist.init_process_group(
             backend,
@@ -156,7 +161,7 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
                 seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
             ),
             # Binds the communicator to the device now, so that no collective has to guess it.
-            device_id=device if backend == "nccl" else None,
+            device_id=device if is_own else None,
         )
     except RuntimeError as error:
         raise CollectiveError(
@@ -166,6 +171,16 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
             f"{GLOO_INTERFACE} (for NCCL: NCCL_SOCKET_IFNAME) to one that reaches the other machines, and let the "
             "firewall pass all ports between them."
         ) from error
+
+
+def _names(backend: str) -> list[str]:
+    """Return the backends that one such as ``cpu:gloo,cuda:nccl`` consists of."""
+    return [part.rpartition(":")[2] for part in backend.split(",")]
+
+
+def _keeps_timeout(backend: str) -> bool:
+    """Return whether its collectives have the time-out of the start for ever: torch changes that of these only."""
+    return not {*_names(backend)} <= {"gloo", "nccl", "shm"}
 
 
 # --- The world
@@ -362,8 +377,9 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     Collective: every rank. Blocks until all have come.
 
     Args:
-        backend: If ``None``: ``nccl`` for GPUs; for CPUs ``shm`` where all ranks can share memory, else ``gloo``.
-        device: The GPU of this local rank if ``None`` and there are GPUs, else the CPU.
+        backend: If ``None``: torch's default for the device, such as ``nccl`` for CUDA; for CPUs ``shm`` where all
+            ranks can share memory, else ``gloo``.
+        device: The accelerator of this local rank if ``None`` and there are some, else the CPU.
         timeout_s: How long to wait for the other ranks.
 
     Raises:
@@ -426,12 +442,12 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     if not one_machine:
         set_keepalive()
     # The limit until here was for connecting; a collective may wait longer for a slow rank.
-    limit = (default_pg_nccl_timeout if name == "nccl" else None) or default_pg_timeout
+    limit = dist.distributed_c10d._get_default_timeout(dist.Backend(name))
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
         group.set_timeout(limit)  # torch's function knows its own backends only
-    else:
+    elif not _keeps_timeout(name):
         dist.distributed_c10d._set_pg_timeout(limit)
     # Groups that are made later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.accelerator import recorded_event
 from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, as_it_is, load, train_requests
 from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder, StreamPosition, load_stream
@@ -78,11 +79,11 @@ def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Itera
 
 
 # The beginning and the end of a copy, as the device gets to them.
-Copy = tuple[torch.cuda.Event, torch.cuda.Event]
+Copy = tuple[torch.Event, torch.Event]
 
 
 class Prefetcher:
-    """Copies the next micro-batch to CUDA on a stream of its own while the current one is computed.
+    """Copies the next micro-batch to its devices on streams of its own while the current one is computed.
 
     Not thread-safe. Holds one batch more than is in use on each device. Objects whose tensors cannot be seen go to the
     device only when their batch is needed: their tensors cannot be marked as in use for the allocator.
@@ -101,7 +102,7 @@ class Prefetcher:
     ) -> None:
         self._batches, self._copies = batches, copies
         self._devices = devices
-        self._streams = {device: torch.cuda.Stream(device) for device in devices.values()}
+        self._streams = {device: torch.Stream(device) for device in devices.values()}
         self._ahead: MicroBatch | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -112,7 +113,7 @@ class Prefetcher:
         batch, self._ahead = self._ahead or self._copy(), None
         shares = []
         for share, device in _on_devices(batch, self._devices):
-            current = torch.cuda.current_stream(device)
+            current = torch.accelerator.current_stream(device)
             current.wait_stream(self._streams[device])
             shares.append(map_tensors(share, partial(_record, stream=current), partial(_move, device=device)))
         return batch._replace(batches=shares)
@@ -126,23 +127,17 @@ class Prefetcher:
         shares: list[Any] = []
         for share, device in _on_devices(batch, self._devices):
             is_timed = self._copies is not None and not shares
-            with torch.cuda.stream(self._streams[device]):
-                began = _recorded_event() if is_timed else None
+            with self._streams[device]:
+                began = recorded_event(device, timing=True) if is_timed else None
                 shares.append(map_tensors(share, partial(_to, device=device)))
                 if self._copies is not None and began is not None:
-                    self._copies.append((began, _recorded_event()))
+                    self._copies.append((began, recorded_event(device, timing=True)))
         return batch._replace(batches=shares)
 
 
-def _recorded_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _record(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+def _record(tensor: Tensor, stream: torch.Stream) -> Tensor:
     """Mark for the allocator that ``tensor``, made on another stream, is in use on ``stream``."""
-    if tensor.is_cuda:
+    if not tensor.is_cpu:
         tensor.record_stream(stream)
     return tensor
 
@@ -161,7 +156,7 @@ class BatchIterator:
         devices: Where each share of this process goes.
 
     Attributes:
-        copies: Gets the beginning and the end of each copy to a CUDA device, if a list is put there before the first.
+        copies: Gets the beginning and the end of each copy to the first device, if a list is put there in time.
     """
 
     def __init__(
@@ -178,22 +173,20 @@ class BatchIterator:
         self._position = StreamPosition()
         self._note: StreamNote | None = None
         self._batches: Iterator[MicroBatch] | None = None
-        self._device_type = devices[0].type
+        self._prefetches = devices[0].type != "cpu"
 
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
         if self._batches is None:
             batches = self._open()
-            on_cuda = self._device_type == "cuda"
-            self._batches = Prefetcher(batches, self._devices, self.copies) if on_cuda else batches
+            self._batches = Prefetcher(batches, self._devices, self.copies) if self._prefetches else batches
         batch = next(self._batches)
         # Of this batch, not of the newest: loader processes and prefetching are ahead of what was trained on.
         self._note = batch.note
-        # What was loaded is on the CPU already, and to CUDA the prefetcher has brought it.
-        return batch if self._device_type in ("cpu", "cuda") else to_device(batch, self._devices)
+        return batch
 
     def prefetch(self) -> None:
-        """Start to copy the next micro-batch to CUDA devices, beside what they are computing; nothing on others."""
+        """Start to copy the next micro-batch to the devices, beside what they are computing; do nothing for the CPU."""
         if isinstance(self._batches, Prefetcher):
             self._batches.start_next()
 

@@ -36,11 +36,10 @@ def seed_cpu(value: int) -> None:
 
 
 def seed_device(device: torch.device, value: int) -> None:
-    """Set the generator of a CUDA device; the CPU's is set by `seed_cpu`."""
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(value)
+    """Set the generator of an accelerator's device; the CPU's is set by `seed_cpu`."""
+    if device.type != "cpu":
+        with torch.accelerator.device_index(device.index):  # which the module's function seeds
+            torch.get_device_module(device).manual_seed(value)
 
 
 # --- [Note: a permutation without a table]

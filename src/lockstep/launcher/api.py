@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size
 
+from lockstep.accelerator import check_count
 from lockstep.env import usable_cores
 from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopped
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
@@ -205,9 +206,8 @@ def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
     Raises:
         ConfigurationError: It is no positive number, or there are fewer GPUs.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is None:
-        wanted = num_gpus or ("auto" if torch.accelerator.is_available() else "cpu")
+        wanted = torch.accelerator.device_count() or "cpu"
     if wanted == "cpu":
         return num_cores()
     try:
@@ -218,11 +218,7 @@ def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
         ) from None
     if count < 1:
         raise ConfigurationError(f"{count} devices cannot run anything.\nAsk for at least one.")
-    if 0 < num_gpus < count:
-        raise ConfigurationError(
-            f"{count} devices were asked for, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}.\n"
-            f"Ask for at most {num_gpus}, or hide the GPUs to use the CPU: CUDA_VISIBLE_DEVICES= lockstep run ..."
-        )
+    check_count(count)
     return count
 
 

@@ -316,4 +316,4 @@ def updates(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
 def learning_rate_of(optimizer: Optimizer) -> float | None:
     """Return the learning rate of the first group; None if there is none, or only the device knows it."""
     rate = optimizer.param_groups[0].get("lr")
-    return None if rate is None or (isinstance(rate, Tensor) and rate.is_cuda) else float(rate)
+    return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lockstep import activity
+from lockstep.accelerator import HostCopy
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_attribute, updates
 from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
@@ -232,14 +233,8 @@ def _number(value: Tensor | float) -> Number:
         )
     if value.device.type == "cpu":
         return Number(float(value.item()))
-    value = value.detach()
-    if not value.is_cuda:
-        return Number(value.clone())  # the script may change it
-    there = torch.empty((), dtype=torch.float64, pin_memory=True)
-    there.copy_(value.double().reshape(()), non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(value.device))
-    return Number(there, arrived)
+    copy = HostCopy(value.double().reshape(()))
+    return Number(copy.value, copy.arrived)
 
 
 def monitor(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.activity import one_line
 from lockstep.comm.clocks import ClockOffset, machine_name, measure_clock_offsets
-from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, is_initialized
+from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, device_for, is_initialized
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hooks, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
@@ -118,17 +118,12 @@ class Place:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, or only this one's. Collective if there is a group: every rank."""
-        return [value] if self.group is None else all_gather_object(value, group=self.group, device=self._device)
+        group = self.group
+        return [value] if group is None else all_gather_object(value, group=group, device=device_for(group))
 
     def offsets(self) -> list[ClockOffset]:
         """Return how far the ranks' clocks are apart. Collective if there is a group: every rank."""
-        return [] if self.group is None else measure_clock_offsets(self.group, self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        """Where small messages lie that the group sends."""
-        is_nccl = self.group is not None and backend_name(self.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
 def find_place() -> Place:

@@ -22,8 +22,7 @@ from typing import Protocol
 import torch
 
 from lockstep import activity
-from lockstep.parallel.compile import is_capturing
-from lockstep.parallel.ddp.bucket_events import mark_on
+from lockstep.accelerator import is_capturing, mark_on
 from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
 
 
@@ -146,7 +145,7 @@ class Steps:
         """Return the present moment."""
         at = time.perf_counter()
         # On CPU the moment of the host is the mark as well: one reading of the clock instead of two.
-        return (mark_on(self._device) if self._device.type == "cuda" else at), at, activity.now.waited_s
+        return (at if self._device.type == "cpu" else mark_on(self._device)), at, activity.now.waited_s
 
     # --- batches ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How torch.compile and CUDA graph capture treat the functions of the engines."""
+"""How torch.compile treats the functions of the engines."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -38,15 +38,3 @@ def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees)
     frames.set_code_exec_strategy(function.__code__, strategy)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether what goes to the current stream of ``device`` is recorded into a graph; see [Note: capture].
-
-    [Note: capture]
-    While a CUDA graph is recorded, hooks and callbacks run once, and everything they put on streams is recorded with
-    it: the copies into the buckets, the all-reduces (NCCL joins the capture), the waits of streams for each other. In a
-    replay no Python runs, and the host must not look at the device. So by then the buckets must be the final ones: as
-    with torch's class, some steps are run before the capture, on a side stream in which the wrapper was made.
-    """
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -54,6 +54,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
+from lockstep.accelerator import is_capturing, recorded_event
 from lockstep.comm.collectives import (
     Group,
     Work,
@@ -69,7 +70,6 @@ from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
-from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
 from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_compressible
 
@@ -618,7 +618,6 @@ class CompressedMean(BucketReduction):
         self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
         self._messages = between if self._hierarchy is not None else None  # who sends them; or found when needed
         self.finishes_alone = self._hierarchy is None
-        self._stream: torch.cuda.Stream | None = None
         # By the parameters of a bucket, since buckets made by `BucketSet.scratch` share the residuals of the others.
         self._flat: dict[tuple[int, ...], Tensor] = {}
         self._residuals: dict[str, Tensor] = {}  # views of the flat ones
@@ -634,8 +633,13 @@ class CompressedMean(BucketReduction):
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)
             if self._codec.keeps_residual and bucket.spec.parameters not in self._settled:
                 before.append(self._hierarchy.all_reduce_inside(self._residual(bucket)).wait)
-        elif bucket.payload.is_cuda:
-            before.append(self._note_stream(bucket).synchronize)
+        elif not bucket.payload.is_cpu:
+            if is_capturing(bucket.spec.device):
+                raise ConfigurationError(
+                    "Compressed gradients are sent by the host, which a CUDA graph cannot capture.\n"
+                    "Leave compression out, or train eagerly."
+                )
+            before.append(recorded_event(bucket.spec.device).synchronize)
         if self._messages is None:
             self._messages = cpu_group(self._group)
         return _Pipeline.start(self._messages, lambda peers: self._reduce(bucket, before, peers))
@@ -646,30 +650,19 @@ class CompressedMean(BucketReduction):
         if self._hierarchy is not None and is_compressible(bucket):
             wait_for(self._hierarchy.all_reduce_inside(bucket.gradients), "all_reduce inside the machine")
 
-    def _note_stream(self, bucket: Bucket) -> torch.cuda.Event:
-        """Return what is done when the gradients of ``bucket`` are computed."""
-        if is_capturing(bucket.spec.device):
-            raise ConfigurationError(
-                "Compressed gradients are sent by the host, which a CUDA graph cannot capture.\n"
-                "Leave compression out, or train eagerly."
-            )
-        self._stream = self._stream or torch.cuda.Stream(bucket.spec.device)
-        ready = torch.cuda.Event()
-        ready.record()
-        return ready
-
     def _reduce(self, bucket: Bucket, before: Sequence[Callable[[], object]], peers: _Peers) -> Exchange:
         for wait in before:
             wait()
         payload = bucket.payload
-        if payload.is_cuda:
-            with torch.cuda.stream(self._stream):
+        if not payload.is_cpu:
+            # A stream for each copy, as several threads make them; see [Note: streams and threads].
+            with torch.Stream(payload.device):
                 payload = payload.to("cpu")
         yield from self._reduce_on_host(bucket, payload, peers)
         if payload is not bucket.payload:
-            with torch.cuda.stream(self._stream):
+            with torch.Stream(bucket.payload.device) as stream:
                 bucket.payload.copy_(payload)
-                torch.cuda.current_stream().synchronize()
+                stream.synchronize()
 
     def _reduce_on_host(self, bucket: Bucket, payload: Tensor, peers: _Peers) -> Exchange:
         members = [(index, each.shape) for index, each in zip(bucket.spec.parameters, bucket.parameters, strict=True)]

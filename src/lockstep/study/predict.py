@@ -17,13 +17,13 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
+from lockstep.accelerator import mark_on
 from lockstep.comm.collectives import all_reduce, broadcast_object, empty_buffer
 from lockstep.comm.hierarchy import levels
 from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
 from lockstep.env import usable_cores
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.parallel.ddp.bucket_events import mark_on
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.reducer import Event
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
@@ -496,7 +496,7 @@ def predict_task(task: Task | str, asked: Asked, settings: Settings, world: Worl
     shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
     request = Request(task, settings, profile, tuple(shares), max(1, torch.get_num_threads() // ranks), asked.link)
     if world is None:
-        num_gpus = torch.cuda.device_count()
+        num_gpus = torch.accelerator.device_count()
         profile, costs, link = run_ranks(measure, request, devices=1 if num_gpus else 2, backend="gloo")[0]
         inside_s = 0.0 if num_gpus or ranks == 1 else run_ranks(measure_inside, devices=ranks)[0]
     else:

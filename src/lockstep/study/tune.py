@@ -24,6 +24,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch.utils.data import IterableDataset
 
+from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
@@ -31,7 +32,7 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, Ra
 from lockstep.study.common import MIB, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.telemetry.resources import free_and_total_bytes
-from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
+from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import FitSettings, toml_line
 from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
@@ -140,7 +141,6 @@ class Request:
     Attributes:
         task: The task, or where to find it, as on the command line.
         num_devices: Devices for all strategies but ``single``.
-        on_cuda: Whether they are GPUs.
         num_cores: That a plain process would use.
         global_batch_size: Samples of a step.
         strategies: That may be tried.
@@ -151,7 +151,6 @@ class Request:
 
     task: Task | str
     num_devices: int
-    on_cuda: bool
     num_cores: int
     global_batch_size: int
     strategies: tuple[str, ...]
@@ -252,7 +251,7 @@ def _sets_sizes(settings: FitSettings) -> bool:
 
 
 def _threads(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    if request.on_cuda or base.reproducible is not None:
+    if default_device().type != "cpu" or base.reproducible is not None:
         return []
     now = base.threads or request.threads(base)
     counts = sorted({1, now // 2, 2 * now, request.num_cores} - {0, now})
@@ -285,7 +284,7 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
 
     These processes end with the first size that does not fit, so the file is written anew after each.
     """
-    if not request.on_cuda:
+    if world.device.type == "cpu":
         # The host gives more memory than it has, and then kills whom it likes. With a limit on its data this
         # process gets an error instead, as it would of a GPU.
         limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
@@ -301,7 +300,9 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
         with contextlib.closing(request.trainer(settings, world)) as trainer:
             seconds, records = benchmark.time_steps(trainer, _NUM_PROBED)
             model = trainer.model
-        peak = torch.cuda.max_memory_allocated(world.device) if request.on_cuda else peak_bytes() - before_bytes
+        peak = peak_bytes() - before_bytes
+        if world.device.type != "cpu":
+            peak = torch.accelerator.max_memory_allocated(world.device)
         known = Known(
             largest=size or None,
             largest_bytes=max(0, peak),
@@ -481,20 +482,18 @@ def tune(
     for name in (*strategies, settings.strategy):
         if name not in POSSIBLE:
             raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
-    check_gpus(devices)
+    check_count(devices)
     found = load(task)
     check_batch(found, settings, num_shares(settings, devices))
-    on_cuda = torch.cuda.is_available()
     request = Request(
         task=task,
         num_devices=devices,
-        on_cuda=on_cuda,
         num_cores=torch.get_num_threads(),
         global_batch_size=settings.global_batch_size or found.global_batch_size,
         strategies=tuple(strategies),
         seconds=60 * minutes,
         began_at=began_at or time.time(),
-        limit_bytes=_usable_bytes(devices, on_cuda=on_cuda),
+        limit_bytes=_usable_bytes(devices, default_device()),
     )
     name = Path(task).name if isinstance(task, str) else found.name
     sweep = Sweep(name, request, settings, settings)
@@ -507,10 +506,12 @@ def tune(
     return sweep
 
 
-def _usable_bytes(num_devices: int, *, on_cuda: bool) -> int:
+def _usable_bytes(num_devices: int, device: torch.device) -> int:
     """Return how much memory all processes may use together, or one GPU."""
-    if on_cuda:
-        return int(_USABLE * min(torch.cuda.get_device_properties(one).total_memory for one in range(num_devices)))
+    if device.type != "cpu":
+        # Not `get_memory_info`: that would need a context of this process on each.
+        properties = map(torch.get_device_module(device).get_device_properties, range(num_devices))
+        return int(_USABLE * min(each.total_memory for each in properties))
     return int(_USABLE * free_and_total_bytes()[0])
 
 
@@ -549,7 +550,7 @@ class Sweep:
     @property
     def device(self) -> str:
         """How many of what."""
-        return f"{self.request.num_devices} x {'cuda' if self.request.on_cuda else 'cpu'}"
+        return f"{self.request.num_devices} x {default_device().type}"
 
     @property
     def effect(self) -> Effect:

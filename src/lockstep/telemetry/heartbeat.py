@@ -146,7 +146,7 @@ class Heartbeat:
             "recorded_call": self._recorded_call or "",
             "handles": _handled_exception(ident),
             "failure": now.failure or "",
-            "uses_gpu": bool(getattr(imported("torch.cuda"), "_initialized", False)),
+            "uses_gpu": uses_gpu(),
             "pace": now.pace,
             "devices": self._devices,
             "num_bytes": self._num_bytes,
@@ -233,19 +233,24 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
 
 
+def uses_gpu() -> bool:
+    """Return whether this process has begun to use an accelerator. Imports and initializes nothing."""
+    with contextlib.suppress(Exception):  # torch is not imported yet, or there is no accelerator
+        return bool(imported("torch")._C._accelerator_isAllocatorInitialized())
+    return False
+
+
 def device_memory() -> list[str]:
-    """Return what is held on each GPU in use, by torch's allocator: the driver is not called, and nothing waits."""
-    cuda = imported("torch.cuda")
-    found = []
-    if getattr(cuda, "_initialized", False):
-        with contextlib.suppress(Exception):  # a device that has failed
-            for index in range(cuda.device_count()):
-                stats: Any = cuda.memory_stats_as_nested_dict(index)
-                taken = stats["reserved_bytes"]["all"]["peak"] if stats else 0
-                if taken:
-                    sizes = (stats["allocated_bytes"]["all"]["current"], cuda.get_device_properties(index).total_memory)
-                    held, total, peak = map(format_bytes, (*sizes, taken))
-                    found.append(f"{held} in tensors on cuda:{index}, of whose {total} at most {peak} were taken")
+    """Return what is held on each device in use, by torch's allocator: the driver is not called, and nothing waits."""
+    found, torch = [], imported("torch")
+    with contextlib.suppress(Exception):  # a device that has failed
+        for index in range(torch.accelerator.device_count() if uses_gpu() else 0):
+            stats = torch.accelerator.memory_stats(index)
+            if taken := stats.get("reserved_bytes.all.peak", 0):
+                total = torch.get_device_module().get_device_properties(index).total_memory
+                held, total, peak = map(format_bytes, (stats["allocated_bytes.all.current"], total, taken))
+                device = f"{torch.accelerator.current_accelerator()}:{index}"
+                found.append(f"{held} in tensors on {device}, of whose {total} at most {peak} were taken")
     return found
 
 

@@ -70,15 +70,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Lockstep, torch and Python, and of the CUDA that torch was built for."""
+    """Return the versions of Lockstep, torch and Python, and of the CUDA, ROCm or XPU that torch was built for."""
     try:
         own = version("lockstep-torch")
     except PackageNotFoundError:
         own = "unknown"
     found = {"lockstep": own, "torch": torch.__version__, "python": sys.version.split()[0]}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+    built_for = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": torch.version.xpu}
+    return found | {name: str(number) for name, number in built_for.items() if number}
 
 
 def _machine() -> dict[str, str]:
@@ -89,8 +88,8 @@ def _machine() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "load": f"{os.getloadavg()[0]:.1f}",
     }
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if gpu := torch.accelerator.current_accelerator(check_available=True):
+        names = [str(torch.get_device_module(gpu).get_device_name(i)) for i in range(torch.accelerator.device_count())]
         facts["gpus"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return facts
 

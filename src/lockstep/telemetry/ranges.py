@@ -4,8 +4,8 @@
 """
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
-import torch
 from torch.autograd.profiler import record_function
 
 
@@ -13,10 +13,10 @@ class Ranges:
     """Makes ranges.
 
     Args:
-        nvtx: Whether they are NVTX ranges, too; only where there is CUDA.
+        nvtx: The module of that name if they are to be NVTX ranges, too.
     """
 
-    def __init__(self, *, nvtx: bool) -> None:
+    def __init__(self, *, nvtx: Any) -> None:
         self._nvtx = nvtx
 
     def open(self, name: str) -> ExitStack:
@@ -24,8 +24,8 @@ class Ranges:
         opened = ExitStack()
         opened.enter_context(record_function(name))
         if self._nvtx:
-            torch.cuda.nvtx.range_push(name)
-            opened.callback(torch.cuda.nvtx.range_pop)
+            self._nvtx.range_push(name)
+            opened.callback(self._nvtx.range_pop)
         return opened
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ class MachineSampler:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._gpus = [device for device in devices if device.type != "cpu"]
         self._process = psutil.Process()
         self._workers: dict[int, psutil.Process] = {}
         self._sent: dict[str, Sent] = {}
@@ -165,11 +165,11 @@ class MachineSampler:
     def __call__(self) -> dict[str, Any]:
         """Return the figures as a line; see docs/reference/metrics.md."""
         workers_cpu, workers_rss = self._sample_workers()
-        on_gpus = {"memory_bytes": torch.cuda.memory_allocated, "memory_peak_bytes": torch.cuda.max_memory_allocated}
         return {
             "kind": "machine",
             "time": time.time(),
-            **{name: sum(map(ask, self._gpus)) if self._gpus else None for name, ask in on_gpus.items()},
+            "memory_bytes": sum(map(torch.accelerator.memory_allocated, self._gpus)) if self._gpus else None,
+            "memory_peak_bytes": sum(map(torch.accelerator.max_memory_allocated, self._gpus)) if self._gpus else None,
             "rss_bytes": self._process.memory_info().rss,
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "workers_rss_bytes": workers_rss,
@@ -177,15 +177,15 @@ class MachineSampler:
             "cpu_percent": self._process.cpu_percent(),
             "workers_cpu_percent": workers_cpu,
             "load": os.getloadavg()[0],
-            "gpu_percent": self._nvml(torch.cuda.utilization),
-            "gpu_power_w": self._nvml(torch.cuda.power_draw, scale=1e-3),
-            "gpu_temperature_c": self._nvml(torch.cuda.temperature),
+            "gpu_percent": self._ask_driver("utilization"),
+            "gpu_power_w": self._ask_driver("power_draw", scale=1e-3),
+            "gpu_temperature_c": self._ask_driver("temperature"),
             **self._sample_links(),
         }
 
-    def _nvml(self, ask: Callable[[torch.device], int], *, scale: float = 1.0) -> float | None:
+    def _ask_driver(self, what: str, *, scale: float = 1.0) -> float | None:
         with contextlib.suppress(Exception):  # NVML's module is not installed, or the driver does not give this figure
-            return scale * ask(self._gpus[0])
+            return scale * float(getattr(torch.get_device_module(self._gpus[0]), what)(self._gpus[0]))
         return None
 
     def _sample_links(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def has_timeline(step: int) -> bool:
 
 # --- what a step left behind -----------------------------------------------------------------------------------------
 
-# A moment: of the host's clock (``time.perf_counter``), or a CUDA event on the stream that the work runs on. Used
+# A moment: of the host's clock (``time.perf_counter``), or an event on the stream that the work runs on. Used
 # without being named, so that ``lockstep report`` reads records without importing torch.
 Mark = Any
 
@@ -75,8 +75,14 @@ Mark = Any
 PHASES = ("data_wait", "forward", "backward", "communication", "optimizer")
 
 
+def kind_of(device: str) -> str:
+    """Return what messages call devices such as ``cuda:0``: GPU, CPU, or another type in capitals."""
+    device_type = device.partition(":")[0]
+    return "GPU" if device_type in ("cuda", "xpu") else device_type.upper()
+
+
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Return the seconds from one mark to another, which are both of the host or both of a CUDA device."""
+    """Return the seconds from one mark to another, which are both of the host or both of a device."""
     if isinstance(start, float):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1e3

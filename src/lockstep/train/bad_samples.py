@@ -62,8 +62,8 @@ class BadSamples:
     def all_have_samples(self, micro: MicroBatch, index: int, split: BatchSplit) -> bool:
         """Return whether all ranks have samples in a micro-batch, where they must know that before forward.
 
-        Collective: every rank, if there is a group and each should have samples. Blocks; on CUDA it is not, and does
-        not, if the run stops at bad samples.
+        Collective: every rank, if there is a group and each should have samples. Blocks; on a device it is not, and
+        does not, if the run stops at bad samples.
 
         Args:
             micro: Of this rank, which has been added.
@@ -71,14 +71,14 @@ class BadSamples:
             split: Says whether each should have samples.
 
         Raises:
-            DataError: On CUDA, on this rank alone: it could not read its samples, and the run is to stop at that.
+            DataError: On a device, on this rank alone: it could not read its samples, and the run is to stop at that.
         """
         if not split.all_have_samples(micro.num_global, index):
             return False
         has_samples = bool(micro.batches)
         if self._group is None:
             return has_samples
-        if self._device.type == "cuda" and not self.skip:
+        if self._device.type != "cpu" and not self.skip:
             if not has_samples:
                 self._take([self.pending])
             return True
@@ -96,8 +96,8 @@ class BadSamples:
         """
         if self._group is None:
             return
-        # On CPUs this comes before the parameters are updated. On CUDA it comes when the next step begins, so that no
-        # step waits for the device: the parameters that a run stopped with are not to be used.
+        # On CPUs this comes before the parameters are updated. With a device it comes when the next step begins, so
+        # that none waits for the device: the parameters that a run stopped with are not to be used.
         mine = [list(sample) for sample in self.pending]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
         # JSON makes lists of tuples, and a list cannot be in a set.

@@ -25,7 +25,7 @@ from lockstep.data.stream import check_same_length
 from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import Event
+from lockstep.telemetry.run_record import Event, kind_of
 from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export, export_weights
 from lockstep.train.evaluate import Evaluation, Evaluator
@@ -169,7 +169,7 @@ def describe_plan(
 ) -> list[str]:
     """Return the lines that rank zero prints first; all ``num_devices`` are of the kind of ``device``."""
     order, rate = plan.order, plan.learning_rate
-    kind = "GPU" if device.type == "cuda" else device.type.upper()
+    kind = kind_of(device.type)
     size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
     length = plural(plan.num_steps, "step")
     if order.steps_per_epoch is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.accelerator import HostCopy
 from lockstep.activity import format_ranks
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import local_part, own_class
@@ -23,7 +24,7 @@ from lockstep.parallel.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
-from lockstep.train.step import Gradients, HostCopy
+from lockstep.train.step import Gradients
 from lockstep.train.strategies.strategy import Strategy
 
 _MOST_SAMPLES = 64

@@ -7,6 +7,7 @@ from math import ceil
 
 import torch
 
+from lockstep.accelerator import check_count
 from lockstep.comm.world import World
 from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder
@@ -88,10 +89,10 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
                 f"Strategy single trains on one device, but devices={wanted}.\nUse strategy dp or ddp for more."
             )
         return [world.device]
-    if world.device.type != "cuda":
+    if world.device.type == "cpu":
         # Replicas on the CPU share its cores: of use to try out what several devices will do.
         return [world.device] * (wanted or 1)
-    return [torch.device("cuda", index) for index in range(num_devices(wanted))]
+    return [torch.device(world.device.type, index) for index in range(num_devices(wanted))]
 
 
 def num_devices(wanted: int | None) -> int:
@@ -100,18 +101,8 @@ def num_devices(wanted: int | None) -> int:
     Raises:
         ConfigurationError: The machine has fewer GPUs.
     """
-    check_gpus(wanted)
-    return wanted or torch.cuda.device_count() or 1
-
-
-def check_gpus(wanted: int | None) -> None:
-    """Raise a ConfigurationError if a machine with GPUs has fewer than ``wanted`` of them."""
-    there = torch.cuda.device_count()
-    if wanted is not None and 0 < there < wanted:
-        raise ConfigurationError(
-            f"devices={wanted}, but this machine has {there} GPU{'s' if there > 1 else ''}.\n"
-            f"Ask for at most {there}, or hide the GPUs to train on CPUs: CUDA_VISIBLE_DEVICES= ."
-        )
+    check_count(wanted or 0)
+    return wanted or torch.accelerator.device_count() or 1
 
 
 @dataclass(frozen=True)

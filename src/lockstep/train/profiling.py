@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from lockstep.accelerator import nvtx
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
@@ -44,13 +45,13 @@ def profiled(
     Raises:
         ConfigurationError: On every rank: a rank cannot write its traces; or names are wanted where there is no CUDA.
     """
-    on_cuda = world.device.type == "cuda"
-    if settings.nvtx and not on_cuda:
+    module = nvtx(world.device)
+    if settings.nvtx and module is None:
         raise ConfigurationError(
             f"NVTX ranges are for NVIDIA's tools, and this run is on {world.device.type.upper()}s.\n"
             "Leave nvtx out (--nvtx), or use profile (--profile)."
         )
-    names = ranges.Ranges(nvtx=on_cuda)
+    names = ranges.Ranges(nvtx=module)
     # Phases and buckets have names as long as this is set; otherwise none of it costs anything.
     ranges.now = names if settings.nvtx else None
     try:
@@ -107,9 +108,8 @@ class Profiling:
             self._pause_for("remark", lambda: text)
 
     def _start(self) -> None:
-        activities, config = [ProfilerActivity.CPU], None
-        if self._world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        config = None
+        activities = {ProfilerActivity.CPU} if self._world.device.type == "cpu" else supported_activities()
         if self._settings.strategy not in PER_PROCESS:  # replicas have threads of their own
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         profiler = profile(activities=activities, experimental_config=config, acc_events=True)
@@ -126,7 +126,7 @@ class Profiling:
         self._profiler, ranges.now = profiler, self._names
 
     def _write(self) -> str:
-        """Stop the profiler and write its trace; return what to report of it. Blocks on CUDA for the device."""
+        """Stop the profiler and write its trace; return what to report of it. Blocks for the device."""
         assert self._profiler is not None
         # What follows is in no trace of ours, so only NVIDIA's tools may still want names.
         ranges.now = self._names if self._settings.nvtx else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep import activity
+from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
 from lockstep.comm.clocks import machine_name, measure_clock_offsets
 from lockstep.comm.collectives import all_gather_object
@@ -30,7 +31,6 @@ from lockstep.telemetry.recorder import PERIOD_S, StepRecorder
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import MetricsSink, RunInfo, open_sinks, parse_targets
 from lockstep.train.settings import FitSettings
-from lockstep.train.step import HostCopy
 from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
@@ -121,7 +121,7 @@ class RunRecord:
         numbers = self._numbers(record)
         rate = self._trainer.optimizer.param_groups[0]["lr"]
         if isinstance(rate, Tensor):
-            rate = None if rate.is_cuda else float(rate)
+            rate = float(rate) if rate.is_cpu else None
         stamps = None if self._stamps is None else self._stamps.take()
         reductions = [run_record.Reduction(waited=waited) for waited in timer.waits]
         if stamps is not None:
@@ -162,8 +162,7 @@ class RunRecord:
             return
         self._window.append(self._last)
         if stragglers.ends_window(number):
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            synchronize(self._device)
             mine = asdict(stragglers.pace_of([_times_of(step) for step in self._window]))
             self._window.clear()
             paces = all_gather_object(mine, group=group, device=self._device)
@@ -173,7 +172,7 @@ class RunRecord:
         """Return the loss of a step, and what else it has, on their way to the host."""
         maybe = {"loss": record.loss, "grad_norm": record.grad_norm, "count": record.count}
         values = {name: value for name, value in maybe.items() if value is not None}
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return {name: run_record.Number(value, None) for name, value in values.items()}
         # They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now
         # and then, for the display.

@@ -360,7 +360,7 @@ class StepMetrics:
             self._future = all_reduce_async(self._sums, group=self._group)
 
     def wait(self, num_samples: float, *, may_miss: bool) -> StepSums:
-        """Return what was summed; see `StepSums`. Blocks until it is there (on CUDA: lets the current stream wait).
+        """Return what was summed; see `StepSums`. Blocks until it is there (on a device: lets the current stream wait).
 
         Args:
             num_samples: Of the global batch, by which the gradient was divided already.
@@ -378,29 +378,6 @@ class StepMetrics:
             divisor=None if is_one else count / num_samples,
             flags=self._sums[2:],
         )
-
-
-class HostCopy:
-    """A tensor on its way to the host, where it may be read later without waiting for what came after it.
-
-    Attributes:
-        value: There, once ``arrived`` is over; not to be waited for if that is None.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None
-        self.value = tensor.detach()
-        if tensor.device.type == "cuda":
-            self.value = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self.value.copy_(tensor.detach(), non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record(torch.cuda.current_stream(tensor.device))
-
-    def read(self) -> Tensor:
-        """Return it, on the host. Blocks until it is there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.value
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: laps on the host's clock, or on CUDA events that nothing waits for."""
+"""Where the time of a step goes: laps on the host's clock, or events of the device that nothing waits for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import activity
+from lockstep.accelerator import mark_on
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import PHASES, Mark, seconds_between
 
@@ -38,7 +39,7 @@ class PhaseSeconds(NamedTuple):
 
 
 class StepTimer:
-    """Sorts the time of one step into phases; on CUDA it is the device's time, and read only after the step.
+    """Sorts the time of one step into phases; on a device it is the device's time, and read only after the step.
 
     While somebody profiles (`ranges.now`), each phase is a range in the trace as well.
 
@@ -57,7 +58,7 @@ class StepTimer:
         self._device = device
         self._range: ExitStack | None = None
         self.wall_s, self.began_at = time.time(), time.perf_counter()
-        self.begin = self.end = self.mark()
+        self.begin = self.end = mark_on(device)
         self.spans: list[tuple[str, Mark, Mark, float]] = []
         self.waits: list[tuple[Mark, Mark]] = []
         self._waited_s = activity.now.waited_s
@@ -65,18 +66,9 @@ class StepTimer:
         if ranges.now is not None:
             self.name_phase("data_wait")
 
-    def mark(self) -> Mark:
-        """Return the present moment, on CUDA that at which the current stream gets here."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        # The host does not wait for it: what lies between two events is read when the step is recorded.
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def lap(self, phase: str, *, at: Mark | None = None) -> None:
         """Count the time since the last lap, up to now or the moment ``at``, as ``phase``."""
-        mark = self.mark() if at is None else at
+        mark = mark_on(self._device) if at is None else at
         waited_s = activity.now.waited_s
         self.spans.append((phase, self.end, mark, waited_s - self._waited_s))
         self.end, self._waited_s = mark, waited_s
@@ -89,7 +81,7 @@ class StepTimer:
 
     def mark_waits_counted(self) -> None:
         """Note that what backward waited for is a lap of its own or counted in `spans`."""
-        now = self.mark()
+        now = mark_on(self._device)
         self.waits.append((now, now))
 
     def name_phase(self, name: str) -> None:
@@ -123,8 +115,8 @@ class StepRecord:
 
     @property
     def times(self) -> PhaseSeconds:
-        """Seconds of the step on this rank, by what they went into. Blocks on CUDA until its last lap is over."""
-        if isinstance(self.timer.end, torch.cuda.Event):
+        """Seconds of the step on this rank, by what they went into. Blocks on a device until its last lap is over."""
+        if isinstance(self.timer.end, torch.Event):
             self.timer.end.synchronize()
         taken = dict.fromkeys(PHASES, 0.0)
         for phase, begin, end, _ in self.timer.spans:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lockstep import activity
+from lockstep.accelerator import HostCopy
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
@@ -78,7 +79,7 @@ class Trainer:
         self.failure_seen: Callable[[], bool] = lambda: False
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
-        self._flags: step_parts.HostCopy | None = None
+        self._flags: HostCopy | None = None
         self._reported = [0.0, 0.0]
         with self.arithmetic.applied():
             self._build(task, world, strategy)
@@ -124,8 +125,8 @@ class Trainer:
         self._gradients = self.strategy.gradients or step_parts.ParameterGradients(self._model)
         self._in_backward = settings.overlap_optimizer
         self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
-        # With on_nan="raise" on CUDA the host would wait for each step's verdict: it checks one step later instead.
-        self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type == "cuda"
+        # With on_nan="raise" on a device the host would wait for each step's verdict: it checks one step later instead.
+        self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type != "cpu"
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
             settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
@@ -187,7 +188,7 @@ class Trainer:
         return LoadOptions(
             task.collate,
             self.settings.workers,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.device.type != "cpu",
             ahead=self.settings.prefetch or LoadOptions.ahead,
             skip_bad=self.settings.bad_samples == "skip",
             # How many threads a transform uses may change the bits of what it returns.
@@ -199,7 +200,7 @@ class Trainer:
     def step(self) -> StepRecord:
         """Train on the next global batch.
 
-        Collective: every rank of the group. Does not wait for a CUDA device, except in fp16, with ``reproducible``, and
+        Collective: every rank of the group. Does not wait for a device, except in fp16, with ``reproducible``, and
         in exchanges of ``local-sgd`` and ``diloco``.
         """
         if not (self.arithmetic.threads or self.arithmetic.deterministic):
@@ -210,7 +211,7 @@ class Trainer:
     def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
         # What the step before left for later is settled first: its errors come before anything else changes.
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             self.settle()
         timer = StepTimer(self.device)
         if self.settings.on_nan == "skip":
@@ -386,12 +387,12 @@ class Trainer:
             self._gradients.multiply_(factor)
 
     def _take_flags(self, flags: Tensor, *, are_summed: bool) -> None:
-        """Take what the ranks report: at once on CPUs; on CUDA they are read when the next step begins."""
+        """Take what the ranks report: at once on CPUs; from a device they are read when the next step begins."""
         if not are_summed:
             assert self.group is not None
             all_reduce(flags, group=self.group)
-        self._flags = step_parts.HostCopy(flags)
-        if self.device.type != "cuda":
+        self._flags = HostCopy(flags)
+        if self.device.type == "cpu":
             self._read_flags()
 
     def _read_flags(self) -> None:
@@ -404,7 +405,7 @@ class Trainer:
     def _all_missing(self, num_samples: int) -> bool:
         """Return whether no rank could read any sample of the step, as this one could not; the same on every rank.
 
-        On CUDA, blocks until the forward passes of the step are done.
+        Blocks until the forward passes of the step are done.
         """
         num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags.read()[0])
         return num_bad >= num_samples
@@ -412,7 +413,7 @@ class Trainer:
     def settle(self) -> None:
         """Learn what the last step left for later: bad samples, and whether its gradient was finite.
 
-        Collective: every rank of the group. On CUDA, blocks until backward of that step is done.
+        Collective: every rank of the group. Blocks until backward of that step is done.
 
         Raises:
             DataError, NonFiniteGradient: The run is to stop at that.

@@ -168,7 +168,7 @@ class ShmProcessGroup(CpuProcessGroup):
         if device is not None and device.type != "cpu":
             raise ConfigurationError(
                 f"The backend shm moves CPU tensors, but this one is on {device}.\n"
-                "Make a group with init_process_group('cpu:gloo,cuda:nccl')."
+                f"Make a group that has a backend for {device.type}: init_process_group('cpu:gloo,{device.type}:...')."
             )
         name = NEW_NAMES.get(call, call)
         return getattr(self._p2p if name in _P2P else self.shm_ops, name)(*args, **kwargs)

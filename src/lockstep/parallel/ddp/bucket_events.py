@@ -19,23 +19,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import activity
+from lockstep.accelerator import is_capturing, mark_on
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.reducer import Event, Reducer
 from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction, seconds_between
 from lockstep.telemetry.stragglers import StepTimes, ends_window, is_looked_at, note_of, pace_of
-
-
-def mark_on(device: torch.device) -> Mark:
-    """Return a mark of now, or of when the current stream of ``device`` gets here: nothing waits for it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 @final
@@ -83,8 +74,8 @@ class BucketStamps:
             if self._own_work_end is not None:
                 step.waited = self._own_work_end, mark_on(self._device)
                 activity.now.waited_s = self._waited_before_s  # what was waited since is in `waited`
-            # On CUDA the host does not wait, but the stream, which is what `waited` measures.
-            step.exposed_s = None if self._device.type == "cuda" else self._exposed_s
+            # On a device the host does not wait, but the stream, which is what `waited` measures.
+            step.exposed_s = self._exposed_s if self._device.type == "cpu" else None
             self.last = step
             self._begin()
         elif self.closely and bucket is not None:
@@ -105,9 +96,9 @@ class BucketStamps:
             assert future is not None
 
             def set_done(_: Future[Any] | None = None) -> None:
-                stamp.done = mark_on(self._device)  # on CUDA the current stream is one that waits for the reduction
+                stamp.done = mark_on(self._device)  # the current stream is one that waits for the reduction
 
-            if self._device.type != "cuda" and future.done():
+            if self._device.type == "cpu" and future.done():
                 set_done()
             else:
                 future.add_done_callback(set_done)
@@ -198,12 +189,12 @@ class PaceClock:
         return _publisher() is self
 
     def _publish(self) -> None:
-        """Write the pace of the steps that were measured. Blocks on CUDA until the last of them is over."""
+        """Write the pace of the steps that were measured. Blocks on a device until the last of them is over."""
         steps, self._steps = self._steps, []
         if len(steps) < 2:
             return
         last = steps[-1].moments[-1]  # recorded last, so the others are over, too
-        if isinstance(last, torch.cuda.Event):
+        if isinstance(last, torch.Event):
             last.synchronize()
         activity.now.pace = note_of(self._number, pace_of([step.times() for step in steps]))
 
@@ -299,7 +290,7 @@ class FlatGradients:
         return combine_norms(norms, norm_type)
 
     def is_finite(self, norm: Tensor) -> bool:
-        """Return whether all gradients are finite, whose `norm` times something finite is ``norm``. Blocks on CUDA."""
+        """Return whether all gradients are finite, whose `norm` times something finite is ``norm``. Blocks."""
         return math.isfinite(float(norm)) or are_finite(self.tensors(), norm)
 
     def tensors(self) -> list[Tensor]:

@@ -17,9 +17,10 @@ from torch.autograd.variable import Variable
 from torch.futures import Future
 
 from lockstep import activity
+from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
-from lockstep.parallel.compile import is_capturing, keep_out_of_graphs
+from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights
@@ -150,7 +151,7 @@ class Reducer:
         self._in_flight: list[Bucket] = []  # launched in this step, in order
         self._num_finished = 0  # of these, those that are reduced and settled
         self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has cut short
-        self._finishing_stream: torch.cuda.Stream | None = None
+        self._finishing_stream: torch.Stream | None = None
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._may_hook = True
@@ -420,7 +421,7 @@ class Reducer:
     def _finish(self, message: Sequence[float]) -> None:
         """Wait for the buckets in flight and hand their gradients to the parameters."""
         if self._finishing_stream is not None:
-            torch.cuda.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
+            torch.accelerator.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
         if self._finishes_one_by_one:
             while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
                 self._finish_next()
@@ -449,14 +450,14 @@ class Reducer:
         """Finish the first buckets in flight, as far as they are reduced already."""
         if not (self._finishes_one_by_one and self.reduction.finishes_alone):
             return
-        is_cuda = self.bucket_set.device.type == "cuda"
-        if is_cuda and self._finishing_stream is None:  # beside backward, which must not wait for reductions
-            self._finishing_stream = torch.cuda.Stream(self.bucket_set.device)
-        with torch.cuda.stream(self._finishing_stream) if is_cuda else nullcontext():
+        has_streams = self.bucket_set.device.type != "cpu"
+        if has_streams and self._finishing_stream is None:  # beside backward, which must not wait for reductions
+            self._finishing_stream = torch.Stream(self.bucket_set.device)
+        with self._finishing_stream or nullcontext():
             while self._num_finished < len(self._in_flight):
                 bucket = self._in_flight[self._num_finished]
                 assert bucket.future is not None
-                if not bucket.future.done() or (is_cuda and (bucket.missing or bucket.spec.sparse)):
+                if not bucket.future.done() or (has_streams and (bucket.missing or bucket.spec.sparse)):
                     return  # to read the tail would make the host wait for the device
                 self._finish_next()
 

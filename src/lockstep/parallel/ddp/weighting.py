@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lockstep.accelerator import HostCopy, is_capturing
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError
-from lockstep.parallel.compile import is_capturing
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 
 _RANKS_PER_NUMBER = 8
@@ -339,10 +339,10 @@ class Weights:
         self.encode = partial(encode_message, group.rank(), group.size())
         self._no_weights = self.encode(is_missing=True)
         self._typical = 1.0
-        # On CUDA: the sum of the messages on its way to the host, and the event of its arrival. Reading it would make
-        # the host wait, so a rank without weights reads it when the next backward begins: then it is less than a step
-        # ahead of the device. To read it later would be to wait for ranks that have failed already.
-        self._unread: tuple[Tensor, Any] | None = None
+        # Of a device: the sum of the messages on its way to the host. Reading it would make the host wait, so a rank
+        # without weights reads it when the next backward begins: then it is less than a step ahead of the device. To
+        # read it later would be to wait for ranks that have failed already.
+        self._unread: HostCopy | None = None
 
     def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Sequence[int]) -> None:
         """Take note of the weight of the coming backward; see `AccumulationWindow` for the other arguments.
@@ -395,8 +395,8 @@ class Weights:
     def correction(self, buckets: Sequence[Bucket], messages: Tensor | None, message: Sequence[float]) -> float:
         """Return what the reduced ``buckets`` are to be multiplied by.
 
-        Collective where no bucket can carry the messages: every rank. Blocks until complete, but on CUDA on a rank
-        without weights.
+        Collective where no bucket can carry the messages: every rank. Blocks until complete, but with a device
+        on a rank without weights.
 
         Args:
             buckets: Those of the step.
@@ -414,7 +414,7 @@ class Weights:
         if messages is None:  # sparse buckets have no tail
             return self._conclude(self._exchange(message)) if buckets else 1.0
         device = messages.device
-        if device.type == "cuda":
+        if device.type != "cpu":
             if is_capturing(device):
                 if message != self._no_weights:
                     raise ConfigurationError(
@@ -423,13 +423,11 @@ class Weights:
                     )
                 return 1.0  # believing that the other ranks give none either
             if message == self._no_weights:
-                event = torch.cuda.Event()
-                self._unread = messages.to("cpu", non_blocking=True), event
-                event.record(torch.cuda.current_stream(device))
+                self._unread = HostCopy(messages)
                 return 1.0
-        if device.type == "cuda" and carrier is not None and carrier.sent_dtype == carrier.spec.dtype:
+        if device.type != "cpu" and carrier is not None and carrier.sent_dtype == carrier.spec.dtype:
             # Beside the current stream, which has to wait for all buckets, and this number for one of them only.
-            with torch.cuda.stream(torch.cuda.Stream(device)):
+            with torch.Stream(device):
                 assert carrier.future is not None
                 carrier.future.wait()
                 sums = messages.tolist()
@@ -447,10 +445,8 @@ class Weights:
         """Raise ConfigurationError if other ranks gave weights in the last step, and this one did not read it then."""
         if self._unread is None or is_capturing(self.device):  # no event may be waited for in a capture
             return
-        messages, event = self._unread
-        self._unread = None
-        event.synchronize()
-        self._conclude(messages.tolist())
+        unread, self._unread = self._unread, None
+        self._conclude(unread.read().tolist())
 
     def _exchange(self, message: Sequence[float]) -> list[float]:
         """Return the sum of all messages. Collective: every rank. Blocks until complete."""

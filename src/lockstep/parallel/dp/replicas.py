@@ -308,7 +308,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Copy ``tensors``, which share one device, to each of ``devices``: one transfer for each device and dtype.
 
-    Does not block; CUDA copies are in order with the current streams.
+    Does not block; copies are in order with the current streams.
 
     Returns:
         One list for each device, with shapes, strides and values of ``tensors``. The copies do not require gradients.

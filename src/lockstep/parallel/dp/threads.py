@@ -139,7 +139,7 @@ def _stop_all(queues: Sequence[_Tasks]) -> None:
 class CallerModes:
     """The state that torch keeps for each thread, taken along from the calling thread into a replica's thread.
 
-    Grad mode, inference mode and autocast belong to a thread; so do the current CUDA device and its stream. Work on
+    Grad mode, inference mode and autocast belong to a thread; so do the current device and its stream. Work on
     the stream that is current in the caller keeps the order that the caller sees. (The default dtype, deterministic
     mode and the random generators belong to the process and need nothing.)
 
@@ -150,10 +150,11 @@ class CallerModes:
 
     def __init__(self, device: torch.device, *, differentiates: bool = False) -> None:
         self._device: list[Callable[[], AbstractContextManager[Any]]] = []
-        if device.type == "cuda":
-            # A replica on the caller's stream, so that nobody has to wait for another stream before or after.
-            stream = torch.cuda.current_stream(device)
-            self._device = [partial(torch.cuda.device, device), partial(torch.cuda.stream, stream)]
+        if device.type != "cpu":
+            # A replica on the caller's stream, so that nobody has to wait for another stream before or after. Entering
+            # it makes its device the current one; see [Note: streams and threads].
+            stream = torch.accelerator.current_stream(device)
+            self._device = [lambda: stream]
         self._all = [*self._device]
         if torch.is_inference_mode_enabled() and not differentiates:
             self._all.append(torch.inference_mode)
@@ -302,7 +303,7 @@ def differentiate(
 
 def as_listed(device: torch.device) -> int | torch.device:
     """Return ``device`` as torch's class lists it: a GPU as its index."""
-    return device.index if device.type == "cuda" else device
+    return device if device.type == "cpu" else device.index
 
 
 def _catch(function: Callable[[], Any], where: str) -> Any:

@@ -21,7 +21,8 @@ from lockstep.parallel.module_io import Wrapper
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
-# A CUDA index (-1 is the CPU, as in torch), a name such as "cpu" or "cuda:1", or a ``torch.device``.
+# The index of a GPU (-1 is the CPU, as in torch), a name such as "cpu" or "cuda:1", or a ``torch.device``. A GPU is a
+# device of the accelerator that torch finds, CUDA's or another.
 Device = int | str | torch.device
 
 # Held while a wrapper looks for its engine and makes one, so that two threads do not make two.
@@ -281,14 +282,14 @@ def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
     As with torch's class, GPUs named on a machine that has none come to no devices: the module then just runs.
 
     Raises:
-        ConfigurationError: Devices of several types, of a type that is neither "cpu" nor "cuda", or that do not exist.
+        ConfigurationError: Devices of several types, neither CPUs nor GPUs, or that do not exist.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    named = list(range(num_gpus)) if device_ids is None else list(device_ids)
-    types = {"cuda" if isinstance(device, int) else torch.device(device).type for device in named}
-    if not named or (types == {"cuda"} and num_gpus == 0):
+    gpu, num_gpus = _gpus()
+    named: list[Device] = list(range(num_gpus)) if device_ids is None else list(device_ids)
+    types = {gpu if isinstance(device, int) else torch.device(device).type for device in named}
+    if not named or (types == {gpu} and num_gpus == 0):
         return []
-    if len(types) > 1 or not types <= {"cpu", "cuda"}:
+    if len(types) > 1 or not types <= {"cpu", gpu}:
         raise ConfigurationError(
             f"DataParallel cannot use the devices {sorted(types)} together.\n"
             'Name devices of one type in device_ids: GPUs, as in [0, 1], or the CPU, as in ["cpu", "cpu"].'
@@ -299,8 +300,8 @@ def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
 def _existing(device: Device, argument: str) -> torch.device:
     """Return ``device``. Raises ``ConfigurationError`` if it is a GPU that this process does not have."""
     index = device if isinstance(device, int) else torch.device(device).index
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    is_gpu = isinstance(device, int) or torch.device(device).type == "cuda"
+    gpu, num_gpus = _gpus()
+    is_gpu = isinstance(device, int) or torch.device(device).type == gpu
     if is_gpu and index is not None and not 0 <= index < num_gpus:
         raise ConfigurationError(
             f"{argument} names GPU {index}, but this process sees {num_gpus} (numbered from 0).\n"
@@ -309,17 +310,23 @@ def _existing(device: Device, argument: str) -> torch.device:
     return as_device(device)
 
 
+def _gpus() -> tuple[str, int]:
+    """Return the type of device that an index names, the accelerator's (CUDA without one), and how many there are."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ("cuda", 0) if found is None else (found.type, torch.accelerator.device_count())
+
+
 # --- inputs are split, outputs joined ---------------------------------------------------------------------------------
 
 
 def as_device(device: Device) -> torch.device:
-    """Return ``device`` as a ``torch.device``; "cuda" without an index is the current CUDA device."""
+    """Return ``device`` as a ``torch.device``; a GPU without an index is the current one."""
     if isinstance(device, int):
-        return torch.device("cpu") if device == -1 else torch.device("cuda", device)
+        return torch.device("cpu") if device == -1 else torch.device(_gpus()[0], device)
     named = torch.device(device)
-    if named.type == "cuda":
-        return named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if named.type == "cpu" else named
+    if named.type == "cpu":
+        return torch.device("cpu")
+    return named if named.index is not None else torch.device(named.type, torch.accelerator.current_device_index())
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[Any]:
@@ -468,7 +475,7 @@ def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> T
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     # A copy to the CPU must be complete when this returns: nobody there waits for a stream.
-    return tensor.to(device, non_blocking=device.type == "cuda")
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _rebuild(container: Any, contents: Iterable[Any]) -> Any:

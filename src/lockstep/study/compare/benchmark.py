@@ -15,12 +15,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from lockstep.accelerator import check_count, default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
-from lockstep.train.plan import PER_PROCESS, check_batch, check_gpus
+from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
@@ -84,12 +85,12 @@ def compare(
     """
     settings = settings or Settings()
     found = load(task)
-    on_cuda = torch.cuda.is_available()
-    taking_part, left_out = choose(strategies, cuda=on_cuda)
+    device_type = default_device().type
+    taking_part, left_out = choose(strategies, cuda=device_type == "cuda")
     for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):
         if value is not None and value < 1:
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
-    check_gpus(devices)
+    check_count(devices)
     check_batch(found, settings, devices)
     # The schedule, if the task has one, falls over the longest run that this can become.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
@@ -97,7 +98,7 @@ def compare(
     setup = Setup(
         task=Path(task).name if isinstance(task, str) else found.name,
         command=command,
-        device="cuda" if on_cuda else "cpu",
+        device=device_type,
         num_devices=devices,
         num_cores=num_cores,
         # Before our own processes start, as these would count among the busy ones.
@@ -257,9 +258,9 @@ def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.dev
     """Return the devices that this process uses for ``strategy``."""
     if strategy in PER_PROCESS or strategy == SINGLE:
         return [world.device]
-    if world.device.type == "cuda":
-        return [torch.device("cuda", index) for index in range(num_devices)]
-    return [world.device] * num_devices
+    if world.device.type == "cpu":
+        return [world.device] * num_devices
+    return [torch.device(world.device.type, index) for index in range(num_devices)]
 
 
 def takes_part(strategy: str, world: World) -> bool:
@@ -333,13 +334,12 @@ def measure_candidate(
     seconds, records = time_steps(trainer, num_steps)
     exposed_s = trainer.strategy.exposed_s  # of the last step
     if exposed_s is not None:
-        # The engine measures with the host's clock, which does not see CUDA's work, and one micro-batch only.
+        # The engine measures with the host's clock, which does not see a device's work, and one micro-batch only.
         exposed_s = exposed_s * trainer.settings.accumulate if trainer.device.type == "cpu" else None
     # With what was just measured still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
         alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)
+    synchronize(trainer.device)
     times = [record.times for record in records]
     backward_s = [each.backward_s + each.communication_s for each in times]
     if name in PER_PROCESS:
@@ -366,8 +366,7 @@ def time_steps(trainer: Trainer, num_steps: int) -> tuple[float, list[StepRecord
     """
     start = time.perf_counter()
     records = [trainer.step() for _ in range(num_steps)]
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)
+    synchronize(trainer.device)
     return time.perf_counter() - start, records
 
 
@@ -429,6 +428,6 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> 
     with contextlib.closing(trainer):
         for _ in range(NUM_PEAK_STEPS):
             trainer.step().loss.item()
-    if world.device.type == "cuda":
-        return [torch.cuda.max_memory_allocated(device) for device in devices]
+    if world.device.type != "cpu":
+        return [torch.accelerator.max_memory_allocated(device) for device in devices]
     return [max(peak_bytes() - before_bytes, 0)]

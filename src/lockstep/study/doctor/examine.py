@@ -40,7 +40,7 @@ def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report |
     Raises:
         ConfigurationError: There is no such script or task, or it cannot be read or made.
     """
-    num_gpus = torch.cuda.device_count()
+    num_gpus = torch.accelerator.device_count()
     plan = replace(asked, devices=asked.devices or num_gpus or num_cores(), on_gpus=num_gpus > 0)
     if env.world_size == 1:
         report = examine(plan, environ)
@@ -95,7 +95,7 @@ def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
     if task is not None:
         seen["task"] = task.summary
     if not plan.is_running:  # otherwise those of all ranks are compared
-        seen["versions"] = network.Versions((network.read_versions(on_gpus=plan.on_gpus),)).summary
+        seen["versions"] = network.Versions((network.read_versions(),)).summary
     disk = machine.read_disk(plan.checkpoint, task.checkpoint_bytes if task else 0)
     limits, switches = machine.read_limits(plan), machine.Switches(environ)
     facts = (script, task, gpus, interfaces, port, limits, cores, memory, disk, switches)
@@ -115,7 +115,7 @@ def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[R
     report: Report | None = None
     if env.local_rank == 0:  # one rank of a machine examines it, and the first one the script
         report = examine(plan if env.rank == 0 else replace(plan, target=None), environ)
-    own = {"versions": network.read_versions(on_gpus=plan.on_gpus), "report": asdict(report) if report else None}
+    own = {"versions": network.read_versions(), "report": asdict(report) if report else None}
     try:
         with init(backend="gloo", device="cpu", timeout_s=RENDEZVOUS_S) as world:
             parts = all_gather_object(own, group=world.group)

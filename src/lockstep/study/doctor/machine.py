@@ -70,12 +70,12 @@ def read_gpus(plan: Plan) -> tuple[Gpus, list[NotChecked]]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Set to nothing or -1, it hides all, as one does to train on the CPU.
     is_hidden = chosen is not None and chosen.strip() in ("", "-1")
-    num_usable, has_driver = torch.cuda.device_count(), not is_hidden and shutil.which("nvidia-smi") is not None
+    num_usable, has_driver = torch.accelerator.device_count(), not is_hidden and shutil.which("nvidia-smi") is not None
     gpus: tuple[Gpu, ...] = ()
     missed = []
     if num_usable or has_driver:
         try:
-            # Not torch.cuda.mem_get_info: that needs a context of our own on every GPU, which a full one refuses.
+            # Not torch's own figures of memory: they need a context of our own on every GPU, which a full one refuses.
             query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.used"]
             query.append("--format=csv,noheader,nounits")
             text = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lockstep.accelerator import default_device, nccl_version
 from lockstep.comm.network import GLOO_INTERFACE, is_local, reachable_address
 from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
 from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time, listed
@@ -383,12 +384,12 @@ class Versions:
         return ", ".join(f"{name} {self.ranks[0][name]}" for name in _VERSIONS if name in self.ranks[0]) + compared
 
 
-def read_versions(*, on_gpus: bool) -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of this process, and its processor."""
-    found = provenance.versions() | {"processor": torch.cuda.get_device_name() if on_gpus else provenance.cpu_model()}
-    if on_gpus:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+    device = default_device()
+    name = provenance.cpu_model() if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    nccl = {"nccl": nccl_version()} if device.type == "cuda" else {}
+    return provenance.versions() | {"processor": name} | nccl
 
 
 @check(Versions)

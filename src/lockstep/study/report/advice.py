@@ -21,7 +21,7 @@ class Facts:
 
     Args:
         num_ranks: Devices with a process each.
-        device: ``cpu`` or ``cuda``.
+        device: Their type, such as ``cpu`` or ``cuda``.
         critical: Where the time of a step goes along the critical path.
         straggler: A rank that keeps the others waiting in every step.
         workers: Loader processes a rank; None if not known.

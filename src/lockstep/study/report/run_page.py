@@ -131,7 +131,7 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
 def _by_rank(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it came last, memory and load."""
     figures = view.figures
-    peak = "memory_peak_bytes" if view.device == "cuda" else "rss_peak_bytes"
+    peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
     columns = [*PARTS, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
     rows = []

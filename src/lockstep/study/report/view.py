@@ -24,6 +24,7 @@ from lockstep.study.report.figures import (
 )
 from lockstep.study.report.run_reader import Recorded, Timeline, read_run
 from lockstep.telemetry.live_view import rate
+from lockstep.telemetry.run_record import kind_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class View:
 
     @property
     def device(self) -> str:
-        """What kind they are."""
-        return "cuda" if self.run.zero.device.startswith("cuda") else "cpu"
+        """What type they are, such as ``cuda``."""
+        return self.run.zero.device.partition(":")[0] or "cpu"
 
 
 def view_run(folder: Path) -> View:
@@ -174,7 +175,8 @@ def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[s
 
 
 def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
-    one, more = ("GPU", "GPUs") if view.device == "cuda" else ("CPU process", "CPU processes")
+    kind = kind_of(view.device)
+    one, more = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
     rates = f"{rate(figures.samples_per_s)} samples/s"
     if figures.tokens_per_s is not None:
         rates += f" ({rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"

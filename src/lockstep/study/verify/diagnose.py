@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 
+from lockstep.accelerator import check_count
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study.common import load, log, run_ranks
@@ -18,7 +19,7 @@ from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Ro
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
-from lockstep.train.plan import check_batch, check_gpus
+from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
 
@@ -83,7 +84,7 @@ def verify(
     for name, value in (("devices", devices), ("steps", steps)):
         if value < 1:
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
-    check_gpus(devices)
+    check_count(devices)
     try:
         check_batch(load(task), settings, devices)
     except ConfigurationError as error:

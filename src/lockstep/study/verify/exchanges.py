@@ -12,6 +12,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from lockstep.accelerator import check_count
 from lockstep.comm.world import World
 from lockstep.errors import ReplicasDiffer
 from lockstep.study import common
@@ -19,7 +20,7 @@ from lockstep.study.common import Table, load, run_ranks
 from lockstep.study.verify.fingerprint import Fingerprint, distance, fingerprint
 from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.study.verify.sandbox import open_sandbox
-from lockstep.train.plan import check_batch, check_gpus
+from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.strategies.reproducible import refuse_reproducible
 from lockstep.train.strategies.strategy import check_engine
@@ -82,7 +83,7 @@ def verify_exchanges(
     Raises:
         ConfigurationError: The task, the settings or the devices cannot be used.
     """
-    check_gpus(devices)
+    check_count(devices)
     check_engine(strategy, settings)
     if settings.reproducible is not None:
         refuse_reproducible(strategy)
@@ -120,7 +121,7 @@ def train(subject: Subject, strategy: StrategyName, is_plain: bool, world: World
             for step in range(subject.num_steps):
                 with sandbox.step(step):
                     trainer.step()
-                loaded = sandboxed.recorder.end_step(ahead=world.device.type == "cuda")
+                loaded = sandboxed.recorder.end_step(ahead=world.device.type != "cpu")
                 samples.append(tuple(digest for _, _, digest in loaded))
                 parameters.append(tuple(map(fingerprint, trained)))
         except ReplicasDiffer as error:  # on every rank

@@ -162,8 +162,8 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
         for step in chosen:
             with sandbox.step(step):
                 loss, rates = loop.step(step)
-            # On CUDA the next batch is on its way already.
-            ahead = world.device.type == "cuda"
+            # To a device the next batch is on its way already.
+            ahead = world.device.type != "cpu"
             loaded = [one for task in sandbox.tasks for one in task.recorder.end_step(ahead=ahead)]
             samples[step] = [(index, sample) for index, sample, _ in loaded]
             digests = tuple(found for _, _, found in loaded)

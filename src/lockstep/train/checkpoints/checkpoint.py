@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import all_gather_object, backend_name, broadcast_object, default_group, is_initialized
+from lockstep.accelerator import recorded_event
+from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint_storage as storage
@@ -242,23 +243,20 @@ class HostStager:
         self._copies: list[Tensor] = []
 
     @torch.no_grad()
-    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], list[torch.cuda.Event]]:
+    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], list[torch.Event]]:
         """Return a copy, and the events after which it is made; valid until the next is taken.
 
-        With CUDA it is made by the device: what is queued there later, such as the next step, waits for it there.
+        A device makes the copy itself: what is queued there later, such as the next step, waits for it there.
         """
         chunks = [chunk for held in tensors.values() for chunk in held.chunks.values()]
         layout = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         if layout != self._layout:
             self._copies.clear()  # first: there may be no room for both
-            self._copies = [torch.empty(chunk.shape, dtype=chunk.dtype, pin_memory=chunk.is_cuda) for chunk in chunks]
+            self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=not each.is_cpu) for each in chunks]
             self._layout = layout
         for copy, chunk in zip(self._copies, chunks, strict=True):
             copy.copy_(chunk, non_blocking=True)
-        events = []
-        for device in {chunk.device for chunk in chunks if chunk.is_cuda}:
-            events.append(torch.cuda.Event())
-            events[-1].record(torch.cuda.current_stream(device))
+        events = [recorded_event(device) for device in {chunk.device for chunk in chunks if not chunk.is_cpu}]
         copies = iter(self._copies)
         taken = {
             name: TensorChunks(held.size, held.dtype, {offsets: next(copies) for offsets in held.chunks})
@@ -730,8 +728,7 @@ def _gather(value: Any) -> list[Any]:
     if not is_initialized():
         return [value]
     group = default_group()
-    device = torch.device("cuda") if backend_name(group) == "nccl" else torch.device("cpu")
-    return all_gather_object(value, group=group, device=device)
+    return all_gather_object(value, group=group, device=device_for(group))
 
 
 def _rank_and_size() -> tuple[int, int]:

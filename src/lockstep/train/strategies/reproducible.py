@@ -79,8 +79,9 @@ class Arithmetic:
 def describe_machine(device: torch.device) -> dict[str, str]:
     """Return what the bits of a sum depend on besides program and data, by name."""
     machine = {"torch": torch.__version__.partition("+")[0]}
-    if device.type == "cuda":
-        return machine | {"device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+        return machine | {"device": name, "CUDA": str(torch.version.cuda)}
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))

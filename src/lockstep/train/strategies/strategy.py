@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lockstep.accelerator import mark_on
 from lockstep.comm.collectives import Group, reduces_on_its_own
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import to_device
@@ -194,7 +195,7 @@ class Replicated(Strategy):
             part = self._objective(replica, batch, micro.sizes[index])
             parts[index] = part._replace(value=part.value.detach())
             if index == 0:
-                forward_ends.append(how.timer.mark())
+                forward_ends.append(mark_on(self._places[0]))
             return part.value * part.weight
 
         how.timer.name_phase("replicas")
@@ -244,8 +245,8 @@ class Distributed(Strategy):
             if not shards_optimizer:
                 self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is there
         # A step that has changed the parameters cannot be computed again to see where a NaN came from, so this rank's
-        # part is looked at while it is there. So it is on CUDA, where a step may be checked too late for that.
-        if self._ours is not None and (overlap_optimizer or device.type == "cuda"):
+        # part is looked at while it is there. So it is on a device, where a step may be checked too late for that.
+        if self._ours is not None and (overlap_optimizer or device.type != "cpu"):
             self.part_was_bad = self._ours.monitor_local_gradients()
         if self._ours is not None and self._ours.compression is not None:
             self.compressed = self._ours

@@ -1,0 +1,98 @@
+"""Work that a device does beside the host: its events, copies to the host, and what only CUDA has.
+
+``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` serve CUDA, ROCm, XPU and devices that plug in as
+PrivateUse1 alike, so the package uses these. On the CPU, whose ``device.type`` is tested where it matters, work is done
+when a call returns.
+
+[Note: streams and threads]
+A ``torch.Stream`` is a context manager that keeps what it replaced in the object itself. So threads that run at the
+same time must not enter one object: each asks ``torch.accelerator.current_stream`` for its own.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigurationError
+
+
+def default_device() -> torch.device:
+    """Return the accelerator that torch finds, without an index, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def check_count(wanted: int) -> None:
+    """Raise a ConfigurationError if a machine with accelerators has fewer than ``wanted`` of them."""
+    there = torch.accelerator.device_count()
+    if 0 < there < wanted:
+        raise ConfigurationError(
+            f"{wanted} devices were asked for, but this machine has {there} GPU{'s' if there > 1 else ''}.\n"
+            f"Ask for at most {there}, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= ."
+        )
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until a device has done all that it was given; return at once for the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event:
+    """Return an event that is over when the current stream of ``device`` gets here. Does not block."""
+    event = torch.Event(device, enable_timing=timing)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def mark_on(device: torch.device) -> float | torch.Event:
+    """Return a mark of now, or of when the current stream of ``device`` gets here: nothing waits for it."""
+    return time.perf_counter() if device.type == "cpu" else recorded_event(device, timing=True)
+
+
+class HostCopy:
+    """A tensor on its way to the host, where it may be read later without waiting for what came after it.
+
+    Attributes:
+        value: There, once ``arrived`` is over; not to be waited for if that is None.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.arrived: torch.Event | None = None
+        self.value = tensor.detach()
+        if not tensor.is_cpu:
+            self.value = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.value.copy_(tensor.detach(), non_blocking=True)
+            self.arrived = recorded_event(tensor.device)
+
+    def read(self) -> Tensor:
+        """Return it, on the host. Blocks until it is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.value
+
+
+# --- what only CUDA has -----------------------------------------------------------------------------------------------
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what goes to the current stream of ``device`` is recorded into a graph; see [Note: capture].
+
+    [Note: capture]
+    While a CUDA graph is recorded, hooks and callbacks run once, and everything they put on streams is recorded with
+    it: the copies into the buckets, the all-reduces (NCCL joins the capture), the waits of streams for each other. In a
+    replay no Python runs, and the host must not look at the device. So by then the buckets must be the final ones: as
+    with torch's class, some steps are run before the capture, on a side stream in which the wrapper was made.
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def nvtx(device: torch.device) -> Any:
+    """Return the module that names ranges for NVIDIA's tools, or None for other devices."""
+    return torch.cuda.nvtx if device.type == "cuda" else None
+
+
+def nccl_version() -> str:
+    """Return the version of NCCL, which a torch with CUDA has."""
+    return ".".join(map(str, torch.cuda.nccl.version()))
