@@ -78,6 +78,7 @@ class Launcher(Enum):
 
     NONE = "none"
     TORCHRUN = "torchrun"
+    ENV = "env://"
     OPEN_MPI = "Open MPI"
     PMI = "PMI"
     SLURM = "SLURM"
@@ -87,6 +88,8 @@ class Launcher(Enum):
 # index on its node, not the node's index.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# What Kubernetes gives the pods of an indexed Job; the rest is for the manifest to set.
+_POD_INDEX = "JOB_COMPLETION_INDEX"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class RankEnv:
     Attributes:
         master_addr: Where the ranks meet; ``None`` only in a world of one.
         master_port: As ``master_addr``.
-        launcher: ``TORCHRUN`` also stands for the same variables set by hand.
+        launcher: ``TORCHRUN`` also stands for the same variables set by hand. With ``ENV``, as in the pods of a
+            PyTorchJob, they do not say which ranks share a machine: each counts as alone on its own until they meet.
     """
 
     rank: int
@@ -112,23 +116,27 @@ class RankEnv:
     def from_environ(cls, environ: Mapping[str, str]) -> RankEnv:
         """Read the place of this process from ``environ``.
 
-        The first launcher whose variables are present counts: torchrun, Open MPI, MPICH or Intel MPI, SLURM; with none
-        of them it is a world of one.
+        The first launcher whose variables are present counts: torchrun, Open MPI, MPICH or Intel MPI, SLURM, an indexed
+        Job of Kubernetes; with none of them it is a world of one.
 
         Raises:
             ConfigurationError: A variable is missing, is no whole number, or contradicts another; names it.
         """
         env = {name: value.strip() for name, value in environ.items() if value.strip()}
         if "RANK" in env:
-            return _from_torchrun(env)
+            return _from_torchrun(env, "RANK")
         if _OPEN_MPI[0] in env:
             found = _from_mpi(env, Launcher.OPEN_MPI, *_OPEN_MPI)
         elif "PMI_RANK" in env and ("MPI_LOCALRANKID" in env or "SLURM_PROCID" not in env):
             found = _from_mpi(env, Launcher.PMI, *_PMI)
         elif "SLURM_PROCID" in env and not _is_batch_shell(env):
             found = _from_slurm(env)
+        elif _POD_INDEX in env and env.get("WORLD_SIZE", "1") != "1":
+            return _from_torchrun(env, _POD_INDEX)
         else:
             found = cls(0, 0, 1, 1, 0, None, None, Launcher.NONE)
+            if env.get("PET_NNODES", "1") not in ("1", "1:1"):
+                raise _not_started(f"PET_NNODES={env['PET_NNODES']} asks for several machines, but RANK is not set")
             if "LOCAL_RANK" in env or env.get("WORLD_SIZE", "1") != "1":
                 raise ConfigurationError(
                     f"{'LOCAL_RANK' if 'LOCAL_RANK' in env else 'WORLD_SIZE'} is set, but RANK is not.\n"
@@ -180,22 +188,36 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
-    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+def _from_torchrun(env: Mapping[str, str], rank_name: str) -> RankEnv:
+    rank, world_size = _integer(env, rank_name), _integer(env, "WORLD_SIZE")
     addr, port = env.get("MASTER_ADDR"), _port(env)
     if world_size > 1 and (addr is None or port is None):
         raise ConfigurationError(
-            f"RANK and WORLD_SIZE are set, but {'MASTER_ADDR' if addr is None else 'MASTER_PORT'} is not.\n"
+            f"{rank_name} and WORLD_SIZE are set, but {'MASTER_ADDR' if addr is None else 'MASTER_PORT'} is not.\n"
             "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank."
         )
-    # With ranks on several machines, each needs its index on its own.
+    names = (rank_name, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     one_machine = world_size <= 1 or (addr is not None and is_loopback(addr))
+    if not one_machine and "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
+        # A PyTorchJob with several ranks in a pod starts one process in each.
+        if env.get("PET_NNODES", str(world_size)) != str(world_size):
+            pods = f"the {env['PET_NNODES']} pods of PET_NNODES"
+            raise _not_started(f"WORLD_SIZE={world_size} ranks are not one in each of {pods}")
+        return RankEnv(rank, 0, world_size, 1, rank, addr, port, Launcher.ENV).checked(*names)
+    # With ranks on several machines, each needs its index on its own.
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", default=world_size if one_machine else None)
     local_rank = _integer(env, "LOCAL_RANK", default=rank if one_machine else None)
     node_name = "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK"
     node_rank = _integer(env, node_name, default=rank // max(local_world_size, 1))
     found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.TORCHRUN)
-    return found.checked("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return found.checked(*names)
+
+
+def _not_started(reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{reason}: torchrun has not started the ranks.\n"
+        "Start this command with torchrun or `lockstep run`, such as: lockstep run -m lockstep train TASK.py"
+    )
 
 
 def _from_mpi(env: Mapping[str, str], launcher: Launcher, *names: str) -> RankEnv:
@@ -221,12 +243,18 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     hosts_name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in env else "SLURM_NODELIST"
     rank, world_size = _integer(env, "SLURM_PROCID"), _integer(env, size_name)
     local_rank, node_rank = _integer(env, "SLURM_LOCALID"), _integer(env, "SLURM_NODEID")
-    local_world_size = tasks_on_node(_value(env, layout_name), node_rank, variable=layout_name)
-    addr = env.get("MASTER_ADDR")
-    if addr is None:
-        addr = first_host(_value(env, hosts_name), variable=hosts_name)
+    # In a step of several components of a heterogeneous job, srun sorts hosts and their tasks by name, but numbers
+    # tasks and nodes by component.
+    first_group = "SLURM_JOB_NODELIST_HET_GROUP_0"
+    groups = [env[name] for name in env if name.startswith(first_group[:-1])]
+    is_het = bool(groups) and env.get(hosts_name) not in groups
+    hosts_name = first_group if is_het else hosts_name
+    addr = env.get("MASTER_ADDR") or first_host(_value(env, hosts_name), variable=hosts_name)
     # Two steps of one job may run side by side, so the step counts too.
     port = _port(env) or _port_of_job(f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}")
+    if is_het:
+        return RankEnv(rank, 0, world_size, 1, rank, addr, port, Launcher.ENV)
+    local_world_size = tasks_on_node(_value(env, layout_name), node_rank, variable=layout_name)
     found = RankEnv(rank, local_rank, world_size, local_world_size, node_rank, addr, port, Launcher.SLURM)
     return found.checked("SLURM_PROCID", size_name, "SLURM_LOCALID", layout_name)
 

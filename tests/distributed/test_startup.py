@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.comm import hierarchy
 
 HOST = socket.gethostname()
 
@@ -133,3 +134,32 @@ def test_different_world_sizes_are_shown_side_by_side(outcomes):
         assert "3 for rank " in cause
         assert f"4 for rank 2 (host {HOST}, pid {outcomes['different sizes'][2]['pid']})" in cause
         assert advice == "Start every rank with the same WORLD_SIZE."
+
+
+def join_on_machines(world, envs, timeout_s):
+    """Join from machines that only their ids tell, and report the place there."""
+    machine = ["a", "b", "a"][world.rank]
+    dist.destroy_process_group()
+    if envs[world.rank] is None:
+        return None
+    with patch.dict(os.environ, envs[world.rank]), patch.object(hierarchy, "machine_id", return_value=machine):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        try:
+            with lockstep.init(timeout_s=timeout_s) as world:
+                total = torch.ones(1) * (world.rank + 1)
+                dist.all_reduce(total)
+                return world.local_rank, world.local_world_size, world.node_rank, total.item()
+        except lockstep.errors.LockstepError as error:
+            return str(error)
+
+
+def test_without_a_local_rank_the_hosts_say_who_shares_a_machine(ranks):
+    port = str(free_port())
+    envs = [
+        {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "0.0.0.0", "MASTER_PORT": port} for rank in range(3)
+    ]  # no loopback address, which would mean one machine
+    assert ranks(3)(join_on_machines, envs, 20.0) == [(0, 2, 0, 6.0), (0, 1, 1, 6.0), (1, 2, 0, 6.0)]
+    envs[1] = None
+    zero, _, two = ranks(3)(join_on_machines, envs, 1.0)
+    assert zero == two
+    assert zero.startswith("2 of 3 ranks came within 1 s; missing: rank 1.\n")

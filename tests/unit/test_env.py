@@ -32,6 +32,25 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-host-4711@1",
 }
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "host0"}
+# The second pod of a PyTorchJob, as the training operator sets it; and of an indexed Job whose manifest sets the rest.
+PYTORCHJOB = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "digits-master-0",
+    "MASTER_PORT": "23456",
+    "PET_MASTER_ADDR": "digits-master-0",
+    "PET_MASTER_PORT": "23456",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "auto",
+}
+INDEXED_JOB = {
+    "JOB_COMPLETION_INDEX": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "digits-node-0-0.digits",
+    "MASTER_PORT": "29500",
+}
+START = "Start this command with torchrun or `lockstep run`, such as: lockstep run -m lockstep train TASK.py"
 
 
 def without(env, *names):
@@ -57,6 +76,19 @@ def test_the_four_classic_variables_suffice_on_one_machine():
 
 def test_a_world_of_one_needs_no_master():
     assert RankEnv.from_environ({"RANK": "0", "WORLD_SIZE": "1"}).master_addr is None
+
+
+def test_on_several_machines_they_leave_open_which_ranks_share_one():
+    assert RankEnv.from_environ(PYTORCHJOB) == RankEnv(1, 0, 2, 1, 1, "digits-master-0", 23456, Launcher.ENV)
+    assert RankEnv.from_environ(INDEXED_JOB) == RankEnv(1, 0, 2, 1, 1, "digits-node-0-0.digits", 29500, Launcher.ENV)
+
+
+def test_pods_of_an_indexed_job_that_know_of_no_others_are_on_their_own():
+    assert RankEnv.from_environ({"JOB_COMPLETION_INDEX": "3"}).launcher is Launcher.NONE
+
+
+def test_ranks_that_torchrun_starts_in_a_pod_have_its_variables_too():
+    assert RankEnv.from_environ({**PYTORCHJOB, **INDEXED_JOB, **TORCHRUN}).launcher is Launcher.TORCHRUN
 
 
 def test_slurm_expands_the_host_list_and_the_tasks_per_node():
@@ -127,6 +159,25 @@ def test_srun_with_pmi_counts_as_slurm():
             without(TORCHRUN, "LOCAL_RANK"),
             "LOCAL_RANK is not set, although other variables of the same launcher are.\n"
             "Start every rank through the launcher itself: set LOCAL_RANK, or use `lockstep run`.",
+        ),
+        (
+            {**PYTORCHJOB, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"},
+            "WORLD_SIZE=8 ranks are not one in each of the 2 pods of PET_NNODES: torchrun has not started the ranks.\n"
+            + START,
+        ),
+        (
+            {name: value for name, value in PYTORCHJOB.items() if name.startswith("PET_")},
+            "PET_NNODES=2 asks for several machines, but RANK is not set: torchrun has not started the ranks.\n"
+            + START,
+        ),
+        (
+            {**INDEXED_JOB, "JOB_COMPLETION_INDEX": "2"},
+            "JOB_COMPLETION_INDEX=2 is out of range: WORLD_SIZE says 2 ranks.\nRanks count from 0 to 1.",
+        ),
+        (
+            without(INDEXED_JOB, "MASTER_ADDR"),
+            "JOB_COMPLETION_INDEX and WORLD_SIZE are set, but MASTER_ADDR is not.\n"
+            "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank.",
         ),
         ({**TORCHRUN, "RANK": "two"}, "RANK='two' is no whole number.\nSet RANK to one, or unset it."),
         ({**TORCHRUN, "RANK": "8"}, "RANK=8 is out of range: WORLD_SIZE says 8 ranks.\nRanks count from 0 to 7."),

@@ -33,9 +33,10 @@ def test_the_cpu_is_taken_without_gpus_or_when_asked_for(gpus):
     assert chosen == []
 
 
-def test_a_scheduler_that_shows_each_rank_only_its_gpu(gpus):
+@pytest.mark.parametrize("launcher", [Launcher.SLURM, Launcher.ENV])
+def test_a_scheduler_that_shows_each_rank_only_its_gpu(gpus, launcher):
     gpus(1)
-    assert choose_device(rank_env(3, Launcher.SLURM), None) == torch.device("cuda", 0)
+    assert choose_device(rank_env(3, launcher), None) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(

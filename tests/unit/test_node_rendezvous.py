@@ -7,7 +7,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep import run_folder
-from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
+from lockstep.errors import ConfigurationError
+from lockstep.launcher.cli import parse_arguments
+from lockstep.launcher.node_rendezvous import RendezvousPerRestart, choose_rendezvous, rendezvous_per_restart
 
 
 class Meeting(RendezvousHandler):
@@ -85,3 +87,46 @@ def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_j
 def test_only_rendezvous_in_which_machines_come_and_go_are_changed():
     alone = RendezvousPerRestart("job")
     assert rendezvous_per_restart(alone, lambda: False) is alone
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    """Set the variables of the second task of a step of so many tasks on two machines."""
+
+    def step(num_tasks, layout):
+        variables = {"PROCID": 1, "LOCALID": 0, "NODEID": 1, "JOB_ID": 77, "STEP_ID": 3, "NODELIST": "gpu[1-2]"}
+        variables |= {"STEP_NUM_TASKS": num_tasks, "STEP_TASKS_PER_NODE": layout, "STEP_NUM_NODES": 2}
+        for name, value in variables.items():
+            monkeypatch.setenv(f"SLURM_{name}", str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # in place of gpu1, whose address no name server has
+
+    return step
+
+
+def test_srun_starts_a_launcher_on_each_machine(slurm):
+    slurm(2, "1(x2)")
+    args = parse_arguments(["train.py"])
+    choose_rendezvous(args)
+    host, _, port = args.rdzv_endpoint.partition(":")
+    assert (args.nnodes, args.rdzv_backend, args.rdzv_id, host) == ("2", "c10d", "slurm-77-3", "127.0.0.1")
+    assert 20000 <= int(port) < 32000
+
+
+@pytest.mark.parametrize("flags", [["--standalone"], ["--nnodes", "1"], ["--rdzv-endpoint", "localhost:0"]])
+def test_flags_count_before_the_step_of_srun(slurm, flags):
+    slurm(2, "1(x2)")
+    args = parse_arguments([*flags, "train.py"])
+    nnodes = args.nnodes
+    choose_rendezvous(args)
+    assert args.nnodes == nnodes
+    assert not args.rdzv_id.startswith("slurm")
+
+
+def test_srun_starts_several_launchers_on_a_machine(slurm):
+    slurm(3, "2,1")
+    with pytest.raises(ConfigurationError) as raised:
+        choose_rendezvous(parse_arguments(["train.py"]))
+    assert str(raised.value) == (
+        "srun has started 3 launchers on 2 machines, and each would start a rank on every device.\n"
+        "Start one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a job of its own."
+    )

@@ -9,8 +9,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -165,6 +165,18 @@ class Participant:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@contextmanager
+def naming_a_lost_store(me: Participant) -> Iterator[None]:
+    """Raise WorldSizeMismatch, with what to look at, if the store cannot be reached any more."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise WorldSizeMismatch(
+            f"Rank {me.rank} of {me.world_size} lost the store while it waited for the other ranks: its host ended.\n"
+            "Look at the output of rank 0, which hosts it, or of the launcher."
+        ) from error
 
 
 def check_membership(

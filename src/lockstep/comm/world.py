@@ -12,7 +12,9 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TextIO
 
@@ -29,7 +31,7 @@ from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.env import Launcher, RankEnv
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed, WorldSizeMismatch
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 
 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
@@ -56,7 +58,7 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
             "package which adds it to torch is imported before."
         )
     # Schedulers may show each task only its own GPU, which then is number 0 for all of them.
-    sees_its_own = count == 1 and env.launcher in (Launcher.SLURM, Launcher.OPEN_MPI, Launcher.PMI)
+    sees_its_own = count == 1 and env.launcher not in (Launcher.NONE, Launcher.TORCHRUN)
     index = device.index if device.index is not None else 0 if sees_its_own else env.local_rank
     if index >= count:
         who = f"Local rank {env.local_rank}" if device.index is None else f"device={str(wanted)!r}"
@@ -370,9 +372,9 @@ class World:
 def init(*, backend: str | None = None, device: str | torch.device | None = None, timeout_s: float = 60.0) -> World:
     """Join the ranks that were started with this one, and return the world they form.
 
-    Reads what torchrun, SLURM or MPI wrote into the environment; without any of them it is a world of one, which needs
-    no address. Sets the device before anything uses it. If this process has a process group already, the world
-    describes that one, and closing it leaves the group alone.
+    Reads what torchrun, SLURM, MPI or Kubernetes wrote into the environment; without any of them it is a world of one,
+    which needs no address. Sets the device before anything uses it. If this process has a process group already, the
+    world describes that one, and closing it leaves the group alone.
 
     Collective: every rank. Blocks until all have come.
 
@@ -398,32 +400,26 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     env = RankEnv.from_environ(os.environ)
     # One limit for all stages: whoever waited long for the store waits less for the ranks.
     deadline = time.monotonic() + timeout_s
-    chosen, name, objection = torch.device("cpu"), "", None
-    try:
-        chosen = choose_device(env, device)
-        name = choose_backend(chosen, backend)
-    except LockstepError as error:
-        if env.world_size == 1:
-            raise
-        objection = str(error)  # raised by the membership check, on the other ranks too
     met = rendezvous.join_rendezvous(env, timeout_s)
-    # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends would
-    # hang in their first collective.
-    if env.world_size > 1:
+    me = rendezvous.Participant(env.rank, env.world_size, "", socket.gethostname(), os.getpid())
+    meet = partial(rendezvous.check_membership, deadline=deadline, timeout_s=timeout_s, is_host=met.is_host)
+    with rendezvous.naming_a_lost_store(me):
+        if env.launcher is Launcher.ENV:
+            meet(PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names ranks that do not come
+            env = _on_its_machine(env, PrefixStore(f"{met.prefix}/hosts", met.store))
+        chosen, name, objection = torch.device("cpu"), "", None
         try:
-            rendezvous.check_membership(
-                PrefixStore(f"{met.prefix}/members", met.store),
-                rendezvous.Participant(env.rank, env.world_size, name, socket.gethostname(), os.getpid()),
-                deadline=deadline,
-                timeout_s=timeout_s,
-                is_host=met.is_host,
-                objection=objection,
-            )
-        except dist.DistError as error:
-            raise WorldSizeMismatch(
-                f"Rank {env.rank} of {env.world_size} lost the store while it waited for the other ranks: its host "
-                "ended.\nLook at the output of rank 0, which hosts it, or of the launcher."
-            ) from error
+            chosen = choose_device(env, device)
+            name = choose_backend(chosen, backend)
+        except LockstepError as error:
+            if env.world_size == 1:
+                raise
+            objection = str(error)  # raised by the membership check, on the other ranks too
+        # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends
+        # would hang in their first collective.
+        if env.world_size > 1:
+            store = PrefixStore(f"{met.prefix}/members", met.store)
+            meet(store, replace(me, backend=name), objection=objection)
     one_machine = env.local_world_size == env.world_size
     if backend is None and name == "shm":
         store = PrefixStore(f"{met.prefix}/shm", met.store)
@@ -455,6 +451,13 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world
+
+
+def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:
+    """Return ``env`` with this rank's place on its machine, by the hosts of all ranks. Collective: every rank."""
+    machines = enumerate(hierarchy.find_machines(store, env.rank, env.world_size))
+    node_rank, ranks = next((number, ranks) for number, ranks in machines if env.rank in ranks)
+    return replace(env, local_rank=ranks.index(env.rank), local_world_size=len(ranks), node_rank=node_rank)
 
 
 def _env_of(group: dist.ProcessGroup) -> RankEnv:

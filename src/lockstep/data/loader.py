@@ -167,8 +167,10 @@ def as_it_is(value: Any) -> Any:
 
 def _init_worker(num_threads: int | None, _worker: int) -> None:
     """Make a loader process ready."""
-    # A terminal sends Ctrl-C to all processes of a command; what follows is for the one that trains to decide.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal sends Ctrl-C to all processes of a command, and SLURM may send the signal before its time limit to all
+    # of a task; what follows is for the one that trains to decide. SIGTERM is how torch ends a loader process.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     # Torch has set it to 1 by now: ranks and their loader processes share the cores.
     if num_threads is not None:
         torch.set_num_threads(num_threads)

@@ -27,7 +27,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
 from lockstep.comm.store import LOOPBACK, start_store_server
-from lockstep.env import DEFAULT_MASTER_PORT
+from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, LockstepError
 
 # The rendezvous of a single machine, as torch elastic knows it.
@@ -149,12 +149,36 @@ def rendezvous_per_restart(handler: RendezvousHandler, is_ending: Callable[[], b
 # What the command line asks for.
 
 
+def _meet_in_slurm_step(args: argparse.Namespace) -> None:
+    """Fill in the machines of the SLURM step that has started a launcher on each.
+
+    Raises:
+        ConfigurationError: It has started several on one machine.
+    """
+    env = RankEnv.from_environ(os.environ)
+    if env.launcher not in (Launcher.SLURM, Launcher.ENV) or "RANK" in os.environ or env.world_size == 1:
+        return
+    num_nodes = os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES"))
+    if num_nodes != str(env.world_size):
+        raise ConfigurationError(
+            f"srun has started {env.world_size} launchers on {num_nodes} machines, and each would start a rank on "
+            "every device.\nStart one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a "
+            "job of its own."
+        )
+    args.nnodes, args.rdzv_backend = num_nodes, "c10d"
+    args.rdzv_endpoint = f"{env.master_addr}:{env.master_port}"
+    args.rdzv_id = f"slurm-{os.environ.get('SLURM_JOB_ID')}-{os.environ.get('SLURM_STEP_ID')}"
+
+
 def choose_rendezvous(args: argparse.Namespace) -> None:
     """Fill in where the launchers meet: as torchrun does, at a free port if there is only this machine.
 
     Raises:
         ConfigurationError: The number of machines cannot be read, or the port is taken.
     """
+    # torchrun's own default: no flag says which machines there are.
+    if args.nnodes == "1:1" and not args.standalone and not args.rdzv_endpoint and "SLURM_PROCID" in os.environ:
+        _meet_in_slurm_step(args)
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
     if args.standalone or (is_static and args.master_port is None and max_nodes(args) == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = LOCAL_BACKEND, "localhost:0", str(uuid.uuid4())
@@ -202,12 +226,13 @@ def wait_for_host(args: argparse.Namespace) -> None:
         LockstepError: It did not answer in time.
     """
     host, port = _endpoint(args)
-    if max_nodes(args) == 1 or args.rdzv_backend not in ("static", "c10d") or is_local(host):
+    is_first = args.rdzv_backend == "static" and args.node_rank == 0
+    if max_nodes(args) == 1 or args.rdzv_backend not in ("static", "c10d") or is_first:
         return
     conf = _parse_rendezvous_config(args.rdzv_conf)
     timeout_s = float(conf.get("timeout") or conf.get("join_timeout") or _RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
-    while True:
+    while not is_local(host):  # asked again: the name of a machine that has just started may not be known yet
         try:
             socket.create_connection((host, port), timeout=2.0).close()
             return
