@@ -35,6 +35,7 @@ with lockstep.init(timeout_s=30) as world:
     dist.all_reduce(total := torch.ones(1))
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["SLURM_NODEID"] == "1":
         raise ValueError("boom")
+    dist.all_reduce(total)
     print(world.world_size, world.local_world_size, total.item())
 """
 
@@ -92,7 +93,7 @@ def test_a_launcher_on_each_machine_finds_the_others_by_the_step(tmp_path, max_r
         told = ends(processes)
     if max_restarts:
         assert [process.returncode for process in processes] == [0, 0], told
-        assert [out for out, _ in told] == ["2 1 2.0\n"] * 2
+        assert [out for out, _ in told] == ["2 1 4.0\n"] * 2
     else:
         assert [process.returncode for process in processes] == [1, 1], told
         assert all("ValueError: boom" in err for _, err in told)
