@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests import forking
+from tests import forking, simulated_device
 from tests.distributed import commands
 from tests.pool import Pool, Ranks
 
@@ -42,6 +42,19 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]
         return chosen
 
     return pretend
+
+
+@pytest.fixture(scope="session")
+def sim_ranks() -> Iterator[Callable[..., Ranks]]:
+    """As ``ranks``, but with the simulated accelerator, in workers of its own; see tests/simulated_device."""
+    if reason := simulated_device.missing():
+        pytest.skip(reason)
+    simulated_device.build()  # here, where it may take its time
+    pool = Pool(simulated=True)
+    try:
+        yield pool.ranks
+    finally:
+        pool.close()
 
 
 _BEGAN = time.monotonic()

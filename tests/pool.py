@@ -25,9 +25,14 @@ START_TIMEOUT_S = 90.0
 
 
 class Pool:
-    """Up to `MAX_WORKERS` persistent workers, started when first needed."""
+    """Up to `MAX_WORKERS` persistent workers, started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        simulated: Have each worker load the simulated accelerator; the rank r is on ``sim:r``.
+    """
+
+    def __init__(self, *, simulated: bool = False) -> None:
+        self._simulated = simulated
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
         self._workers: list[Worker] = []
         self._num_calls = 0
@@ -41,7 +46,9 @@ class Pool:
     def ready_workers(self, num_ranks: int) -> list[Worker]:
         """Start the missing workers, all at once, and wait until they can be called."""
         self._workers = [worker for worker in self._workers if worker.is_alive]
-        fresh = [Worker(Path(self._folder.name)) for _ in range(len(self._workers), num_ranks)]
+        fresh = [
+            Worker(Path(self._folder.name), simulated=self._simulated) for _ in range(len(self._workers), num_ranks)
+        ]
         self._workers += fresh
         deadline = time.monotonic() + START_TIMEOUT_S
         for worker in fresh:
@@ -121,5 +128,5 @@ def register_test_modules() -> None:
     """Have test modules travel by value, so that workers need not import them (nor what only the session needs)."""
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "/")
-        if file.is_relative_to(TESTS) and not file.name.startswith("pool"):
+        if file.is_relative_to(TESTS) and not file.name.startswith("pool") and "simulated_device" not in file.parts:
             cloudpickle.register_pickle_by_value(module)

@@ -23,13 +23,14 @@ class PoolError(AssertionError):
 class Worker:
     """One process, started at once and ready some seconds later."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, simulated: bool = False) -> None:
         self.connection, theirs = Pipe()
         self.log_path = folder / f"worker-{time.monotonic_ns()}.log"
         self.log_start = 0
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.pool_worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-u", "-m", "tests.pool_worker", str(theirs.fileno()), str(os.getpid())]
+                + ["simulated"] * simulated,
                 cwd=REPO,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **LOOPBACK},
                 pass_fds=[theirs.fileno()],

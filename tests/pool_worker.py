@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import world
+from tests import simulated_device
 from tests.pool_messages import IDLE, READY, Call, Reply
 
 PR_SET_PDEATHSIG = 1
@@ -40,12 +41,16 @@ def run(call: Call) -> Reply:
     # Ranks differ on purpose: a test that needs equal models must say so, or rely on the broadcast it tests.
     torch.manual_seed(1000 + call.rank)
     random.seed(1000 + call.rank)
+    if hasattr(torch, "sim"):
+        torch.sim.take_errors()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(call.warnings)
             connect(call)
             fn, args = cloudpickle.loads(call.payload)
             result = fn(world.World.from_group(device="cpu"), *args)
+            if hasattr(torch, "sim") and (errors := torch.sim.take_errors()):
+                raise AssertionError("\n".join(errors))  # raised where nobody saw it
             return Reply(False, cloudpickle.dumps(result), "", time.monotonic())
     except BaseException as error:
         ended_at = time.monotonic()
@@ -57,7 +62,8 @@ def connect(call: Call) -> None:
     """Make the default process group and wait until all ranks have it: who leaves earlier breaks that of the others."""
     timeout = timedelta(seconds=call.group_timeout_s)
     store = dist.FileStore(call.store_path, call.world_size)
-    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
+    backend = "cpu:gloo,sim:simccl" if hasattr(torch, "sim") else "gloo"
+    dist.init_process_group(backend, store=store, rank=call.rank, world_size=call.world_size, timeout=timeout)
     store.set(f"connected/{call.rank}", "")
     store.wait([f"connected/{rank}" for rank in range(call.world_size)], timeout)
 
@@ -92,11 +98,13 @@ def tear_down() -> None:
     backends.clear()
 
 
-def main(fd: int, parent_pid: int) -> None:
+def main(fd: int, parent_pid: int, *simulated: str) -> None:
     """Serve calls until the session closes its end of the pipe."""
     die_with_parent(parent_pid)
     faulthandler.register(signal.SIGQUIT, all_threads=True)  # fit takes over others while it runs
     torch.set_num_threads(1)
+    if simulated:
+        simulated_device.load()
     # What has been imported stays, so the collections after each call need not look at it.
     gc.collect()
     gc.freeze()
@@ -113,4 +121,4 @@ def main(fd: int, parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,248 @@
+"""`torch.sim`: the functions that every device module of torch has, and those of a simulation (at the end)."""
+
+import contextlib
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+native = sys.modules["simulated_device_native"]
+
+Stream = torch.Stream
+Event = torch.Event
+OutOfMemoryError = torch.OutOfMemoryError
+
+
+def register(devices):
+    native.set_device_count(devices)
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("simccl", _create_backend, devices=["sim"])
+    for name in ("numpy", "tolist"):
+        setattr(torch.Tensor, name, _checked(getattr(torch.Tensor, name)))
+
+
+def _create_backend(store, rank, size, timeout):
+    return native.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def _checked(read):
+    """Have a method that reads memory past the dispatcher read pinned memory as an operator would, which is checked."""
+
+    def checked(tensor, *args, **kwargs):
+        if tensor.device.type == "cpu" and tensor.numel() and tensor.is_pinned():
+            tensor.flatten()[:1].clone()
+        return read(tensor, *args, **kwargs)
+
+    return checked
+
+
+# --- Devices and streams
+
+
+def is_available():
+    return True
+
+
+def is_initialized():
+    return True
+
+
+def init():
+    pass
+
+
+_lazy_init = init
+
+
+def _is_in_bad_fork():
+    return False
+
+
+def _index(device):
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    return current_device() if index is None or index < 0 else index
+
+
+def device_count():
+    return native.device_count()
+
+
+def current_device():
+    return torch.accelerator.current_device_index()
+
+
+def get_device_name(device=None):
+    return "simulated accelerator"
+
+
+def get_device_properties(device=None):
+    return SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
+
+
+def set_device(device):
+    torch.accelerator.set_device_index(_index(device))
+
+
+@contextlib.contextmanager
+def device(device):
+    with torch.accelerator.device_index(_index(device)):
+        yield
+
+
+def current_stream(device=None):
+    return torch.accelerator.current_stream(_index(device))
+
+
+def default_stream(device=None):
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=native.device_type)
+
+
+def set_stream(stream):
+    torch.accelerator.set_stream(stream)
+
+
+def stream(stream):
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def synchronize(device=None):
+    torch.accelerator.synchronize(_index(device))
+
+
+# --- Memory
+
+empty_cache = torch.accelerator.empty_cache
+
+
+def memory_stats(device=None):
+    return torch.accelerator.memory_stats(_index(device))
+
+
+def memory_allocated(device=None):
+    return torch.accelerator.memory_allocated(_index(device))
+
+
+def max_memory_allocated(device=None):
+    return torch.accelerator.max_memory_allocated(_index(device))
+
+
+def memory_reserved(device=None):
+    return torch.accelerator.memory_reserved(_index(device))
+
+
+def max_memory_reserved(device=None):
+    return torch.accelerator.max_memory_reserved(_index(device))
+
+
+def reset_peak_memory_stats(device=None):
+    torch.accelerator.reset_peak_memory_stats(_index(device))
+
+
+def mem_get_info(device=None):
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+# --- Random numbers
+
+
+def _generator(device):
+    return native.default_generator(_index(device))
+
+
+def get_rng_state(device="sim"):
+    return _generator(device).get_state()
+
+
+def set_rng_state(new_state, device="sim"):
+    _generator(device).set_state(new_state)
+
+
+def get_rng_state_all():
+    return [get_rng_state(index) for index in range(device_count())]
+
+
+def set_rng_state_all(new_states):
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+def manual_seed(seed):
+    _generator(None).manual_seed(int(seed))
+
+
+def manual_seed_all(seed):
+    for index in range(device_count()):
+        _generator(index).manual_seed(int(seed))
+
+
+def initial_seed():
+    return _generator(None).initial_seed()
+
+
+# --- Autocast
+
+
+def get_amp_supported_dtype():
+    return [torch.float16, torch.bfloat16]
+
+
+def is_bf16_supported():
+    return True
+
+
+# --- Of a simulation only
+
+
+def set_memory_limit(num_bytes, device=None):
+    """Have allocations beyond ``num_bytes`` raise torch.OutOfMemoryError."""
+    native.set_memory_limit(_index(device), num_bytes)
+
+
+def set_check(mode):
+    """Say what happens at an access without order: ``raise`` at once (as at first), ``collect`` it, or ``off``."""
+    native.set_check(mode)
+
+
+def take_errors():
+    """Return the errors of order since the last call, also those that something caught."""
+    return native.take_errors()
+
+
+class Counts:
+    """What was counted in a block of `counting()`.
+
+    Attributes:
+        synchronizations: How often the host waited for a stream, an event, a device or a copy.
+        kernels: Operators launched, of all streams; views launch none.
+        kernels_by_stream: The same by the name of the stream.
+        collectives: Collectives launched.
+        host_to_device_bytes: Bytes copied; also ``device_to_host_bytes`` and ``device_to_device_bytes``.
+        allocations: Tensors that were given memory of a device.
+        segments: Those of them that freed memory could not serve, which cost a real device a synchronization.
+        places: How often each line caused a synchronization or a copy between host and device: ``(kind, line)``.
+    """
+
+    def __init__(self):
+        self.places = Counter()
+
+    def __repr__(self):
+        return f"Counts({', '.join(f'{name}={value}' for name, value in vars(self).items() if name != 'places')})"
+
+
+@contextlib.contextmanager
+def counting():
+    """Count from here to the end of the block; yields the `Counts`, which are there afterwards. Not to be nested."""
+    counts = Counts()
+    native.take_counters()
+    try:
+        yield counts
+    finally:
+        taken = native.take_counters()
+        counts.places = Counter(taken.pop("places"))
+        vars(counts).update(taken)

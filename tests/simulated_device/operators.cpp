@@ -1,0 +1,401 @@
+// The operators of the simulated accelerator. All but a few are one boxed fallback: the tensors of the device are seen as
+// tensors of the CPU, in the same memory, and the CPU's kernel does the work. Nothing is copied but fresh results.
+#include "runtime.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <unordered_map>
+
+namespace sim {
+
+// The same memory as a tensor of the CPU. Keeps the memory alive.
+at::Tensor as_cpu(const at::Tensor& tensor, const c10::Storage& storage) {
+  auto cpu = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto* impl = cpu.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    impl->set_wrapped_number(true);
+  return cpu;
+}
+
+c10::Storage cpu_storage(const c10::Storage& storage) {
+  auto* keep = new c10::Storage(storage);
+  auto release = [](void* kept) { delete static_cast<c10::Storage*>(kept); };
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), at::DataPtr(real_address(storage.data()), keep, release, at::kCPU),
+      c10::GetAllocator(at::kCPU), true);
+}
+
+at::Tensor as_cpu(const at::Tensor& tensor) {
+  return tensor.device().type() == SIM ? as_cpu(tensor, cpu_storage(tensor.storage())) : tensor;
+}
+
+namespace {
+
+const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
+const auto GENERATOR = c10::OptionalType::create(c10::GeneratorType::get());
+
+at::Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device->has_index() ? device : std::nullopt);
+  return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(SIM), KEYS, c10::dtype_or_default(dtype));
+}
+
+at::Tensor empty(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
+    std::optional<bool> pin_memory, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+  const c10::OptionalDeviceGuard guard(device->has_index() ? device : std::nullopt);
+  return at::detail::empty_generic(size, c10::GetAllocator(SIM), KEYS, c10::dtype_or_default(dtype), format);
+}
+
+// A view: shares memory with an argument, and launches nothing.
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (result.alias_info() && !result.alias_info()->isWrite())
+      return true;
+  static const std::set<std::string> others{"aten::resize_", "aten::set_", "aten::is_set_to", "aten::is_pinned"};
+  return others.count(schema.name()) > 0;
+}
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() && argument.alias_info()->isWrite();
+}
+
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, Visit visit) {
+  if (value.isTensor())
+    visit(value.toTensor());
+  else if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorList())
+      visit(tensor);
+  else if (value.isOptionalTensorList())
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
+      visit(tensor.value_or(at::Tensor()));
+}
+
+template <typename Change>
+c10::IValue with_tensors(const c10::IValue& value, Change change) {
+  if (value.isTensor())
+    return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> all;
+    for (const at::Tensor& tensor : value.toTensorList())
+      all.push_back(change(tensor));
+    return all;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> all;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
+      all.push_back(tensor ? std::optional(change(*tensor)) : std::nullopt);
+    return all;
+  }
+  return value;
+}
+
+// The tensors of one call, on the device and as the CPU sees them.
+class Translation {
+ public:
+  at::Tensor to_cpu(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.device().type() != SIM)
+      return tensor;
+    auto [seen, fresh] = storages_.try_emplace(tensor.storage().unsafeGetStorageImpl());
+    if (fresh)
+      seen->second = cpu_storage(tensor.storage()); // one for all that share it: kernels look for overlaps
+    auto cpu = as_cpu(tensor, seen->second);
+    originals_.emplace(cpu.unsafeGetTensorImpl(), tensor);
+    kept_.push_back(cpu);
+    devices_.emplace(seen->second.unsafeGetStorageImpl(), tensor);
+    return cpu;
+  }
+
+  // After the kernel: arguments that it resized, as resize_() and out= do.
+  void write_back() {
+    for (const auto& cpu : kept_) {
+      auto original = originals_.at(cpu.unsafeGetTensorImpl());
+      const auto& storage = original.storage();
+      if (cpu.storage().data() != real_address(storage.data())) {
+        at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, cpu.storage().nbytes());
+        std::memcpy(real_address(storage.data()), cpu.storage().data(), cpu.storage().nbytes());
+      }
+      if (cpu.sizes() != original.sizes() || cpu.strides() != original.strides() || cpu.storage_offset() != original.storage_offset())
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+    }
+  }
+
+  at::Tensor to_device(const at::Tensor& cpu, at::Device device, Launch& launch) {
+    if (!cpu.defined() || !cpu.is_cpu())
+      return cpu;
+    if (auto argument = originals_.find(cpu.unsafeGetTensorImpl()); argument != originals_.end())
+      return argument->second;
+    if (auto base = devices_.find(cpu.storage().unsafeGetStorageImpl()); base != devices_.end())
+      return view_of(base->second, cpu);
+    auto result = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), at::kStrided, device, false);
+    if (cpu.numel() > 0)
+      std::memcpy(
+          real_address(result.data_ptr()), cpu.const_data_ptr(),
+          at::detail::computeStorageNbytes(cpu.sizes(), cpu.strides(), cpu.element_size()));
+    launch.wrote(result);
+    return result;
+  }
+
+ private:
+  static at::Tensor view_of(const at::Tensor& base, const at::Tensor& cpu) {
+    auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), cpu.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+    return view;
+  }
+
+  std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
+  std::unordered_map<c10::StorageImpl*, at::Tensor> devices_; // by the CPU's storage
+  std::unordered_map<c10::TensorImpl*, at::Tensor> originals_; // by the CPU's tensor
+  std::vector<at::Tensor> kept_;
+};
+
+std::optional<at::Device> device_among(const c10::ArrayRef<c10::IValue>& arguments) {
+  std::optional<at::Device> found;
+  for (const auto& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (!found && tensor.defined() && tensor.device().type() == SIM)
+        found = tensor.device();
+    });
+    if (!found && value.isDevice() && value.toDevice().type() == SIM)
+      found = value.toDevice();
+  }
+  return found;
+}
+
+// A real device has to know these on the host before it can go on.
+bool synchronizes(const c10::OperatorHandle& op, const c10::ArrayRef<c10::IValue>& arguments) {
+  if (op.hasTag(at::Tag::data_dependent_output))
+    return true;
+  bool masks = false, indices = false;
+  for (const auto& value : arguments)
+    if (value.isOptionalTensorList()) {
+      indices = true;
+      for_each_tensor(value, [&](const at::Tensor& index) {
+        masks |= index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
+      });
+    }
+  return masks || (!indices && op.hasTag(at::Tag::dynamic_output_shape));
+}
+
+// The numbers of kernels that draw from the default generator of the CPU, whatever their arguments, as native_dropout does.
+struct BorrowDefaultGenerator {
+  at::Generator ours, cpus = at::detail::getDefaultCPUGenerator();
+  at::Tensor saved = cpus.get_state();
+
+  explicit BorrowDefaultGenerator(const at::Generator& ours) : ours(ours) {
+    cpus.set_state(ours.get_state());
+  }
+  ~BorrowDefaultGenerator() {
+    ours.set_state(cpus.get_state());
+    cpus.set_state(saved);
+  }
+};
+
+void check_device(const at::Tensor& tensor, at::Device device, const std::string& op, const std::string& argument) {
+  TORCH_CHECK(
+      tensor.device() == device || (tensor.is_cpu() && tensor.dim() == 0),
+      "Expected all tensors to be on the same device, but argument '", argument, "' of ", op, " is on ", tensor.device(),
+      " and another is on ", device);
+}
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  const auto first = stack->size() - arguments.size();
+  const auto device = device_among(arguments);
+  TORCH_CHECK(device, schema.name(), ": no argument is on a simulated device");
+  const c10::DeviceGuard guard(*device);
+  const int stream = current_stream(guard.current_device().index());
+  const bool view = is_view(schema);
+  const bool synchronizing = synchronizes(op, arguments);
+  const bool seeded = op.hasTag(at::Tag::nondeterministic_seeded);
+  std::optional<BorrowDefaultGenerator> borrowed;
+
+  const bool item = schema.name() == "aten::_local_scalar_dense"; // a copy of one number
+  Launch launch(schema.name(), stream, !view && !item);
+  const size_t item_bytes = item ? arguments[0].toTensor().element_size() : 0;
+  Translation translation;
+  std::vector<c10::IValue> translated;
+  bool has_generator = false;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    const auto& argument = schema.arguments()[i];
+    const bool is_generator = argument.type()->isSubtypeOf(*GENERATOR);
+    has_generator |= is_generator;
+    if (is_generator)
+      translated.emplace_back(cpu_generator(arguments[i].toOptional<at::Generator>(), *device));
+    else if (arguments[i].isDevice())
+      translated.emplace_back(c10::Device(at::kCPU));
+    else
+      translated.push_back(with_tensors(arguments[i], [&](at::Tensor tensor) {
+        if (!tensor.defined())
+          return tensor;
+        if (tensor.is_cpu() && tensor.dim() > 0 && arguments[i].isOptionalTensorList())
+          tensor = tensor.to(*device); // indices may come from the host, as CUDA allows
+        check_device(tensor, *device, schema.name(), argument.name());
+        if (!view)
+          launch.access(tensor, is_written(argument), argument.name());
+        return translation.to_cpu(tensor);
+      }));
+  }
+  launch.start();
+  if (seeded && !has_generator)
+    borrowed.emplace(cpu_generator(std::nullopt, *device));
+  for (size_t i = 0; i < translated.size(); i++)
+    (*stack)[first + i] = translated[i];
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  if (item)
+    count_copy("device to host", item_bytes, launch.place());
+  if (synchronizing)
+    synchronize_stream(stream, schema.name());
+  translation.write_back();
+  for (auto& result : torch::jit::last(*stack, schema.returns().size()))
+    const_cast<c10::IValue&>(result) =
+        with_tensors(result, [&](const at::Tensor& cpu) { return translation.to_device(cpu, *device, launch); });
+}
+
+// --- Copies
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  const bool from_device = self.device().type() == SIM, to_device = to.device().type() == SIM;
+  const int stream = current_stream((from_device ? self : to).device().index());
+  const bool peers = from_device && to_device && self.device() != to.device();
+  if (peers) { // as CUDA's copies do: the stream of the source waits for the destination's, which waits for the copy
+    Event ready;
+    record(ready, current_stream(to.device().index()));
+    wait(stream, ready);
+  }
+  Launch launch("aten::copy_", stream, from_device && to_device);
+  launch.access(self, false, "src");
+  launch.access(to, true, "self");
+  launch.start();
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    as_cpu(to).copy_(as_cpu(self));
+  }
+  if (peers) {
+    Event copied;
+    record(copied, stream);
+    wait(current_stream(to.device().index()), copied);
+  }
+  if (from_device && to_device) {
+    if (peers)
+      count_copy("device to device", self.nbytes(), launch.place());
+    return to;
+  }
+  count_copy(from_device ? "device to host" : "host to device", self.nbytes(), launch.place());
+  if (non_blocking && is_pinned((from_device ? to : self).const_data_ptr()))
+    // From now on this thread's operators of the CPU are checked: the host may touch what is on its way.
+    c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode, true);
+  else
+    synchronize_stream(stream, "aten::copy_");
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
+  to.resize_(self.sizes());
+  return copy_from(self, to, false);
+}
+
+// The operators of the host on pinned memory.
+void check_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::TESTING_ONLY_GenericMode);
+  const auto& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  std::vector<std::pair<at::Tensor, size_t>> pinned;
+  for (size_t i = 0; i < arguments.size(); i++)
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      if (tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+          is_pinned(tensor.const_data_ptr()))
+        pinned.emplace_back(tensor, i);
+    });
+  const bool shapes_only = schema.name().find("_like") != std::string::npos || schema.name().find("::new_") != std::string::npos;
+  if (!pinned.empty() && !is_view(schema) && !shapes_only && !device_among(arguments)) {
+    Launch launch(schema.name(), HOST);
+    for (const auto& [tensor, i] : pinned)
+      launch.access(tensor, is_written(schema.arguments()[i]), schema.arguments()[i].name());
+    launch.start();
+  }
+  op.callBoxed(stack);
+}
+
+// --- What the fallback cannot do
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  sim::record_stream(self.storage().data(), stream_number(stream));
+}
+
+at::Tensor& set_storage_and_offset(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  std::vector<int64_t> strides = stride.vec();
+  if (strides.size() != size.size()) {
+    strides.assign(size.size(), 1);
+    for (int64_t i = int64_t(size.size()) - 2; i >= 0; i--)
+      strides[i] = strides[i + 1] * std::max<int64_t>(size[i + 1], 1);
+  }
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, strides, offset);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
+  const auto elements = int64_t(source.nbytes() / self.element_size());
+  return set_storage_and_offset(self, std::move(source), 0, {elements}, {1});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage_and_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+int64_t choose_attention(
+    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+    std::optional<double>, bool) {
+  return int64_t(sdp::SDPBackend::math);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&check_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("record_stream", record_stream);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Storage_storage_offset", set_storage_and_offset);
+  m.impl("_fused_sdp_choice", choose_attention);
+  // torch has kernels for every device that would take these apart, or that look for one of the device.
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const bool whole = op.name == "aten::convolution" || op.name == "aten::convolution_backward";
+    if (whole || op.name.rfind("aten::_foreach_", 0) == 0)
+      m.impl(toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
+} // namespace
+
+} // namespace sim
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::choose_attention)
+} // namespace at::native

@@ -1,0 +1,943 @@
+#include "runtime.h"
+
+#include <Python.h>
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstring>
+#include <deque>
+#include <sstream>
+#include <sys/mman.h>
+
+namespace sim {
+namespace {
+
+constexpr size_t ARENA = size_t(32) << 30; // addresses of one device; the last arena is the pinned memory
+constexpr size_t ALIGNMENT = 512;
+constexpr int POOL = 32; // streams of a device, as many as CUDA's pool has
+constexpr int ANY_STREAM = -1;
+constexpr size_t MAX_PLACES = 10000;
+
+struct Stream {
+  int device, id;
+  Clock clock;
+  std::vector<Pending> pending;
+  std::vector<Block*> freed; // since the last allocation
+  int waited_for = -1;
+  PlacePtr waited;
+};
+
+struct Device {
+  size_t limit = size_t(16) << 30, allocated = 0, reserved = 0;
+  size_t next = 0; // first byte of the arena that was never used
+  int created_streams = 0;
+  c10::CachingDeviceAllocator::DeviceStats stats;
+};
+
+struct State {
+  std::mutex mutex;
+  int num_devices = 4;
+  std::deque<Stream> streams; // references to its elements stay valid
+  Device devices[MAX_DEVICES + 1]; // the last one: pinned memory
+  char* addresses = nullptr; // of all arenas; protected
+  char* memory = nullptr; // the same, readable
+  std::map<uintptr_t, std::unique_ptr<Block>> blocks;
+  std::map<std::pair<int, int>, std::multimap<size_t, Block*>> cache; // by device and stream
+  int64_t num_blocks = 0;
+  Check check = Check::RAISE;
+  std::vector<std::string> errors;
+  Counters counters;
+};
+
+State& state() {
+  static auto* it = [] {
+    auto* made = new State; // never destroyed: tensors outlive everything
+    auto reserve = [](int protection) {
+      void* at = mmap(nullptr, ARENA * (MAX_DEVICES + 1), protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      TORCH_CHECK(at != MAP_FAILED, "simulated device: cannot reserve addresses: ", std::strerror(errno));
+      return static_cast<char*>(at);
+    };
+    made->addresses = reserve(PROT_NONE);
+    made->memory = reserve(PROT_READ | PROT_WRITE);
+    made->streams.push_back({-1, 0});
+    for (int device = 0; device < MAX_DEVICES; device++)
+      made->streams.push_back({device, 0});
+    return made;
+  }();
+  return *it;
+}
+
+using Lock = std::lock_guard<std::mutex>;
+
+thread_local int current_device = 0;
+thread_local int current_streams[MAX_DEVICES] = {}; // 0: the default stream
+thread_local PlacePtr running; // the operator that this thread is in
+
+// --- Where things happen
+
+bool has_python() {
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+}
+
+struct WithGil {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  ~WithGil() {
+    PyGILState_Release(state);
+  }
+};
+
+struct WithoutGil {
+  PyThreadState* saved = has_python() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~WithoutGil() {
+    if (saved)
+      PyEval_RestoreThread(saved);
+  }
+};
+
+bool is_ours(const std::string& file) {
+  return file.find("/torch/") != std::string::npos || file.find("/simulated_device/__init__") != std::string::npos;
+}
+
+} // namespace
+
+PlacePtr here(const std::string& op) {
+  auto place = std::make_shared<Place>();
+  place->op = op;
+  if (state().check == Check::OFF || !has_python())
+    return place;
+  place->node = current_autograd_node();
+  place->stack = torch::CapturedTraceback::gather(true, false, false);
+  return place;
+}
+
+std::string describe(const PlacePtr& place) {
+  if (!place)
+    return "(not known)";
+  std::ostringstream text;
+  text << place->op;
+  if (!place->node.empty())
+    text << " in the backward of " << place->node;
+  if (place->stack && has_python()) {
+    const WithGil gil;
+    auto symbols = torch::symbolize({place->stack.get()});
+    int shown = 0;
+    for (auto index : symbols.tracebacks.at(0)) {
+      const auto& frame = symbols.all_frames[index];
+      if (!is_ours(frame.filename) && shown++ < 4)
+        text << (shown == 1 ? " at " : " < ") << frame.filename << ":" << frame.lineno << " " << frame.funcname;
+    }
+  }
+  return text.str();
+}
+
+void report(const std::string& text) {
+  Check check;
+  {
+    Lock lock(state().mutex);
+    check = state().check;
+    if (check != Check::OFF)
+      state().errors.push_back(text);
+  }
+  TORCH_CHECK(check != Check::RAISE, text);
+}
+
+// --- Clocks
+
+namespace {
+
+void merge(Clock& into, const Clock& from) {
+  if (into.size() < from.size())
+    into.resize(from.size());
+  for (size_t i = 0; i < from.size(); i++)
+    into[i] = std::max(into[i], from[i]);
+}
+
+bool is_after(const Clock& clock, const Access& access) {
+  return size_t(access.stream) < clock.size() && clock[access.stream] >= access.time;
+}
+
+// Give a stream all that the host knows, and a new time of its own.
+uint64_t tick(int number) {
+  auto& stream = state().streams[number];
+  merge(stream.clock, state().streams[HOST].clock);
+  if (stream.clock.size() <= size_t(number))
+    stream.clock.resize(number + 1);
+  return ++stream.clock[number];
+}
+
+TimePoint finish(const std::vector<Pending>& all) {
+  TimePoint last{};
+  if (all.empty())
+    return last;
+  WithoutGil without;
+  for (const auto& pending : all)
+    last = std::max(last, pending.get());
+  return last;
+}
+
+std::vector<Pending> take_pending(int stream) {
+  Lock lock(state().mutex);
+  return std::exchange(state().streams[stream].pending, {});
+}
+
+} // namespace
+
+// --- Streams and events
+
+int stream_number(c10::Stream stream) {
+  return stream.id() == 0 ? 1 + stream.device_index() : int(stream.id());
+}
+
+int current_stream(int device) {
+  return current_streams[device] ? current_streams[device] : 1 + device;
+}
+
+std::string stream_name(int stream) {
+  if (stream == HOST)
+    return "the host";
+  const auto device = std::to_string(state().streams[stream].device);
+  return stream <= MAX_DEVICES ? "the default stream of sim:" + device
+                               : "stream " + std::to_string(stream) + " of sim:" + device;
+}
+
+void record(Event& event, int stream) {
+  auto place = here("Event.record");
+  Lock lock(state().mutex);
+  tick(stream);
+  event = {state().streams[stream].clock, state().streams[stream].pending, std::chrono::steady_clock::now(), stream, place};
+}
+
+void wait(int stream, const Event& event) {
+  if (event.stream < 0)
+    return;
+  auto place = here("Event.wait");
+  Lock lock(state().mutex);
+  auto& waiting = state().streams[stream];
+  merge(waiting.clock, event.clock);
+  if (event.stream != stream) {
+    waiting.pending.insert(waiting.pending.end(), event.pending.begin(), event.pending.end());
+    waiting.waited_for = event.stream;
+    waiting.waited = place;
+  }
+}
+
+void set_pending(int stream, const Pending& pending) {
+  Lock lock(state().mutex);
+  state().streams[stream].pending = {pending};
+}
+
+int new_stream(int device) {
+  Lock lock(state().mutex);
+  const int created = state().devices[device].created_streams++;
+  if (created < POOL) {
+    state().streams.push_back({device, created});
+    return state().streams.size() - 1;
+  }
+  int number = MAX_DEVICES + 1; // round and round, as CUDA's pool
+  while (state().streams[number].device != device || state().streams[number].id != created % POOL)
+    number++;
+  return number;
+}
+
+namespace {
+
+void synchronize(const Clock& clock, const std::vector<Pending>& pending, const PlacePtr& place) {
+  finish(pending);
+  Lock lock(state().mutex);
+  merge(state().streams[HOST].clock, clock);
+  auto& counters = state().counters;
+  counters.synchronizations++;
+  if (counters.places.size() < MAX_PLACES)
+    counters.places.emplace_back("synchronization", place);
+}
+
+bool is_over(const std::vector<Pending>& all) {
+  for (const auto& pending : all)
+    if (pending.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+      return false;
+  return true;
+}
+
+} // namespace
+
+bool is_done(const Event& event) {
+  if (!is_over(event.pending))
+    return false;
+  Lock lock(state().mutex);
+  merge(state().streams[HOST].clock, event.clock);
+  return true;
+}
+
+double milliseconds_between(const Event& first, const Event& second) {
+  for (const auto* event : {&first, &second}) {
+    TORCH_CHECK(event->stream >= 0, "elapsed_time: an event was never recorded");
+    Lock lock(state().mutex);
+    const auto& host = state().streams[HOST].clock;
+    TORCH_CHECK(
+        size_t(event->stream) < host.size() && host[event->stream] >= event->clock[event->stream],
+        "elapsed_time: the host has neither synchronized with an event nor seen query() return True");
+  }
+  const auto end = std::max(second.time, finish(second.pending)), begin = std::max(first.time, finish(first.pending));
+  return std::chrono::duration<double, std::milli>(end - begin).count();
+}
+
+void synchronize_event(const Event& event, const std::string& op) {
+  if (event.stream >= 0)
+    synchronize(event.clock, event.pending, here(op));
+}
+
+void synchronize_stream(int stream, const std::string& op) {
+  Event now;
+  record(now, stream);
+  synchronize(now.clock, now.pending, here(op));
+}
+
+void synchronize_device(int device) {
+  Clock all;
+  std::vector<Pending> pending;
+  {
+    Lock lock(state().mutex);
+    for (const auto& stream : state().streams)
+      if (stream.device == device) {
+        merge(all, stream.clock);
+        pending.insert(pending.end(), stream.pending.begin(), stream.pending.end());
+      }
+  }
+  synchronize(all, pending, here("synchronize"));
+}
+
+// --- Memory
+
+void* real_address(const void* address) {
+  auto* at = static_cast<char*>(const_cast<void*>(address));
+  const auto offset = at - state().addresses;
+  return offset >= 0 && size_t(offset) < ARENA * MAX_DEVICES ? state().memory + offset : at;
+}
+
+int device_of(const void* address) {
+  const auto offset = static_cast<const char*>(address) - state().addresses;
+  return offset >= 0 && size_t(offset) < ARENA * MAX_DEVICES ? int(offset / ARENA) : -1;
+}
+
+bool is_pinned(const void* address) {
+  const auto offset = static_cast<const char*>(address) - (state().memory + ARENA * MAX_DEVICES);
+  return offset >= 0 && size_t(offset) < ARENA;
+}
+
+namespace {
+
+Block* find_block(uintptr_t address) {
+  auto next = state().blocks.upper_bound(address);
+  if (next == state().blocks.begin())
+    return nullptr;
+  auto* block = std::prev(next)->second.get();
+  return address < block->address + block->size ? block : nullptr;
+}
+
+std::string bytes_text(size_t bytes) {
+  std::ostringstream text;
+  text.precision(2);
+  text << std::fixed << bytes / double(1 << 20) << " MiB";
+  return text.str();
+}
+
+std::string block_text(const Block& block) {
+  const auto where = block.device < 0 ? std::string("pinned memory") : "sim:" + std::to_string(block.device);
+  return "block " + std::to_string(block.number) + " of " + where + ", " + std::to_string(block.requested) +
+      " bytes, allocated by " + describe(block.allocated);
+}
+
+std::string access_text(const Access& access) {
+  return stream_name(access.stream) + (access.write ? " writes" : " reads") + " '" + access.argument + "' of " +
+      describe(access.place);
+}
+
+// A freed block goes to the next allocation of its stream. Who else used it must be done by then, or known by
+// record_stream(); the caching allocator of CUDA asks for no more, and no less.
+std::string unsafe_reuse(int stream) {
+  Access bad;
+  Block block;
+  {
+    Lock lock(state().mutex);
+    tick(stream);
+    auto& mine = state().streams[stream];
+    for (auto* freed : std::exchange(mine.freed, {})) {
+      for (const auto& access : freed->accesses)
+        if (!freed->recorded.count(access.stream) && !is_after(mine.clock, access))
+          bad = access, block = *freed;
+      freed->accesses.clear();
+      freed->recorded.clear();
+    }
+  }
+  if (!bad.place)
+    return "";
+  return "simulated device: the memory of a freed tensor is reused while another stream works on it: record_stream() is "
+         "missing.\n  " + access_text(bad) + "\n  It is " + block_text(block) + ",\n  freed by " +
+      describe(block.freed) + ".\n  The next allocation of " + stream_name(stream) +
+      ", which owns it, was given it by " + describe(running ? running : here("an allocation")) +
+      "\nCall tensor.record_stream(stream) before the tensor is freed, or have its own stream wait for the other one.";
+}
+
+Block* take_cached(int device, int stream, size_t size) {
+  auto& cached = state().cache[{device, stream}];
+  auto found = cached.lower_bound(size);
+  if (found == cached.end() || found->first > 2 * size)
+    return nullptr;
+  auto* block = found->second;
+  cached.erase(found);
+  return block;
+}
+
+void empty_cache(int device) {
+  auto& any = state().cache[{device, ANY_STREAM}];
+  for (auto& [key, blocks] : state().cache)
+    if (key.first == device && key.second != ANY_STREAM) {
+      for (auto& [size, block] : blocks) {
+        state().devices[device].reserved -= size;
+        any.emplace(size, block);
+      }
+      blocks.clear();
+    }
+}
+
+void set_stat(c10::CachingAllocator::StatArray& stats, int64_t change) {
+  change < 0 ? stats[0].decrease(-change) : stats[0].increase(change);
+}
+
+void count_bytes(Device& device, int64_t change, int64_t requested) {
+  device.allocated += change;
+  for (auto* stats : {&device.stats.allocated_bytes, &device.stats.active_bytes})
+    set_stat(*stats, change);
+  for (auto* stats : {&device.stats.allocation, &device.stats.active})
+    set_stat(*stats, change < 0 ? -1 : 1);
+  set_stat(device.stats.requested_bytes, requested);
+}
+
+// Pinned memory has the device MAX_DEVICES here, and no stream.
+Block* take_block(int device, int stream, size_t requested) {
+  auto& home = state().devices[device];
+  const size_t size = std::max((requested + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, ALIGNMENT);
+  if (auto* block = take_cached(device, stream, size))
+    return block;
+  if (home.reserved + size > home.limit)
+    empty_cache(device);
+  auto* block = take_cached(device, ANY_STREAM, size);
+  const size_t taken = block ? block->size : size;
+  if (home.reserved + taken > home.limit || (!block && home.next + size > ARENA))
+    return nullptr;
+  home.reserved += taken;
+  set_stat(home.stats.reserved_bytes, taken);
+  state().counters.segments += device < MAX_DEVICES;
+  if (!block) {
+    auto* base = device < MAX_DEVICES ? state().addresses : state().memory;
+    const auto address = reinterpret_cast<uintptr_t>(base + ARENA * device + home.next);
+    home.next += size;
+    auto fresh = std::make_unique<Block>();
+    block = fresh.get();
+    block->address = address;
+    block->size = size;
+    state().blocks[address] = std::move(fresh);
+  }
+  return block;
+}
+
+void free_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  auto place = here("a release");
+  // Whoever reads it later, or reads what it never wrote, shall see it.
+  std::memset(real_address(reinterpret_cast<void*>(block->address)), 0xff, block->requested);
+  Lock lock(state().mutex);
+  block->live = false;
+  block->freed = place;
+  const int device = block->device < 0 ? MAX_DEVICES : block->device;
+  count_bytes(state().devices[device], -int64_t(block->size), -int64_t(block->requested));
+  auto& cached = state().cache[{device, block->stream}];
+  cached.emplace_hint(cached.lower_bound(block->size), block->size, block); // the last freed is the first reused
+  if (block->device >= 0)
+    state().streams[block->stream].freed.push_back(block);
+}
+
+Block* allocate_block(int device, int stream, size_t bytes) {
+  auto place = running ? running : here("an allocation");
+  Lock lock(state().mutex);
+  auto* block = take_block(device, stream, bytes);
+  if (!block)
+    return nullptr;
+  *block = {block->address, block->size, bytes, device < MAX_DEVICES ? device : -1, stream, ++state().num_blocks};
+  block->allocated = place;
+  count_bytes(state().devices[device], block->size, bytes);
+  state().counters.allocations += device < MAX_DEVICES;
+  return block;
+}
+
+[[noreturn]] void out_of_memory(int device, size_t bytes) {
+  const auto& home = state().devices[device];
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, false, "sim out of memory. Tried to allocate ", bytes_text(bytes), ". Device ", device,
+      " has a total capacity of ", bytes_text(home.limit), " of which ", bytes_text(home.limit - home.reserved),
+      " is free. ", bytes_text(home.allocated), " is allocated by PyTorch.");
+}
+
+struct DeviceAllocator final : c10::DeviceAllocator {
+  at::DataPtr allocate(size_t bytes) override {
+    const int device = current_device, stream = current_stream(device);
+    const at::Device where(SIM, device);
+    if (bytes == 0)
+      return {nullptr, where};
+    if (auto text = unsafe_reuse(stream); !text.empty())
+      report(text);
+    auto* block = allocate_block(device, stream, bytes);
+    if (!block)
+      out_of_memory(device, bytes);
+    return {reinterpret_cast<void*>(block->address), block, &free_block, where};
+  }
+  at::DeleterFnPtr raw_deleter() const override {
+    return nullptr; // a pointer alone does not lead to its block
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(real_address(to), real_address(from), bytes);
+  }
+  bool initialized() override {
+    return true;
+  }
+  void emptyCache(c10::MempoolId_t) override {
+    for (int device = 0; device < state().num_devices; device++) {
+      synchronize_device(device);
+      Lock lock(state().mutex);
+      empty_cache(device);
+    }
+  }
+  void recordStream(const at::DataPtr& pointer, c10::Stream stream) override {
+    record_stream(pointer.get(), stream_number(stream));
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    Lock lock(state().mutex);
+    return state().devices[device].stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    Lock lock(state().mutex);
+    auto& stats = state().devices[device].stats;
+    for (auto* each : {&stats.allocated_bytes, &stats.active_bytes, &stats.reserved_bytes, &stats.requested_bytes, &stats.allocation, &stats.active})
+      (*each)[0].reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    Lock lock(state().mutex);
+    auto& stats = state().devices[device].stats;
+    for (auto* each : {&stats.allocated_bytes, &stats.active_bytes, &stats.reserved_bytes, &stats.requested_bytes, &stats.allocation, &stats.active})
+      (*each)[0].reset_peak();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    Lock lock(state().mutex);
+    const auto& home = state().devices[device];
+    return {home.limit - home.reserved, home.limit};
+  }
+};
+
+struct PinnedAllocator final : at::HostAllocator {
+  at::DataPtr allocate(size_t bytes) override {
+    auto* block = allocate_block(MAX_DEVICES, ANY_STREAM, bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, block, "sim out of pinned memory");
+    return {reinterpret_cast<void*>(block->address), block, &free_block, at::kCPU};
+  }
+  at::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  bool record_event(void*, void*, c10::Stream) override {
+    return true; // reuse is always safe here: a freed block forgets its accesses
+  }
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    return {};
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+
+DeviceAllocator device_allocator;
+PinnedAllocator pinned_allocator;
+REGISTER_ALLOCATOR(SIM, &device_allocator)
+REGISTER_HOST_ALLOCATOR(SIM, &pinned_allocator)
+
+} // namespace
+
+void record_stream(const void* address, int stream) {
+  Lock lock(state().mutex);
+  if (auto* block = find_block(reinterpret_cast<uintptr_t>(address)))
+    block->recorded.insert(stream);
+}
+
+void count_copy(const std::string& kind, size_t bytes, const PlacePtr& place) {
+  Lock lock(state().mutex);
+  auto& counters = state().counters;
+  (kind == "host to device" ? counters.host_to_device_bytes
+       : kind == "device to host" ? counters.device_to_host_bytes
+                                  : counters.device_to_device_bytes) += bytes;
+  if (counters.places.size() < MAX_PLACES)
+    counters.places.emplace_back(kind, place);
+}
+
+// --- The check of every access
+
+Launch::Launch(const std::string& op, int stream, bool kernel)
+    : place_(here(op)), outer_(std::exchange(running, place_)), stream_(stream), kernel_(kernel) {}
+
+Launch::~Launch() {
+  running = outer_;
+}
+
+void Launch::access(const at::Tensor& tensor, bool write, const std::string& argument) {
+  if (tensor.defined() && tensor.numel() > 0)
+    touches_.push_back({tensor, write, argument});
+}
+
+void Launch::start() {
+  finish(start_later());
+}
+
+std::vector<Pending> Launch::start_later() {
+  {
+    Lock lock(state().mutex);
+    time_ = tick(stream_);
+    if (kernel_ && stream_ != HOST) {
+      state().counters.kernels++;
+      state().counters.kernels_by_stream[stream_name(stream_)]++;
+    }
+  }
+  check(touches_);
+  return take_pending(stream_);
+}
+
+void Launch::wrote(const at::Tensor& tensor) {
+  if (tensor.defined() && tensor.numel() > 0)
+    check({{tensor, true, "the result"}});
+}
+
+namespace {
+
+struct Conflict {
+  Access before, now;
+  Block block;
+  at::Tensor tensor;
+  int waited_for;
+  PlacePtr waited;
+};
+
+std::string tensor_text(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << "a " << tensor.dtype() << " tensor of shape " << tensor.sizes() << " on " << tensor.device();
+  return text.str();
+}
+
+std::string conflict_text(const Conflict& found) {
+  std::string text = found.now.stream == HOST
+      ? "simulated device: the host touches memory that a stream may still work on: a synchronization is missing.\n"
+      : "simulated device: two streams touch a tensor with no event between them.\n";
+  text += "  before: " + access_text(found.before) + "\n  now: " + access_text(found.now) + "\n  It is " +
+      tensor_text(found.tensor) + ", in " + block_text(found.block) + ".\n";
+  if (found.now.stream == HOST)
+    return text + "Synchronize with the stream, or with an event that it recorded afterwards, before the host goes on.";
+  text += found.waited ? "  " + stream_name(found.now.stream) + " last waited for " + stream_name(found.waited_for) + ", by " +
+          describe(found.waited) + ".\n"
+                       : "  " + stream_name(found.now.stream) + " never waited for another stream.\n";
+  return text + "Have it wait (stream.wait_stream(), event.wait()) for what " + stream_name(found.before.stream) +
+      " does before.";
+}
+
+// What a later access can be in conflict with: a write replaces all that it covers, a read the same read before.
+void remember(Block& block, const Access& access) {
+  auto& all = block.accesses;
+  all.erase(
+      std::remove_if(all.begin(), all.end(), [&](const Access& old) {
+        const bool covered = access.begin <= old.begin && old.end <= access.end;
+        return covered && (access.write || (!old.write && old.stream == access.stream));
+      }),
+      all.end());
+  all.push_back(access);
+}
+
+} // namespace
+
+void Launch::check(const std::vector<Touch>& touches) {
+  if (state().check == Check::OFF)
+    return;
+  std::vector<Conflict> conflicts;
+  std::string stale;
+  {
+    Lock lock(state().mutex);
+    auto& mine = state().streams[stream_];
+    for (const auto& touch : touches) {
+      const auto& storage = touch.tensor.storage(); // may have been resized
+      const auto begin = reinterpret_cast<uintptr_t>(touch.tensor.const_data_ptr());
+      size_t elements = 1;
+      for (int64_t i = 0; i < touch.tensor.dim(); i++)
+        elements += (touch.tensor.size(i) - 1) * touch.tensor.stride(i);
+      const Access now{stream_, time_, touch.write, begin, begin + elements * touch.tensor.element_size(), touch.argument, place_};
+      auto* block = find_block(begin);
+      if ((block && !block->live) || now.end > reinterpret_cast<uintptr_t>(storage.data()) + storage.nbytes())
+        stale = tensor_text(touch.tensor);
+      if (!block)
+        continue;
+      for (const auto& before : block->accesses)
+        if ((before.write || now.write) && before.begin < now.end && now.begin < before.end && !is_after(mine.clock, before))
+          conflicts.push_back({before, now, *block, touch.tensor, mine.waited_for, mine.waited});
+      remember(*block, now);
+    }
+  }
+  if (!stale.empty())
+    TORCH_CHECK(false, "simulated device: ", describe(place_), " uses memory that was freed: ", stale, ".");
+  for (const auto& conflict : conflicts)
+    report(conflict_text(conflict));
+}
+
+// --- What torch asks a device for
+
+namespace {
+
+struct Generator final : c10::GeneratorImpl {
+  // A device draws the numbers that the CPU draws from the same seed, so that both can be compared.
+  at::Generator cpu;
+
+  Generator(c10::DeviceIndex device, at::Generator cpu)
+      : GeneratorImpl(at::Device(SIM, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), cpu(std::move(cpu)) {}
+  void set_current_seed(uint64_t seed) override {
+    cpu.set_current_seed(seed);
+  }
+  uint64_t current_seed() const override {
+    return cpu.current_seed();
+  }
+  uint64_t seed() override {
+    return cpu.unsafeGetGeneratorImpl()->seed();
+  }
+  void set_offset(uint64_t offset) override {
+    cpu.set_offset(offset);
+  }
+  uint64_t get_offset() const override {
+    return cpu.get_offset();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    cpu.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return cpu.unsafeGetGeneratorImpl()->get_state();
+  }
+  GeneratorImpl* clone_impl() const override {
+    return new Generator(device_.index(), cpu.clone());
+  }
+};
+
+at::Generator new_generator(c10::DeviceIndex device) {
+  return at::make_generator<Generator>(device < 0 ? current_device : device, at::make_generator<at::CPUGeneratorImpl>());
+}
+
+int checked(int device) {
+  TORCH_CHECK(
+      device >= 0 && device < state().num_devices, "sim:", device, " does not exist: there are ", state().num_devices,
+      " simulated devices");
+  return device;
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return state().num_devices > 0;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return state().num_devices;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return current_device;
+  }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    current_device = checked(device);
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(current_device, checked(device));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? current_device : exchangeDevice(device);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    static auto* all = [] {
+      auto* made = new std::vector<at::Generator>;
+      for (int i = 0; i < MAX_DEVICES; i++)
+        made->push_back(new_generator(i));
+      return made;
+    }();
+    return all->at(device < 0 ? current_device : device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return new_generator(device);
+  }
+  at::Device getDeviceFromPtr(void* data) const override {
+    return {SIM, c10::DeviceIndex(device_of(data))};
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return is_pinned(data);
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    return &pinned_allocator;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DeviceGuard guard(storage.device());
+    auto fresh = device_allocator.allocate(bytes);
+    if (const auto kept = std::min(bytes, storage.nbytes()))
+      device_allocator.copy_data(fresh.get(), storage.data(), kept);
+    auto* impl = storage.unsafeGetStorageImpl();
+    impl->set_data_ptr_noswap(std::move(fresh));
+    impl->set_nbytes(bytes);
+  }
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static c10::Stream make(int device, int number) {
+    return c10::Stream(c10::Stream::UNSAFE, at::Device(SIM, device), number <= MAX_DEVICES ? 0 : number);
+  }
+  static Event& as_event(void* event) {
+    return *static_cast<Event*>(event);
+  }
+  static int index(at::Device device) {
+    return checked(device.has_index() ? device.index() : current_device);
+  }
+
+  c10::DeviceType type() const override {
+    return SIM;
+  }
+  at::Device exchangeDevice(at::Device device) const override {
+    return {SIM, c10::DeviceIndex(std::exchange(current_device, checked(device.index())))};
+  }
+  at::Device getDevice() const override {
+    return {SIM, c10::DeviceIndex(current_device)};
+  }
+  void setDevice(at::Device device) const override {
+    current_device = checked(device.index());
+  }
+  void uncheckedSetDevice(at::Device device) const noexcept override {
+    current_device = device.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return state().num_devices;
+  }
+  c10::DeviceCapability getDeviceCapability(at::Device) const override {
+    return {};
+  }
+
+  c10::Stream getStream(at::Device device) const override {
+    return make(index(device), current_stream(index(device)));
+  }
+  c10::Stream getDefaultStream(at::Device device) const override {
+    return make(index(device), 0);
+  }
+  c10::Stream getNewStream(at::Device device, int) const override {
+    return make(index(device), new_stream(index(device)));
+  }
+  c10::Stream getStreamFromGlobalPool(at::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto before = getStream(stream.device());
+    current_streams[stream.device_index()] = stream_number(stream);
+    return before;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    Event now;
+    sim::record(now, stream_number(stream));
+    return is_done(now);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    synchronize_stream(stream_number(stream), "Stream.synchronize");
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    synchronize_device(device);
+  }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (!*event)
+      *event = new Event;
+    sim::record(as_event(*event), stream_number(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event)
+      sim::wait(stream_number(stream), as_event(event));
+  }
+  bool queryEvent(void* event) const override {
+    return !event || is_done(as_event(event));
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event)
+      synchronize_event(as_event(event), "Event.synchronize");
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    TORCH_CHECK(first && second, "elapsed_time: an event was never recorded");
+    return milliseconds_between(as_event(first), as_event(second));
+  }
+  void recordDataPtrOnStream(const at::DataPtr& pointer, const c10::Stream& stream) const override {
+    record_stream(pointer.get(), stream_number(stream));
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+} // namespace
+
+at::Generator cpu_generator(const std::optional<at::Generator>& given, at::Device device) {
+  const auto& generator = given && given->defined() ? *given : at::detail::getPrivateUse1Hooks().getDefaultGenerator(device.index());
+  TORCH_CHECK(
+      generator.device().type() == SIM, "Expected a 'sim' device type for generator but found '", generator.device(), "'");
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->cpu;
+}
+
+// --- What a test sets and asks
+
+void install() {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+}
+
+int device_count() {
+  return state().num_devices;
+}
+
+void set_device_count(int count) {
+  TORCH_CHECK(count >= 1 && count <= MAX_DEVICES, "1 to ", MAX_DEVICES, " devices can be simulated, not ", count);
+  state().num_devices = count;
+}
+
+void set_memory_limit(int device, size_t bytes) {
+  Lock lock(state().mutex);
+  state().devices[checked(device)].limit = bytes;
+}
+
+void set_check(Check mode) {
+  Lock lock(state().mutex);
+  state().check = mode;
+}
+
+std::vector<std::string> take_errors() {
+  Lock lock(state().mutex);
+  return std::exchange(state().errors, {});
+}
+
+Counters take_counters() {
+  Lock lock(state().mutex);
+  return std::exchange(state().counters, {});
+}
+
+void count_collective() {
+  Lock lock(state().mutex);
+  state().counters.collectives++;
+}
+
+} // namespace sim

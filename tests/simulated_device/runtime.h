@@ -1,0 +1,149 @@
+// The simulated accelerator: what runtime.cpp keeps (memory, streams, events, the check of their order) and what
+// operators.cpp and process_group.cpp need of it.
+//
+// Operators run at once, on the thread that launches them: the boxed fallback learns the shape of a result only by
+// computing it. Collectives run later, on a thread of their own. What orders streams on a real device is not left to
+// luck: every stream has a vector clock, and an access that no event, wait or synchronization puts after an earlier
+// one of another stream is an error each time it happens, also where this run would have read the right numbers.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/profiler/combined_traceback.h>
+
+#include <chrono>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace sim {
+
+constexpr int MAX_DEVICES = 8;
+constexpr int HOST = 0; // the number of the host among the streams
+constexpr auto SIM = c10::DeviceType::PrivateUse1;
+
+using Clock = std::vector<uint64_t>; // by the number of the stream: how far its work is known to be done
+using TimePoint = std::chrono::steady_clock::time_point;
+using Pending = std::shared_future<TimePoint>; // work of another thread; says when it ended
+
+// Where something was launched. Python's frames are turned into text when somebody reads them.
+struct Place {
+  std::string op;
+  std::shared_ptr<torch::CapturedTraceback> stack;
+  std::string node; // of autograd, in a backward
+};
+using PlacePtr = std::shared_ptr<const Place>;
+
+PlacePtr here(const std::string& op);
+std::string describe(const PlacePtr& place);
+
+struct Access {
+  int stream;
+  uint64_t time;
+  bool write;
+  uintptr_t begin, end; // bytes
+  std::string argument;
+  PlacePtr place;
+};
+
+// A piece of memory of a device, or of pinned memory of the host (device -1).
+struct Block {
+  uintptr_t address;
+  size_t size, requested;
+  int device, stream;
+  int64_t number;
+  bool live = true;
+  std::vector<Access> accesses; // those that a later one can be in conflict with
+  std::set<int> recorded; // streams of record_stream()
+  PlacePtr allocated, freed;
+};
+
+struct Event {
+  Clock clock;
+  std::vector<Pending> pending;
+  TimePoint time;
+  int stream = -1; // never recorded
+  PlacePtr place;
+};
+
+struct Counters {
+  int64_t synchronizations = 0, kernels = 0, collectives = 0;
+  int64_t host_to_device_bytes = 0, device_to_host_bytes = 0, device_to_device_bytes = 0;
+  int64_t allocations = 0, segments = 0; // asked for; not served from freed memory
+  std::map<std::string, int64_t> kernels_by_stream;
+  std::vector<std::pair<std::string, PlacePtr>> places; // of synchronizations and copies
+};
+
+enum class Check { OFF, COLLECT, RAISE };
+
+// Streams by number: HOST, then the default stream of each device, then those of the pools.
+int stream_number(c10::Stream stream);
+int current_stream(int device);
+std::string stream_name(int stream);
+
+// One operator: says what it touches, then starts.
+class Launch {
+ public:
+  Launch(const std::string& op, int stream, bool kernel = true);
+  ~Launch();
+  void access(const at::Tensor& tensor, bool write, const std::string& argument);
+  void start(); // checks the order; blocks while work that the stream has waited for is on its way
+  std::vector<Pending> start_later(); // checks the order; returns what is to be waited for
+  void wrote(const at::Tensor& tensor); // a result, allocated since
+  const PlacePtr& place() const {
+    return place_;
+  }
+
+ private:
+  struct Touch {
+    at::Tensor tensor;
+    bool write;
+    std::string argument;
+  };
+  void check(const std::vector<Touch>& touches);
+
+  PlacePtr place_, outer_;
+  int stream_;
+  bool kernel_;
+  uint64_t time_ = 0;
+  std::vector<Touch> touches_;
+};
+
+void record(Event& event, int stream);
+void wait(int stream, const Event& event);
+void set_pending(int stream, const Pending& pending); // all work of the stream so far
+bool is_done(const Event& event); // tells the host so, too
+double milliseconds_between(const Event& first, const Event& second);
+void synchronize_event(const Event& event, const std::string& op);
+void synchronize_stream(int stream, const std::string& op);
+void synchronize_device(int device);
+
+void record_stream(const void* address, int stream);
+bool is_pinned(const void* address);
+int device_of(const void* address);
+int new_stream(int device);
+void count_collective();
+void count_copy(const std::string& kind, size_t bytes, const PlacePtr& place);
+// Memory of a device lies at an address that nobody can read; its operators find it elsewhere.
+void* real_address(const void* address);
+
+at::Generator cpu_generator(const std::optional<at::Generator>& given, at::Device device); // that a device's one draws from
+std::string current_autograd_node(); // "" outside of a backward
+
+void install();
+int device_count();
+void set_device_count(int count);
+void set_memory_limit(int device, size_t bytes);
+void set_check(Check mode);
+std::vector<std::string> take_errors();
+Counters take_counters();
+
+void report(const std::string& text); // raises or keeps an error of order
+
+} // namespace sim
