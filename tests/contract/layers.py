@@ -13,7 +13,7 @@ LAYERS = [
     {"parallel", "data", "launcher"},
     {"train"},
     {"study", "adoption", "observe"},
-    {"cli"},
+    {"cli", "ray"},
     {"__main__"},
 ]
 """Lowest first. A part imports from layers below its own; parts of one layer do not import each other."""

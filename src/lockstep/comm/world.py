@@ -233,7 +233,7 @@ class World:
 
         Args:
             group: The default process group if ``None``.
-            device: As for `init`.
+            device: The one that the group is bound to if ``None``, else as for `init`.
 
         Raises:
             ConfigurationError: There is no such process group, or no such device.
@@ -244,7 +244,7 @@ class World:
                 "There is no process group in this process yet.\nCall lockstep.init(), which makes one."
             )
         env = _env_of(group)
-        return cls(env, choose_device(env, device), group, None)
+        return cls(env, choose_device(env, device or group.bound_device_id), group, None)
 
     @property
     def is_rank_zero(self) -> bool:

@@ -24,7 +24,7 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
+from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
 from lockstep.telemetry.run_record import Event, kind_of
 from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export, export_weights
@@ -52,6 +52,9 @@ _NUM_NAMED = 5
 _LINE_S = 10.0
 
 P = ParamSpec("P")
+
+# Takes a checkpoint that is on disk, and what was found after its step, by the names that sinks have for it.
+CheckpointCallback = Callable[[Path, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -257,10 +260,16 @@ class Run:
     """
 
     def __init__(
-        self, task: Task, settings: FitSettings, world: World, signals: StopSignals, checkpoints: Checkpoints | None
+        self,
+        task: Task,
+        settings: FitSettings,
+        world: World,
+        signals: StopSignals,
+        checkpoints: Checkpoints | None,
+        on_checkpoint: CheckpointCallback | None,
     ) -> None:
         self._task, self._settings, self._world = task, settings, world
-        self._signals, self._checkpoints = signals, checkpoints
+        self._signals, self._checkpoints, self._on_checkpoint = signals, checkpoints, on_checkpoint
         if settings.export is not None:
             check_export(Path(settings.export))
         trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
@@ -277,6 +286,7 @@ class Run:
         self.has_new_best = self._owes_evaluation = False
         self._checkpoint: Path | None = None
         self._saved: tuple[int, float | None] | None = None
+        self._found: dict[str, float] = {}  # after the step of the newest checkpoint
         # Without a folder there is nothing that a run which is stopped could save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
@@ -312,6 +322,7 @@ class Run:
             self._trainer.load_state_dict(state)
             self._checkpoint = self._checkpoints.path(self.num_steps_done)
             self._saved = self.num_steps_done, None
+            self._found = {"step": self.num_steps_done}
             self._best = None if state["best"] is None else Evaluation(**state["best"])
             self._owes_evaluation = state["owes_evaluation"] and self._evaluator is not None
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
@@ -375,12 +386,26 @@ class Run:
             return  # such as at the end of an epoch in which the last step was due anyway
         self._settle()
         activity.now.phase = "checkpoint"
+        if self._on_checkpoint is not None:
+            self._complete_checkpoint()
         self._trainer.check_replicas()  # what is kept must be what all ranks hold
         best = None if self._best is None else asdict(self._best)
         state = self._trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
         self._saved = (step, loss)
+        self._found = {"step": step}
+        if self._throughput.losses:  # none if this is the evaluation that a run which was stopped did not come to
+            self._found["train/loss"] = self._throughput.losses[-1]
+        if loss is not None:
+            self._found |= {EVALUATION.name_of(name): value for name, value in made[-1].metrics.items()}
         self._record.event("checkpoint", f"checkpoint after step {step}")
+
+    def _complete_checkpoint(self) -> None:
+        """Wait until the newest checkpoint is on disk, and hand it over. Collective: every rank."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+            if self._on_checkpoint is not None and self._checkpoint is not None:
+                self._on_checkpoint(self._checkpoint, self._found)
 
     def is_to_stop(self) -> bool:
         """Return whether the run is to stop after this step; the same on every rank.
@@ -402,9 +427,8 @@ class Run:
 
         Collective: every rank. Blocks until the checkpoint is on disk.
         """
-        assert self._checkpoints is not None
         self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
-        self._checkpoints.finish()
+        self._complete_checkpoint()
         # The ranks on which no signal came learn here what stopped the others.
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
@@ -442,8 +466,7 @@ class Run:
         if model is not None and self._world.is_rank_zero and export is not None:
             export_weights(model, Path(export))
             self._display.log(f"weights written to {export}")
-        if self._checkpoints is not None:
-            self._checkpoints.finish()
+        self._complete_checkpoint()
         self._end("end", f"{self.num_steps_done} steps done")
         self._world.barrier()  # now every rank finds the files
         # The task's own function runs without a view over its output, and the ranks do not wait for it.
@@ -524,8 +547,15 @@ class Run:
         self._report()
 
 
-def fit_with(task: Task, settings: FitSettings) -> FitResult:
-    """Train ``task`` as `fit` does, with its keywords as one object."""
+def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCallback | None = None) -> FitResult:
+    """Train ``task`` as `fit` does, with its keywords as one object.
+
+    Args:
+        task: What to train.
+        settings: How.
+        on_checkpoint: Called on every rank in the same order, with each checkpoint that is on disk, also the one that
+            was resumed from: when the next one is about to be written, and at the end.
+    """
     # Once, and behind multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
@@ -534,7 +564,7 @@ def fit_with(task: Task, settings: FitSettings) -> FitResult:
         explaining_worker_failures(world.rank),
         StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
-        contextlib.closing(Run(task, settings, world, signals, checkpoints)) as run,
+        contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
         # A run that was stopped has saved before the evaluation that was due after the same step.
         run.catch_up()
