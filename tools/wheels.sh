@@ -19,7 +19,7 @@ mkdir "$work/tree"
 git archive HEAD | tar -x -C "$work/tree"
 export SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) # the same files from the same commit
 rm -f dist/lockstep_torch-*
-python -m build --sdist --outdir dist "$work/tree" >"$work/log" || { cat "$work/log"; exit 1; }
+python -m build --sdist --outdir dist "$work/tree" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
 
 run_library() { # MACHINE COMPILER WHEEL
     local runner=()

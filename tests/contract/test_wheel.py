@@ -86,3 +86,5 @@ def test_a_wheel_runs_in_an_empty_environment(has_compiler, tmp_path):
     backend = "shm" if has_compiler else "gloo"
     assert f"{backend} 3.0 {tmp_path}/venv/lib/" in printed
     assert printed.count(NO_LIBRARY) == (not has_compiler), printed
+    # One rank exchanges nothing.
+    assert "lockstep: " not in run(str(programs / "lockstep"), "run", "--devices", "1", str(script))

@@ -424,7 +424,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     if backend is None and name == "shm":
         store = PrefixStore(f"{met.prefix}/shm", met.store)
         serves, reason = hierarchy.serves(store, env.rank, env.world_size)
-        if reason and env.rank == 0:
+        if reason and env.rank == 0 and env.world_size > 1:
             print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
         name = name if serves else "gloo"
     interface = gloo_interface(env.master_addr, one_machine=one_machine)
