@@ -100,7 +100,9 @@ def read_state(path):
     """Return the whole state in one checkpoint of a run, such as ``FitResult.checkpoint``, on the CPU."""
     from lockstep.train.checkpoints import checkpoint_storage as storage
     from lockstep.train.checkpoints.model_state import read_tensors
+    from lockstep.train.checkpoints.object_store import place_of
 
+    path = place_of(path)
     manifest = storage.read_manifest(path)
     storage.verify_files(path, manifest)
     parts = read_tensors(storage.read_parts(path, manifest))

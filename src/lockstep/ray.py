@@ -198,7 +198,7 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
 def _all_but_newest(folder: Path) -> list[tuple[int, Path]]:
     """Return step and path of the checkpoints in ``folder``, oldest first; the newest is the one to go on from."""
     found = find_checkpoints(folder) if folder.exists() else []
-    return [(each.step, each.path) for each in reversed(found[1:]) if each.problem is None]
+    return [(each.step, folder / each.path.name) for each in reversed(found[1:]) if each.problem is None]
 
 
 def _reporter(storage: Any) -> Callable[[Path, dict[str, float]], None]:

@@ -16,6 +16,7 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import Checkpoints
 from lockstep.train.checkpoints.checkpoint_storage import read_manifest
+from tests.object_store import folder_store
 from tests.training import make_task, mean_loss, read_state, samples
 
 NUM_STEPS = 11
@@ -121,11 +122,15 @@ def same(ours, theirs):
     return ours == theirs
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("torch-ddp", marks=pytest.mark.soak)])
-def test_a_resumed_run_ends_in_the_same_bits(ranks, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "in_store"),
+    [("ddp", False), ("ddp-zero1", True), pytest.param("torch-ddp", False, marks=pytest.mark.soak)],
+)
+def test_a_resumed_run_ends_in_the_same_bits(ranks, tmp_path, strategy, in_store):
     def both(world):
         whole = fit(world, strategy, tmp_path / "whole", NUM_STEPS)
-        return interrupted(world, strategy, tmp_path / "broken", 6), whole
+        broken = folder_store(tmp_path / "broken") if in_store else tmp_path / "broken"
+        return interrupted(world, strategy, broken, 6), whole
 
     results = ranks(2)(both)
     assert_same_run(*results[0])
@@ -145,17 +150,25 @@ def test_so_does_one_of_a_single_process_with_loader_processes(tmp_path):
     assert (longer.first_step, longer.num_steps, len(longer.losses)) == (NUM_STEPS, NUM_STEPS + 3, 3)
 
 
-def test_a_run_can_be_resumed_on_another_number_of_devices(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("strategies", "in_store"), [(("ddp", "ddp", "ddp"), False), (("fsdp", "ddp-zero1", "fsdp"), True)]
+)
+def test_a_run_can_be_resumed_on_another_number_of_devices(ranks, tmp_path, strategies, in_store):
     # Without dropout and batch norm, which see a device's part of the batch only.
-    def plain(steps):
-        return lockstep.fit(
-            make_task(), strategy="ddp", steps=steps, checkpoint=tmp_path, checkpoint_every=3, quiet=True
-        ).losses
+    task = make_task(drop_last=True)
 
-    whole = lockstep.fit(make_task(), strategy="single", steps=9, quiet=True).losses
+    def plain(world, strategy, steps):
+        place = folder_store(tmp_path) if in_store else tmp_path
+        result = lockstep.fit(task, strategy=strategy, steps=steps, checkpoint=place, checkpoint_every=3, quiet=True)
+        return result.losses, result.checkpoint
+
+    whole = lockstep.fit(task, strategy="single", steps=9, quiet=True).losses
     losses = []
-    for num_ranks, steps in ((2, 4), (3, 7), (1, 9)):
-        losses += ranks(num_ranks)(lambda world, steps: plain(steps), steps)[0]
+    for strategy, num_ranks, steps in zip(strategies, (2, 3, 1), (4, 7, 9), strict=True):
+        found, newest = ranks(num_ranks)(plain, strategy, steps)[0]
+        losses += found
+        name = f"step-{steps:010d}"
+        assert newest == (f"objects://{tmp_path}/{name}" if in_store else tmp_path / name)
     assert losses == pytest.approx(whole, rel=1e-12)
 
 

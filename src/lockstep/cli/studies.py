@@ -344,6 +344,10 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     from lockstep.study.doctor.findings import Plan
 
     planned["devices"] = planned["devices"] or 0
+    if "://" in planned["checkpoint"]:
+        raise ConfigurationError(
+            f"--checkpoint {planned['checkpoint']} is in an object store, which is not examined.\nLeave it out."
+        )
     try:
         report, code = examine.run(Plan(target=target, **planned), RankEnv.from_environ(os.environ), os.environ)
     except ConfigurationError as error:

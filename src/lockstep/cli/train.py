@@ -220,18 +220,21 @@ def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
 
 
-def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, int]]:
-    """Return the names and inodes of what is in the folder for checkpoints."""
-    # A checkpoint of the same step that was written anew has the old name, but another inode.
+def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, float]]:
+    """Return the checkpoints that are there, if old ones are to be told from new ones: their names and numbers."""
+    if settings.checkpoint is None or settings.resume is not False:
+        return frozenset()
+    from lockstep.train.checkpoints.checkpoint import find_checkpoints
+    from lockstep.train.checkpoints.object_store import place_of
+
     try:
-        return frozenset(
-            (entry.name, entry.inode()) for entry in os.scandir(settings.checkpoint or "") if entry.is_dir()
-        )
+        # One of the same step that was written anew has the old name, but another number.
+        return frozenset((each.path.name, each.number) for each in find_checkpoints(place_of(settings.checkpoint)))
     except OSError:
         return frozenset()
 
 
-def _train_here(task_file: str, settings: FitSettings, before: frozenset[tuple[str, int]] = frozenset()) -> int:
+def _train_here(task_file: str, settings: FitSettings, before: frozenset[tuple[str, float]] = frozenset()) -> int:
     """Train in this process; return its exit code.
 
     Args:

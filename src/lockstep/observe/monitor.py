@@ -308,6 +308,11 @@ def monitor(
         _attached.stop()
         folder = _attached.folder
     if run_dir is not None:
+        if "://" in str(run_dir):
+            raise ConfigurationError(
+                f"run_dir={run_dir} is in an object store, where only checkpoints can be.\n"
+                "Name a folder on this machine."
+            )
         folder = Path(run_dir)
     global _last
     if _last is not None and not _last.is_closed:

@@ -27,7 +27,7 @@ from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
 from lockstep.telemetry.run_record import Event, kind_of
 from lockstep.telemetry.stragglers import StragglerReporter
-from lockstep.train.checkpoints.model_state import check_export, export_weights
+from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import Plan, devices_of
@@ -41,6 +41,7 @@ from lockstep.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import Checkpoints
+    from lockstep.train.checkpoints.object_store import Place
 
 # So many losses are left on the device before they are read.
 _MAX_UNREAD = 256
@@ -76,7 +77,7 @@ class FitResult:
         num_counted: What the losses of this call were means over if not samples, such as tokens; None if samples.
         tokens_per_s: Likewise, a second, whatever it is that the task counts.
         seconds: Of the whole call after the model was made, evaluations and all.
-        checkpoint: The newest one.
+        checkpoint: The newest one; a text if it is in an object store.
         stopped: What stopped the run before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
             joins; or None. The same call goes on from `checkpoint`.
         exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
@@ -91,7 +92,7 @@ class FitResult:
     num_samples: int
     samples_per_s: float
     seconds: float
-    checkpoint: Path | None
+    checkpoint: Path | str | None
     skipped_samples: int = 0
     first_skipped: tuple[BadSample, ...] = ()
     stopped: str | None = None
@@ -284,7 +285,7 @@ class Run:
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self.has_new_best = self._owes_evaluation = False
-        self._checkpoint: Path | None = None
+        self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # after the step of the newest checkpoint
         # Without a folder there is nothing that a run which is stopped could save.
@@ -405,6 +406,7 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.finish()
             if self._on_checkpoint is not None and self._checkpoint is not None:
+                assert isinstance(self._checkpoint, Path), "who wants to know them names a folder"
                 self._on_checkpoint(self._checkpoint, self._found)
 
     def is_to_stop(self) -> bool:
@@ -461,11 +463,11 @@ class Run:
             self._settle()
         self._log_summary()
         export, after = self._settings.export, self._task.after
-        # A strategy whose ranks hold parts of the model puts it together here, with every rank's help.
-        model = self._trainer.model if export is not None or after is not None else None
-        if model is not None and self._world.is_rank_zero and export is not None:
-            export_weights(model, Path(export))
+        if export is not None:
+            self._trainer.export(Path(export), writes=self._world.is_rank_zero)
             self._display.log(f"weights written to {export}")
+        # A strategy whose ranks hold parts of the model puts it together here, with every rank's help.
+        model = self._trainer.model if after is not None else None
         self._complete_checkpoint()
         self._end("end", f"{self.num_steps_done} steps done")
         self._world.barrier()  # now every rank finds the files
@@ -506,7 +508,7 @@ class Run:
             num_samples=throughput.num_samples - len(skipped),
             samples_per_s=throughput.samples_per_s,
             seconds=time.perf_counter() - self._started_at,
-            checkpoint=self._checkpoint,
+            checkpoint=self._checkpoint if isinstance(self._checkpoint, Path | None) else str(self._checkpoint),
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:_NUM_NAMED]),
             not_finite=tuple(self._trainer.nonfinite.found),
@@ -589,9 +591,10 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         return contextlib.nullcontext()
     # Importing torch.distributed.checkpoint takes a second, which only runs with checkpoints should pay.
     from lockstep.train.checkpoints.checkpoint import Checkpoints
+    from lockstep.train.checkpoints.object_store import place_of
 
     return Checkpoints(
-        Path(settings.checkpoint),
+        place_of(settings.checkpoint),
         world,
         fresh=settings.resume is False,
         keep=settings.keep,

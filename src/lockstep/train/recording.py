@@ -288,7 +288,8 @@ class RunRecord:
         """Return all that the run depends on: the settings as they were given, and then what became of them."""
         settings, trainer, origin = self._settings, self._trainer, self._provenance()
         # Where checkpoints are, for whoever goes on with them is to go on here, too.
-        memory = settings.checkpoint or settings.run_dir
+        in_store = "://" in str(settings.checkpoint)
+        memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
         if memory is not None:
             with suppress(OSError):  # then nothing is remembered
                 Path(memory).mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,10 @@ _KINDS: dict[Kind, tuple[set[Any], Callable[[Any], bool], str]] = {
 }
 
 
+# The unit of a path that may also be in an object store.
+_DIR_OR_URL = "DIR|URL"
+
+
 def setting(default: Any, help: str, unit: str | None = None, at_least: int | None = None) -> Any:
     """Return a field of a dataclass of settings; see `Setting`."""
     return field(default=default, metadata={"help": help, "unit": unit, "at_least": at_least})
@@ -91,6 +95,8 @@ class Setting:
         else:
             _, test, allowed = _KINDS[self.kind]
             is_allowed = test(value)
+        if self.kind == "path" and is_allowed and "://" in str(value) and self.unit != _DIR_OR_URL:
+            is_allowed, allowed = False, "a path on this machine: only checkpoints can be in an object store"
         if self.at_least is not None:
             is_allowed, allowed = is_allowed and value >= self.at_least, f"{allowed} of at least {self.at_least}"
         if not is_allowed:
@@ -261,7 +267,9 @@ class FitSettings(Settings):
         "ddp", "Who computes: one device, one process with a thread a device, or a process a device."
     )
     devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
-    checkpoint: FilePath | None = setting(None, "Folder for checkpoints.", "DIR")
+    checkpoint: FilePath | None = setting(
+        None, "Folder for checkpoints, or its URL in an object store, such as s3://bucket/run.", _DIR_OR_URL
+    )
     checkpoint_every: int | None = setting(
         None, "Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.checkpoints.model_state import (
     compression_state,
+    export_weights,
     load_compression_state,
     load_state_dict,
     local_state_dict,
@@ -460,6 +462,10 @@ class Trainer:
     def model(self) -> nn.Module:
         """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
         return self.strategy.whole(self._model)
+
+    def export(self, path: Path, *, writes: bool) -> None:
+        """Write the weights to a file; see `export_weights`. Collective: every rank of the group."""
+        export_weights(self.strategy.weights(self._model), path, writes=writes)
 
     @property
     def epoch(self) -> float | None:

@@ -297,6 +297,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return what this rank keeps, where it lies: by elements of a parameter, see `load_shards`. Copies nothing."""
         return list(self._shard.state())
 
+    def local_ranges(self) -> list[ShardRange]:
+        """Return which elements of which parameters this rank updates."""
+        return [each for buffer in self._buffers for each in buffer.ranges_of_rank[self.rank]]
+
     def load_shards(self, read: Read, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over this rank's shard of a state.
 

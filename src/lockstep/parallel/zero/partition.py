@@ -423,7 +423,8 @@ class ShardOptimizer:
         in_order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         number_of = {id(parameter): number for number, parameter in enumerate(in_order)}
         for segment in self._segments:
-            parts = [entries for each in segment.ranges if (entries := found[each]) is not None]
+            # What was read is let go of as it is taken over: there may be no room for two copies of the shard.
+            parts = [entries for each in segment.ranges if (entries := found.pop(each)) is not None]
             if parts:  # else what the constructor may have made
                 saved["state"][number_of[id(segment.parameter)]] = {
                     name: torch.cat([part[name] for part in parts]) if is_flat(value) else _copy(value)

@@ -5,6 +5,7 @@ Main thread, every rank:  wait for the save before; get folder and token from ra
 Thread, every rank:       write shard file, flush it, rename its record into place
 Thread, rank zero:        wait for all records; write the state; rename the manifest, then the folder; remove old ones
 Threads communicate by files only: a collective beside those of the steps would meet another one on another rank.
+In an object store files are objects, and nothing is renamed but the manifest: see [Note: object stores].
 A rank that fails reports it in the next step's sums of losses (`ControlFlags`); then all raise its error in `agree`.
 """
 
@@ -35,11 +36,19 @@ from torch.optim import Optimizer
 from lockstep.accelerator import recorded_event
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
-from lockstep.errors import CheckpointError, ConfigurationError
+from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
-from lockstep.train.checkpoints.checkpoint_storage import TreePacker, UnfitValueError, part_file, read_manifest
+from lockstep.train.checkpoints.checkpoint_storage import (
+    MANIFEST,
+    NO_ANSWER,
+    TreePacker,
+    UnfitValueError,
+    part_file,
+    read_manifest,
+)
 from lockstep.train.checkpoints.model_state import TensorChunks, read_tensors, sync
+from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 
 # How long a checkpoint may take to be written until that counts as a failure.
 WRITE_TIMEOUT_S = 1800.0
@@ -59,10 +68,12 @@ RESTART_TIMEOUT_S = 120.0
 # How long a new file may take to be seen by all: network drives may show it late.
 SHARED_TIMEOUT_S = 15.0
 
-# What file systems without locks answer.
-_POLL_S = 0.05
+# Each look into an object store costs a request.
+_POLL_S, _POLL_OBJECTS_S = 0.05, 1.0
+
 _MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
+# What file systems without locks answer.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = re.compile(r"step-(\d{10})")
 _LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
@@ -79,20 +90,20 @@ _held: set[str] = set()
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Place) -> Iterator[FileIO | Lease]:
     """Hold a folder within, or until the process ends, however it does; forked children do not hold it.
 
-    Where the file system knows no locks, only this process is kept from holding it twice. Ranks that were started again
-    wait for the folder: a server may know late that a machine is gone.
+    Where the file system knows no locks, only this process is kept from holding it twice; in an object store, see
+    [Note: leases]. Ranks that were started again wait for the folder: a server may know late that a machine is gone.
 
     Raises:
         CheckpointError: Somebody else holds it.
         OSError: The lock's file cannot be made.
     """
-    name = os.path.realpath(folder)
+    name = os.path.realpath(folder) if isinstance(folder, Path) else str(folder)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     deadline = time.monotonic() + RESTART_TIMEOUT_S * is_restart
-    while name in _held or (file := _try_to_lock(folder / _LOCK_NAME)) is None:
+    while name in _held or (lock := _try_to_lock(folder)) is None:
         if time.monotonic() >= deadline:
             raise CheckpointError(
                 f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own."
@@ -100,15 +111,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
         time.sleep(0.2)
     _held.add(name)
     try:
-        yield
+        yield lock
     finally:
         # In this order: to close any file of the same name gives up this process's locks on it.
-        file.close()
+        lock.close()
         _held.discard(name)
 
 
-def _try_to_lock(path: Path) -> FileIO | None:
-    file = FileIO(path, "ab")
+def _try_to_lock(folder: Place) -> FileIO | Lease | None:
+    if isinstance(folder, ObjectPath):
+        lease = Lease(folder)
+        return lease if lease.take() else None
+    file = FileIO(folder / _LOCK_NAME, "ab")
     try:
         # Not flock: forked children, such as loader processes, would hold it beyond this process's end.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +135,7 @@ def _try_to_lock(path: Path) -> FileIO | None:
     return file
 
 
-def require_shared(folder: Path, world: World) -> None:
+def require_shared(folder: Place, world: World) -> None:
     """Check that what rank zero puts into ``folder`` is there for every rank.
 
     Collective: every rank. Blocks until all have checked, at most some seconds.
@@ -133,22 +147,26 @@ def require_shared(folder: Path, world: World) -> None:
         return
     name = broadcast_object(_MARK + secrets.token_hex(8), group=world.group, device=world.device)
     if world.is_rank_zero:
-        with contextlib.suppress(OSError):  # then nobody sees it
-            for left in folder.glob(f"{_MARK}*"):
-                left.unlink(missing_ok=True)  # by a run that was killed
+        with contextlib.suppress(Exception):  # then nobody sees it
+            for left in folder.iterdir():
+                if left.name.startswith(_MARK):
+                    left.unlink(missing_ok=True)  # by a run that was killed
             (folder / name).touch()
-    deadline = time.monotonic() + SHARED_TIMEOUT_S
-    while not (folder / name).exists() and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    answers = all_gather_object(
-        [socket.gethostname(), (folder / name).exists()], group=world.group, device=world.device
-    )
+    deadline, sees, why = time.monotonic() + SHARED_TIMEOUT_S, False, ""
+    while not sees and time.monotonic() < deadline:
+        try:
+            sees = (folder / name).exists()
+        except Exception as error:  # of an object store, such as a rank without credentials: the others wait for it
+            why = f" ({type(error).__name__}: {error})"
+        time.sleep(_POLL_S * (not sees))
+    answers = all_gather_object([socket.gethostname(), sees, why], group=world.group, device=world.device)
     if world.is_rank_zero:
-        (folder / name).unlink(missing_ok=True)
-    for rank, (host, sees) in enumerate(answers):
+        with contextlib.suppress(Exception):  # the next run removes it
+            (folder / name).unlink(missing_ok=True)
+    for rank, (host, sees, why) in enumerate(answers):
         if not sees:
             raise ConfigurationError(
-                f"Rank {rank} on {host} does not see the folder {folder} of rank 0 on {answers[0][0]}.\n"
+                f"Rank {rank} on {host} does not see the folder {folder} of rank 0 on {answers[0][0]}{why}.\n"
                 "Checkpoints are read by every rank: name a folder on a drive that all machines share."
             )
 
@@ -167,18 +185,22 @@ class FoundCheckpoint:
         problem: Why it cannot be loaded, as far as its manifest shows.
     """
 
-    path: Path
+    path: Place
     step: int
     number: float = math.inf
     loss: float | None = None
     problem: str | None = None
 
 
-def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
-    """Return the checkpoints in a run's ``folder``, newest first. Reads their manifests only."""
+def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
+    """Return the checkpoints in a run's ``folder``, newest first. Reads their manifests only.
+
+    Raises:
+        CheckpointError: An object store does not answer.
+    """
     found = []
     for path in folder.iterdir():
-        if match := _NAME.fullmatch(path.name):
+        if (match := _NAME.fullmatch(path.name)) and not _is_unfinished(path):
             step, number, loss, problem = int(match[1]), math.inf, None, None
             try:
                 about = read_manifest(path).about
@@ -187,9 +209,16 @@ def find_checkpoints(folder: Path) -> list[FoundCheckpoint]:
                 else:
                     problem = "it is not a checkpoint of a run"
             except CheckpointError as error:
+                if NO_ANSWER in str(error):
+                    raise
                 problem = _reason(error)
             found.append(FoundCheckpoint(path, step, number, loss, problem))
     return sorted(found, key=lambda each: (each.number, each.step), reverse=True)
+
+
+def _is_unfinished(path: Place) -> bool:
+    """Return whether a save into an object store has not come to its end, or a removal; in folders the name says so."""
+    return isinstance(path, ObjectPath) and not (path / MANIFEST).exists()
 
 
 def _reason(error: CheckpointError) -> str:
@@ -199,7 +228,7 @@ def _reason(error: CheckpointError) -> str:
 
 
 def to_remove(
-    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Iterable[Path] = ()
+    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Iterable[Place] = ()
 ) -> list[FoundCheckpoint]:
     """Return which of a run's checkpoints are to go now that the first of them was written.
 
@@ -220,8 +249,13 @@ def to_remove(
     return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
 
 
-def _remove_checkpoint(path: Path) -> None:
+def _remove_checkpoint(path: Place) -> None:
     """Remove a checkpoint. What cannot be removed stays, under another name: what has a checkpoint's was whole once."""
+    if isinstance(path, ObjectPath):
+        with contextlib.suppress(Exception):  # such as no right to remove: as a folder, it stays
+            (path / MANIFEST).unlink(missing_ok=True)  # first: what has one is whole
+            path.remove_all()
+        return
     aside = path.with_name(f"{path.name}.removed")
     with contextlib.suppress(OSError):
         path.replace(aside)
@@ -301,7 +335,8 @@ class Checkpoints:
     Collective: every rank makes one. Blocks until all have.
 
     Args:
-        folder: Made if it is not there. All ranks must see the same one. This run has it alone until `close`.
+        folder: Made if it is not there. All ranks must see the same one. This run has it alone until `close`. May be a
+            place in an object store.
         world: Every rank writes its shards and reads what it needs.
         fresh: Whether to start anew: those that are there are ignored, and removed once there is a new one.
         keep: So many of the newest are kept.
@@ -316,7 +351,7 @@ class Checkpoints:
         CheckpointError: On every rank: the folder cannot be made or written to, or another run has it.
     """
 
-    folder: Path
+    folder: Place
     world: World
     fresh: bool = False
     keep: int = 2
@@ -328,17 +363,18 @@ class Checkpoints:
         self._stager = HostStager()
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
-        self._stale: list[Path] = []
-        self._damaged: list[Path] = []
+        self._lease: Lease | None = None  # if it is in an object store
+        self._stale: list[Place] = []
+        self._damaged: list[Place] = []
         self._number = 0
         self._path = self.folder
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero then of the checkpoint
         self._no_more_parts = threading.Event()
-        mine = _on_all_ranks(self.folder, self._open_folder)
-        self._candidates: list[tuple[str, str | None]] = self._from_rank_zero(mine)
         try:
+            mine = _on_all_ranks(self.folder, self._open_folder)
+            self._candidates: list[tuple[str, str | None]] = self._from_rank_zero(mine)
             require_shared(self.folder, self.world)
-        except ConfigurationError:
+        except LockstepError:
             self.close()
             raise
 
@@ -347,7 +383,8 @@ class Checkpoints:
         if not self.world.is_rank_zero:
             return []
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock.enter_context(lock_folder(self.folder))
+        lock = self._lock.enter_context(lock_folder(self.folder))
+        self._lease = lock if isinstance(lock, Lease) else None
         found = find_checkpoints(self.folder)
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
@@ -374,6 +411,8 @@ class Checkpoints:
                     parts = _read_alike(self.folder / name)
                     return {**parts["state"], **{part: parts[part] for part in _TOP_LEVEL if part in parts}}
                 except CheckpointError as error:
+                    if NO_ANSWER in str(error):
+                        raise
                     why = _reason(error)
             self.passed_over.append(f"{name}: {why}")
             self._damaged.append(self.folder / name)
@@ -389,13 +428,13 @@ class Checkpoints:
             )
         return None
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Place:
         """Return where the checkpoint after ``step`` steps is."""
         return self.folder / f"step-{step:010d}"
 
     # --- saving ---
 
-    def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Path:
+    def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Place:
         """Start to write ``state`` as the checkpoint after ``step`` steps; return its path.
 
         Collective: every rank. Blocks until the one before is on disk and this rank's shards are copied (on CUDA:
@@ -423,7 +462,7 @@ class Checkpoints:
             self.finish()
         return path
 
-    def _start(self, state: Mapping[str, Any], folder: Path, token: str, about: Mapping[str, Any]) -> None:
+    def _start(self, state: Mapping[str, Any], folder: Place, token: str, about: Mapping[str, Any]) -> None:
         """Copy what this rank holds, and start the threads that write it into ``folder``; see [Note: one save]."""
         path, world = self._path, self.world
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
@@ -441,8 +480,10 @@ class Checkpoints:
             storage.write_shard(folder, token, world.rank, tensors)
 
         def complete() -> None:
+            self._check_lease()  # what it would clear away may be what the next holder writes
             self._clear(folder, token)
             if self._wait_for_parts(folder, token, ranks):
+                self._check_lease()
                 storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
                 self._take_name(folder, path)
                 self._remove_others(path)
@@ -453,12 +494,16 @@ class Checkpoints:
             number = self._number
             self._writes.append(_run_in_background(complete))
 
-    def _make_place(self, path: Path) -> tuple[str, str] | None:
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _make_place(self, path: Place) -> tuple[str, str] | None:
         """Return the name of the folder that all write into, and the token of this save; None if it cannot be."""
         token = secrets.token_hex(8)
         # A checkpoint of the same step is replaced by one rename, that of its manifest. One of another run stays as it
         # is until the new one is whole.
-        in_place = path.exists() and path not in self._stale
+        in_place = isinstance(path, ObjectPath) or (path.exists() and path not in self._stale)
         name = path.name if in_place else f"{path.name}.{token}.partial"
         try:
             (self.folder / name).mkdir(exist_ok=in_place)
@@ -466,40 +511,46 @@ class Checkpoints:
             self._problem = self._problem or _problem_of(path, error)
         return None if self.failure else (name, token)
 
-    def _clear(self, folder: Path, token: str) -> None:
+    def _clear(self, folder: Place, token: str) -> None:
         """Remove what saves and removals left that did not come to their end."""
         for path in self.folder.iterdir():
-            if _LEFTOVER.fullmatch(path.name) and path != folder:
+            if isinstance(path, Path) and _LEFTOVER.fullmatch(path.name) and path != folder:
                 shutil.rmtree(path, ignore_errors=True)
+            elif _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
+                _remove_checkpoint(path)
         storage.remove_leftover_files(folder, token)
 
-    def _wait_for_parts(self, folder: Path, token: str, ranks: Iterable[int]) -> bool:
+    def _wait_for_parts(self, folder: Place, token: str, ranks: Iterable[int]) -> bool:
         """Wait until all ranks have written their parts; return whether they have."""
-        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        deadline, pause_s = time.monotonic() + WRITE_TIMEOUT_S, _POLL_S
         while True:
             # Read before the files: a part that arrives together with the flag still counts.
             is_last_poll = self._no_more_parts.is_set()
-            missing = [rank for rank in ranks if not part_file(folder, token, rank).exists()]
+            there = {path.name for path in folder.iterdir()}
+            missing = [rank for rank in ranks if part_file(folder, token, rank).name not in there]
             if not missing or is_last_poll:
                 return not missing
             if time.monotonic() > deadline:
                 raise TimeoutError(0, f"rank {missing[0]} has not written its part within {WRITE_TIMEOUT_S:g} s")
-            self._no_more_parts.wait(_POLL_S)
+            self._no_more_parts.wait(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S if isinstance(folder, Path) else _POLL_OBJECTS_S)
 
-    def _take_name(self, folder: Path, path: Path) -> None:
+    def _take_name(self, folder: Place, path: Place) -> None:
         if folder == path:
             return
+        assert isinstance(folder, Path) and isinstance(path, Path)
         # Between the two renames the old one is there as ``.removed`` only. It is of a run that was given up.
         if path.exists():
             path.replace(path.with_name(f"{path.name}.removed"))
         folder.replace(path)
-        sync(self.folder)
+        sync(path.parent)
 
-    def _remove_others(self, newest: Path) -> None:
+    def _remove_others(self, newest: Place) -> None:
         for path in self._stale:
             if path != newest:
                 _remove_checkpoint(path)
-        shutil.rmtree(newest.with_name(f"{newest.name}.removed"), ignore_errors=True)
+        if isinstance(newest, Path):
+            shutil.rmtree(newest.with_name(f"{newest.name}.removed"), ignore_errors=True)
         self._stale = []
         self._damaged = [path for path in self._damaged if path != newest]
         found = find_checkpoints(self.folder)
@@ -590,7 +641,8 @@ def save(
     sharded (``fully_shard``, `ZeroRedundancyOptimizer`); all block until it is on disk.
 
     Args:
-        path: A folder; where something is sharded, one that every rank sees.
+        path: A folder, or the URL of one in an object store, such as ``s3://bucket/mine`` (docs/checkpoints.md); where
+            something is sharded, one that every rank sees.
         model: Bare, compiled, or in any of Lockstep's or PyTorch's data-parallel wrappers; written as the bare one.
         optimizer: Its state must be whole on rank zero, or sharded over the ranks.
         state: Numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them.
@@ -598,15 +650,17 @@ def save(
     Raises:
         CheckpointError: On every rank, if something cannot be written; nothing is replaced then.
     """
-    folder, (rank, world_size) = Path(path), _rank_and_size()
+    folder, (rank, world_size) = place_of(path), _rank_and_size()
+    lock: FileIO | Lease | None = None
     with contextlib.ExitStack() as stack:
 
         def begin() -> TreePacker:
+            nonlocal lock
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
             packer = storage.pack_parts(parts, is_coordinator=rank == 0)
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock_folder(folder))
+                lock = stack.enter_context(lock_folder(folder))
                 storage.remove_leftover_files(folder)
             return packer
 
@@ -618,6 +672,8 @@ def save(
                 storage.write_shard(folder, token, rank, packer.tensors)
 
         def complete() -> None:
+            if isinstance(lock, Lease):
+                lock.check()
             if rank == 0:
                 storage.commit(folder, token, packer, world_size, {})
 
@@ -640,7 +696,7 @@ def load(
         CheckpointError: On every rank, if there is none, or it is damaged, or does not fit; or if the ranks read
             different ones, as in folders that are not shared.
     """
-    folder = Path(path)
+    folder = place_of(path)
     parts = _read_alike(folder)
 
     def fill() -> dict[str, Any]:
@@ -660,7 +716,7 @@ def load(
     return _on_all_ranks(folder, fill)
 
 
-def _read_alike(folder: Path) -> dict[str, Any]:
+def _read_alike(folder: Place) -> dict[str, Any]:
     """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank.
 
     Every digest is compared, each shard's by one of the ranks. Tensors of model and optimizer are not read yet.
@@ -699,13 +755,13 @@ def _read_alike(folder: Path) -> dict[str, Any]:
     raise CheckpointError(different or f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
 
 
-def _try_read_digest(folder: Path) -> str:
+def _try_read_digest(folder: Place) -> str:
     with contextlib.suppress(CheckpointError):
         return read_manifest(folder).digest
     return ""
 
 
-def _on_all_ranks(folder: Path, act: Callable[[], T]) -> T:
+def _on_all_ranks(folder: Place, act: Callable[[], T]) -> T:
     """Return what ``act`` does here; or raise, on every rank, what went wrong on the first one. Collective."""
     value: T | None = None
     problem = None

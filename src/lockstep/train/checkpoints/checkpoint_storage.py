@@ -1,4 +1,4 @@
-"""One checkpoint on disk: safetensors files, and JSON with their digests and the plan of DCP's chunks.
+"""One checkpoint, in a folder or an object store: safetensors files, and JSON with digests and DCP's chunks.
 
 [Note: files of a checkpoint]
     shard-00000-TOKEN.safetensors   the tensors, or the boxes of tensors (DCP: chunks), that one rank holds
@@ -7,8 +7,9 @@
     part-00000-TOKEN.json           while it is written: what one rank has put into its shard file
 
 All files of a save have its token in their names. So they never take the place of a file that a whole checkpoint needs,
-and one rename, that of the manifest, makes the new checkpoint out of the old one. Nothing is pickled: DCP's own
-``.metadata`` file is, and so are the values that are no tensors, which is why neither is used.
+and one rename, that of the manifest (in an object store: the object), makes the new checkpoint out of the old one.
+Nothing is pickled: DCP's own ``.metadata`` file is, and so are the values that are no tensors, which is why neither is
+used.
 """
 
 import base64
@@ -18,7 +19,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,26 +34,35 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints.model_state import StoredTensor, TensorChunks, sync
+from lockstep.train.checkpoints.model_state import (
+    SAFETENSORS_DTYPES,
+    StoredTensor,
+    TensorChunks,
+    safetensors_pieces,
+    sync,
+)
+from lockstep.train.checkpoints.object_store import ObjectPath, Place
 
-# Names of files that a save may remove.
 MANIFEST = "manifest.json"
 FORMAT = "lockstep checkpoint 2"
 _STATE = "state"
-_MAX_MANIFEST_BYTES = 1 << 22
+_MAX_MANIFEST_BYTES, _MAX_HEADER_BYTES = 1 << 22, 1 << 27
 _WRITE_BYTES = 1 << 22
+
+# Of objects: what is read in one request at most, and at least.
+_READ_BYTES, _AHEAD_BYTES = 1 << 24, 1 << 20
+
+# Names of files that a save may remove.
 _OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,})-[0-9a-f]{16}\.(json|safetensors)|.*-[0-9a-f]{16}\.tmp)")
 
-# What reading raises where a file is not of the form that Lockstep writes.
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PLAIN = {type(None), bool, int, float, str}
-_OTHER_FORM = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+# What reading raises where a file is not of the form that Lockstep writes.
+_OTHER_FORM = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+# How an error begins that says nothing about the checkpoint.
+NO_ANSWER = "The object store does not give"
 
 
 class UnfitValueError(ValueError):
@@ -113,11 +123,15 @@ class TreePacker:
     def _pack_tensor(self, value: Tensor | TensorChunks, place: str) -> dict[str, str]:
         if isinstance(value, TensorChunks) or is_sharded(value):
             self.is_sharded = True
-            return self._add(value if isinstance(value, TensorChunks) else TensorChunks.of(value), place)
+            # The same object under two names, such as of tied parameters, is the same on every rank.
+            if (id(value),) not in self._packed:
+                held = value if isinstance(value, TensorChunks) else TensorChunks.of(value)
+                self._packed[(id(value),)] = self._add(held, place)
+            return self._packed[(id(value),)]
         if type(value) not in {Tensor, torch.nn.Parameter} or value.layout != torch.strided:
             raise UnfitValueError(f"{type(value).__qualname__} of layout {value.layout} at {place}")
         value = value.detach().resolve_conj().resolve_neg()
-        # Tied tensors are written once. Shards are not compared: where they are empty, ranks would find other ties.
+        # Tied tensors are written once. Memory of shards is not compared: empty ones would be other ties on each rank.
         memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() == 0 or memory not in self._packed:
             held = TensorChunks.of(value)
@@ -206,7 +220,7 @@ def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.devi
 # --- what each rank writes ---
 
 
-def write_shard(folder: Path, token: str, rank: int, tensors: Mapping[str, TensorChunks]) -> None:
+def write_shard(folder: Place, token: str, rank: int, tensors: Mapping[str, TensorChunks]) -> None:
     """Write what this rank holds of ``tensors`` as one safetensors file, and a record of what is in it.
 
     Blocks until both are on disk; communicates nothing. DCP's own loop is not used: it pickles the plans of all ranks
@@ -225,46 +239,20 @@ def write_shard(folder: Path, token: str, rank: int, tensors: Mapping[str, Tenso
             content[key] = chunk
             chunks.setdefault(name, []).append([rank, key, offsets, list(chunk.shape)])
     file = f"shard-{rank:05d}-{token}.safetensors"
-    entry = _write_file(folder / file, _safetensors_pieces(content))
+    entry = _write_file(folder / file, safetensors_pieces(content))
     # Rank zero waits for the record: it is there once the shard file is on disk, and in whole.
-    record = part_file(folder, token, rank)
-    temporary = record.with_suffix(".tmp")
-    _write_file(temporary, [json.dumps({"entry": entry, "chunks": chunks}).encode()])
-    temporary.replace(record)
+    _put(part_file(folder, token, rank), token, json.dumps({"entry": entry, "chunks": chunks}).encode())
 
 
-def part_file(folder: Path, token: str, rank: int) -> Path:
+def part_file(folder: Place, token: str, rank: int) -> Place:
     """Return where the record of what ``rank`` has written is."""
     return folder / f"part-{rank:05d}-{token}.json"
 
 
-def _safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: each tensor from where it lies, if that is on the host in one piece.
-
-    The safetensors package wants all as objects of bytes: a large state would be in memory once more.
-    """
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that each lies at a multiple of its width
-    entries, end = {}, 0
-    for name in order:
-        tensor, start = tensors[name], end
-        end += tensor.nbytes
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # by the format data begin at a multiple of 8, so that they can be mapped
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        if tensors[name].numel():
-            array: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            yield memoryview(array)
-
-
-def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def _write_file(path: Place, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file; return its name, size and digest. Blocks until it is on disk."""
     digest, num_bytes = hashlib.blake2b(digest_size=32), 0
-    # Exclusive: a name that is there already is of another save, and a link must not lead out of the folder.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with _new_file(path) as write:
         for piece in content:
             view = memoryview(piece)
             # In steps, so that what was just hashed is written while it is in the processor's cache.
@@ -272,18 +260,48 @@ def _write_file(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, 
                 chunk = view[start : start + _WRITE_BYTES]
                 digest.update(chunk)
                 num_bytes += len(chunk)
-                while len(chunk):
-                    chunk = chunk[os.write(descriptor, chunk) :]
+                write(chunk)
+    return {"file": path.name, "bytes": num_bytes, "blake2b": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def _new_file(path: Place) -> Iterator[Callable[[memoryview], object]]:
+    """Give what writes to a new file, which is on disk once the block is left."""
+    if isinstance(path, ObjectPath):
+        # After an error half of the object may be there: no manifest names it.
+        with path.open("wb") as file:
+            yield file.write
+        return
+    # Exclusive: a name that is there already is of another save, and a link must not lead out of the folder.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(chunk: memoryview) -> None:
+        while len(chunk):
+            chunk = chunk[os.write(descriptor, chunk) :]
+
+    try:
+        yield write
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return {"file": path.name, "bytes": num_bytes, "blake2b": digest.hexdigest()}
+
+
+def _put(path: Place, token: str, content: bytes) -> None:
+    """Write a file that is there in whole or not at all, maybe in the place of another. Blocks until it is on disk."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f"{path.stem}-{token}.tmp")
+    _write_file(temporary, [content])
+    sync(path.parent)  # all names must be on disk before the manifest that lists them
+    temporary.replace(path)
+    sync(path.parent)
 
 
 # --- what rank zero does before and after ---
 
 
-def remove_leftover_files(folder: Path, token: str | None = None) -> None:
+def remove_leftover_files(folder: Place, token: str | None = None) -> None:
     """Remove what saves into ``folder`` have left that did not come to their end; not what save ``token`` writes."""
     # A manifest that cannot be read now may be one that can be read later, or by a later version: then nothing goes.
     with contextlib.suppress(CheckpointError):
@@ -294,10 +312,10 @@ def remove_leftover_files(folder: Path, token: str | None = None) -> None:
                 path.unlink(missing_ok=True)
 
 
-def commit(folder: Path, token: str, packer: TreePacker, world_size: int, about: Mapping[str, Any]) -> None:
+def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about: Mapping[str, Any]) -> None:
     """Make what the ranks have written the checkpoint ``folder``. Blocks until that is on disk.
 
-    Until the manifest is renamed the folder is what it was before.
+    Until the manifest is in its place the folder is what it was before.
 
     Args:
         folder: Where the ranks have written their parts, all of which are there.
@@ -326,12 +344,9 @@ def commit(folder: Path, token: str, packer: TreePacker, world_size: int, about:
     content = json.dumps({"state": packer.parts, "tensors": index}).encode()
     entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
-    temporary = folder / f"manifest-{token}.tmp"
-    _write_file(temporary, [f"{_digest(body)}\n".encode() + body + b"\n"])
-    sync(folder)  # all names must be on disk before the manifest that lists them
-    temporary.replace(folder / MANIFEST)
-    sync(folder)
-    sync(folder.parent)
+    _put(folder / MANIFEST, token, f"{_digest(body)}\n".encode() + body + b"\n")
+    if isinstance(folder, Path):
+        sync(folder.parent)
     remove_leftover_files(folder)
 
 
@@ -353,12 +368,12 @@ class Manifest:
     digest: str
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged(path: Place, why: str) -> CheckpointError:
     return CheckpointError(f"The checkpoint {path.parent} is damaged: {path.name} {why}.\nLoad another one.")
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Place) -> Iterator[None]:
     """Name the file of a checkpoint in which something is not what was written.
 
     Raises:
@@ -366,22 +381,31 @@ def _reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError:
+        raise
     except FileNotFoundError:
-        has_others = path.parent.is_dir() and any(_OURS.fullmatch(other.name) for other in path.parent.iterdir())
+        # In an object store a save that was killed leaves files without a manifest, which are no checkpoint.
+        is_folder = isinstance(path, Path) and path.parent.is_dir()
+        has_others = is_folder and any(_OURS.fullmatch(other.name) for other in path.parent.iterdir())
         if path.name == MANIFEST and not has_others:
             text = f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
             raise CheckpointError(text) from None
         raise _damaged(path, "is not there") from None
-    except _OTHER_FORM as error:
+    except Exception as error:
         why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
-        raise _damaged(path, f"cannot be read: {why}") from error
+        if isinstance(error, _OTHER_FORM) or (isinstance(path, Path) and isinstance(error, OSError)):
+            raise _damaged(path, f"cannot be read: {why}") from error
+        if isinstance(path, Path):
+            raise
+        # Another checkpoint must not be loaded, and this one removed, because the network is down.
+        raise CheckpointError(f"{NO_ANSWER} {path}: {why}.\nStart again once it does.") from error
 
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Return the manifest in ``folder``; its files are not read.
 
     Raises:
@@ -403,7 +427,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(entries, manifest["about"], digest.decode())
 
 
-def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
+def verify_files(folder: Place, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> None:
     """Compare size and digest of each file with the manifest; each rank takes its share of the shards.
 
     Raises:
@@ -413,7 +437,8 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
         if number % world_size == rank or name == _STATE:
             path = folder / entry["file"]
             with _reading(path), path.open("rb") as file:
-                num_bytes = os.fstat(file.fileno()).st_size
+                num_bytes = file.seek(0, os.SEEK_END)
+                file.seek(0)
                 if num_bytes != entry["bytes"]:
                     raise _damaged(path, f"has {num_bytes} bytes, not {entry['bytes']}")
                 digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=32)).hexdigest()
@@ -421,7 +446,7 @@ def verify_files(folder: Path, manifest: Manifest, *, rank: int = 0, world_size:
                 raise _damaged(path, "does not match its checksum")
 
 
-def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def read_parts(folder: Place, manifest: Manifest) -> dict[str, Any]:
     """Return the parts of a state, with tensors that are read when somebody wants them. Runs no code from the files.
 
     Raises:
@@ -432,7 +457,7 @@ def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
         path = folder / entry["file"]
         if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
             with _reading(path):
-                shards[part] = path, safe_open(path, "pt")
+                shards[part] = path, safe_open(path, "pt") if isinstance(path, Path) else _ObjectShard(path)
     path = folder / manifest.entries[_STATE]["file"]
     with _reading(path):
         content = json.loads(path.read_bytes())
@@ -447,7 +472,48 @@ def read_parts(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return parts
 
 
-def _load(shards: Mapping[str, tuple[Path, Any]], name: str, chunks: list[Any], wanted: TensorChunks) -> None:
+class _ObjectShard:
+    """A safetensors file in an object store, of which ranges are read; like ``safe_open``, as far as it is needed."""
+
+    def __init__(self, path: ObjectPath) -> None:
+        self._path, self._ahead_at, self._ahead = path, 0, b""
+        self._start = 8 + int.from_bytes(self._read(0, 8), "little")
+        self._entries = json.loads(self._read(8, min(self._start, _MAX_HEADER_BYTES) - 8))
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        """Return a range of the file. If it is short, more is read: what is wanted next often follows."""
+        at = start - self._ahead_at
+        if at >= 0 and at + num_bytes <= len(self._ahead):
+            return self._ahead[at : at + num_bytes]
+        content = self._path.read_bytes(start, start + max(num_bytes, _AHEAD_BYTES))
+        if num_bytes < _AHEAD_BYTES:  # there may be many files, and not so much memory
+            self._ahead_at, self._ahead = start, content
+        return content[:num_bytes]
+
+    def get_slice(self, key: str) -> Any:
+        """Return what reads a box of a tensor when it is indexed with slices."""
+        return _ObjectSlice(self._read, self._start, self._entries[key])
+
+
+class _ObjectSlice:
+    def __init__(self, read: Callable[[int, int], bytes], start: int, entry: Mapping[str, Any]) -> None:
+        self._read, self._shape, self._dtype = read, entry["shape"], _DTYPES[entry["dtype"]]
+        self._start = start + entry["data_offsets"][0]
+
+    def __getitem__(self, window: tuple[slice, ...]) -> Tensor:
+        if any(each.stop > length for each, length in zip(window, self._shape, strict=True)):
+            raise ValueError("a tensor has another shape than in the state")
+        strides = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]
+        sizes = [each.stop - each.start for each in window]
+        # From the first element of the box to the last: for rows, and parts of a row, nothing else lies between.
+        first = sum(each.start * stride for each, stride in zip(window, strides, strict=True))
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        width = self._dtype.itemsize
+        content = bytearray(self._read(self._start + first * width, numel * width))
+        return torch.frombuffer(content, dtype=self._dtype, count=numel).as_strided(sizes, strides)
+
+
+def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any], wanted: TensorChunks) -> None:
     """Read the chunks that this rank wants of a tensor, out of those that the ranks of the save have written."""
     boxes = [dcp.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, _, at, sizes in chunks]
     saved = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=wanted.dtype), wanted.size, boxes)
@@ -457,14 +523,18 @@ def _load(shards: Mapping[str, tuple[Path, Any]], name: str, chunks: list[Any], 
         rank, key, _, _ = chunks[item.storage_index.index]
         path, shard = shards[str(rank)]
         target = wanted.chunks[tuple(item.dest_index.offset or ())][_window(item.dest_offsets, item.lengths)]
-        with _reading(path):
-            found = shard.get_slice(key)[_window(item.storage_offsets, item.lengths)]
-            if found.shape != target.shape:
-                raise ValueError(f"{key} has another shape than in the state")
-        target.copy_(found)
+        # A range of an object is in memory once more while it is copied: it is read in pieces.
+        rows = max(1, _READ_BYTES // max(1, target[:1].nbytes)) if target.dim() else 1
+        for at, piece in enumerate(target.split(rows) if target.dim() else [target]):
+            offsets = [start + at * rows * (dim == 0) for dim, start in enumerate(item.storage_offsets)]
+            with _reading(path):
+                found = shard.get_slice(key)[_window(offsets, piece.shape)]
+                if found.shape != piece.shape:
+                    raise ValueError(f"{key} has another shape than in the state")
+            piece.copy_(found)
 
 
-def _window(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+def _window(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
 
 

@@ -4,7 +4,8 @@
 What ranks hold of a sharded tensor is boxes of it by their offsets (`TensorChunks`; DCP calls them chunks), and a
 checkpoint keeps those. So any number of ranks and any strategy can read what they need of it, and nothing is gathered:
     fsdp        a DTensor has one box: rows of the parameter
-    ddp-zero1   a rank has neighbouring elements of a parameter in memory: a part of a row, rows, a part of a row
+    ddp-zero1   a rank has neighbouring elements of a parameter in memory: a part of a row, rows, a part of a row; of
+                parameters, which all ranks have, it writes those whose state it has
     others      rank zero has all, the others nothing
 
 [Note: residuals in a checkpoint]
@@ -15,6 +16,7 @@ as many ranks each takes its own, and goes on with the same bits. On n others, r
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -25,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_object
-from lockstep.comm.fully_shard import is_sharded, local_chunk
+from lockstep.comm.fully_shard import is_sharded, local_chunk, whole
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
+from lockstep.parallel.flat import flatten_like
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import SCALARS, ShardRange
 
@@ -138,6 +140,8 @@ def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> di
     if (compressed := _compressed(model)) is not None:
         state["compression"] = compression_state(compressed)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if model is not None:
+            state["model"] |= _own_parts(unwrap(model), optimizer)
         state["optimizer"] = _zero_state_dict(optimizer)
     elif optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
@@ -160,6 +164,21 @@ def compression_state(model: DistributedDataParallel) -> dict[str, Any]:
         chunks = {(rank, *[0] * residual.dim()): residual[None]} if residual.numel() else {}
         rows[name] = TensorChunks(torch.Size([num_ranks, *residual.shape]), residual.dtype, chunks)
     return {**state, "residuals": rows}
+
+
+def _own_parts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, TensorChunks]:
+    """Return of each parameter that ``optimizer`` divides, by name, what this rank updates: all write alike much."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    chunks: list[dict[Offsets, Tensor]] = [{} for _ in parameters]
+    for index, start, stop, _ in optimizer.local_ranges():
+        parameter = parameters[index].detach()
+        chunks[index] |= boxes_in_memory(flatten_like(parameter, parameter)[start:stop], parameter, start)
+    # One for each parameter: under which names it is tied shows on every rank, whatever it holds.
+    parts = {
+        id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)
+    }
+    state = model.state_dict(keep_vars=True)  # which a hook may fill with something else
+    return {plain_name(name): parts[id(value)] for name, value in state.items() if id(value) in parts}
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
@@ -257,7 +276,16 @@ def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state:
         mine = bare.state_dict()
         names = {plain_name(name): name for name in mine}
         theirs = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
-        bare.load_state_dict({name: _read(value, mine.get(name)) for name, value in theirs.items()})
+        # Into the model's own memory, a tensor at a time: there may be no room for another copy of its part.
+        stored = {name: value for name, value in theirs.items() if isinstance(value, StoredTensor)}
+        fits = theirs.keys() == mine.keys() and all(
+            isinstance(mine[name], Tensor) and value.size == mine[name].shape for name, value in stored.items()
+        )
+        for name, value in stored.items():
+            if fits:
+                value.load(TensorChunks.of(mine[name]))
+            theirs[name] = mine[name] if fits else value.read(mine.get(name))
+        bare.load_state_dict(theirs)
     if (compressed := _compressed(model)) is not None:
         load_compression_state(compressed, state.get("compression"))
     if optimizer is not None:
@@ -316,7 +344,40 @@ def _read_range(name: str, value: Any, parameter: Tensor, shard: ShardRange) -> 
     return flat
 
 
-# --- the weights alone, as a file that other programs read ---
+# --- safetensors files; the weights alone, as one that other programs read ---
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def safetensors_pieces(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: each tensor from where it lies, if that is on the host in one piece.
+
+    The safetensors package wants all as objects of bytes: a large state would be in memory once more.
+
+    Collective if some are sharded: every rank. Each is then whole on every rank while it is yielded.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that each lies at a multiple of its width
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        end += tensor.numel() * tensor.itemsize
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # by the format data begin at a multiple of 8, so that they can be mapped
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        if tensors[name].numel():
+            array: Any = whole(tensors[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield memoryview(array)
 
 
 @contextmanager
@@ -356,23 +417,36 @@ def check_export(path: Path) -> None:
         raise ConfigurationError(f"export={path} is a folder.\nName a file.")
 
 
-def export_weights(model: nn.Module, path: Path) -> None:
+def export_weights(model: nn.Module, path: Path, *, writes: bool = True) -> None:
     """Write the parameters and buffers of ``model`` to ``path``, whole or not at all.
 
     The same weights are the same bytes. Tensors that share their memory, such as tied weights, are written once, under
     the first of their names in the alphabet; ``safetensors.torch.load_model`` puts them back in every place.
+
+    Collective if ranks hold parts of the model: every rank. No rank ever has more than two whole tensors.
+
+    Args:
+        model: Bare.
+        path: A file.
+        writes: Whether this rank writes it.
     """
     # ``safetensors.torch.save_model`` would also list the other names, in an order that differs from call to call.
     found: set[object] = set()
     tensors: dict[str, Tensor] = {}
-    for name, value in sorted(plain_names(model.state_dict()).items()):
-        memory = value.untyped_storage()
-        tensor = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and tensor in found:
-            continue
-        # Other parts of the same memory, such as ZeRO-1's flat buffers have, are refused unless they are copies.
-        shares_memory = memory.nbytes() != value.nbytes or memory.data_ptr() in found
-        tensors[name] = value.clone().contiguous() if shares_memory else value.contiguous()
-        found |= {tensor, memory.data_ptr()}
-    with whole_file(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+    for name, value in sorted(plain_names(model.state_dict(keep_vars=True)).items()):
+        # Where a rank's part is empty, its memory would show ties that other ranks do not see.
+        is_part = is_sharded(value)
+        tensor = value if is_part else (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() == 0 or tensor not in found:
+            tensors[name] = value
+        found.add(tensor)
+    pieces = safetensors_pieces(tensors, {"format": "pt"})
+    try:
+        if writes:
+            with whole_file(path) as temporary, temporary.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+    finally:
+        if any(map(is_sharded, tensors.values())):  # also after an error: the other ranks gather with this one
+            for _ in pieces:
+                pass

@@ -61,6 +61,10 @@ class FullyShard(Strategy):
         return copy.train(model.training)
 
     @override
+    def weights(self, model: nn.Module) -> nn.Module:
+        return model
+
+    @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with samples.
 

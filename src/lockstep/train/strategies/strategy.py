@@ -110,6 +110,10 @@ class Strategy(ABC):
         """
         return model
 
+    def weights(self, model: nn.Module) -> nn.Module:
+        """Return the bare ``model`` as `whole` does, but where ranks have parts of it, with these parts."""
+        return self.whole(model)
+
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
         """Have the reductions of buckets timed from now on; return whether there are any that can be."""
         return False
