@@ -2,6 +2,8 @@
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,6 +30,9 @@ def loss(model, batch):
     if os.path.exists("slow"):
         time.sleep(0.1)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+with open("starts", "a") as file:
+    print(os.environ.get("WORLD_SIZE", "1"), file=file)
 
 task = lockstep.Task(
     model=lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)),
@@ -64,8 +69,9 @@ def await_step(folder, world_size, after=0):
     raise AssertionError(f"no step of {world_size} ranks after {after}: {lines[-3:]}")
 
 
-def lose_a_machine(start, folder):
+def lose_a_machine(start, folder, serve):
     """Train on two machines, one of which is killed and comes back; return in which steps that was."""
+    start(0)
     lost = start(1)
     killed_in = await_step(folder, 2, after=3)
     lost.kill()
@@ -74,8 +80,9 @@ def lose_a_machine(start, folder):
     return killed_in, alone, await_step(folder, 2, after=alone)
 
 
-def join_and_leave(start, folder):
+def join_and_leave(start, folder, serve):
     """Train on one machine, which another one joins, and leaves again as it is told to end."""
+    start(0)
     alone = await_step(folder, 1, after=3)
     guest = start(1)
     together = await_step(folder, 2, after=alone)
@@ -84,10 +91,52 @@ def join_and_leave(start, folder):
     return alone, together, await_step(folder, 1, after=together)
 
 
+def lose_the_endpoint(start, folder, serve):
+    """Train on two machines; the one at the address of the rendezvous is killed and comes back."""
+    lost = start(0)
+    start(1)
+    killed_in = await_step(folder, 2, after=3)
+    lost.kill()
+    lost.wait(20)
+    start(0)
+    return killed_in, await_step(folder, 2, after=killed_in)
+
+
+STORE = """
+import signal
+from torch.distributed import TCPStore
+store = TCPStore("10.78.0.1", 29600, None, True, wait_for_workers=False)
+print("serves", flush=True)
+signal.pause()
+"""
+
+
+def lose_the_store(start, folder, serve):
+    """Train on two machines that meet in a store of another process; that is lost and comes back, then a machine."""
+
+    def num_starts():
+        return len((folder / "starts").read_text().splitlines())
+
+    store = serve()
+    first = start(0)
+    start(1)
+    lost_in = await_step(folder, 2, after=3)
+    store.kill()
+    store.wait()
+    back_in, before, deadline = await_step(folder, 2, after=lost_in + 20), num_starts(), time.monotonic() + 60
+    serve()
+    while num_starts() < before + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    together = await_step(folder, 2, after=back_in)
+    first.kill()
+    return lost_in, back_in, together, await_step(folder, 1, after=together)
+
+
 def play(folder, act, *keeping):
-    """Start a job on the first machine, let ``act`` go on with it, and wait for its end."""
+    """Let ``act`` start a job and disturb it, and wait for its end."""
     (folder / "slow").touch()
-    processes = []
+    processes, stores = [], []
     with two_machines() as machines:
 
         def start(index):
@@ -95,13 +144,18 @@ def play(folder, act, *keeping):
             processes.append(machines.start(index, *job, cwd=folder))
             return processes[-1]
 
+        def serve():
+            command = ["ip", "netns", "exec", machines.names[0], sys.executable, "-c", STORE]
+            stores.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert stores[-1].stdout.readline() == "serves\n"
+            return stores[-1]
+
         try:
-            start(0)
-            steps = act(start, folder)
+            steps = act(start, folder, serve)
             (folder / "slow").unlink()
             told = [process.communicate(timeout=100) for process in processes]
         finally:
-            for process in processes:
+            for process in [*processes, *stores]:
                 process.kill()
                 process.communicate()
     return [process.returncode for process in processes], told, steps
@@ -113,7 +167,12 @@ def outcomes(tmp_path_factory):
         return folder_of(tmp_path_factory.mktemp("machines") / name)
 
     often = ("--checkpoint", "ck", "--checkpoint-every", "1")
-    runs = {"lost": (lose_a_machine, *often), "guest": (join_and_leave, "--checkpoint", "ck")}
+    runs = {
+        "lost": (lose_a_machine, *often),
+        "guest": (join_and_leave, "--checkpoint", "ck"),
+        "endpoint": (lose_the_endpoint, *often),
+        "store": (lose_the_store, *often),
+    }
     with ThreadPoolExecutor(3) as pool:  # they mostly wait
         folders = {name: folder(name) for name in (*runs, "whole")}
         whole = pool.submit(command, *TRAIN, "--devices", "1", cwd=folders["whole"])
@@ -157,3 +216,24 @@ def test_with_checkpoints_machines_come_and_leave_without_a_step_done_twice(outc
     assert f"lockstep: Stopped by SIGTERM after step {second} of 200, saved in ck/" in told[1][1]
     passes = (outcomes[1]["guest"] / "steps").read_text().splitlines()
     assert len(passes) == 2 * 200  # one for each of two virtual shards, and none again
+
+
+@pytest.mark.timeout(300)
+def test_the_machine_at_the_endpoint_is_lost_and_the_others_wait_until_it_is_back(outcomes):
+    codes, told, (killed_in, together) = outcomes[0]["endpoint"]
+    assert codes == [-signal.SIGKILL, 0, 0], told
+    assert same_weights(outcomes[1], "endpoint")
+    assert "lockstep: the store at 10.78.0.1:29600, where the machines meet, is lost\n" in told[1][1]
+    assert killed_in - 1 <= resumed(told[1][0])[-1] <= together
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_store_stops_no_rank_and_the_machines_meet_in_the_next_one(outcomes):
+    codes, told, (lost_in, back_in, together, alone) = outcomes[0]["store"]
+    assert codes == [-signal.SIGKILL, 0], told
+    assert same_weights(outcomes[1], "store")
+    for _, err in told:
+        assert err.count("where the machines meet, is lost\n") == 1
+    after_the_store, after_the_machine = resumed(told[1][0])[-2:]
+    assert lost_in + 20 < back_in <= after_the_store <= together
+    assert together - 1 <= after_the_machine < alone

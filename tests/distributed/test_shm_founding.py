@@ -16,6 +16,7 @@ from lockstep.comm.shm import process_group, segment
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.segment import NoSharedMemory
 from lockstep.comm.world import World
+from tests.requests import CountedStore
 from tests.shm import shm_group
 
 
@@ -154,17 +155,6 @@ def test_init_takes_it_by_name():
     from lockstep import launch
 
     assert launch(on_shm, devices=2) == [("shm", "ShmProcessGroup", 1800.0, [2.0] * 3)] * 2
-
-
-class CountedStore:
-    """A store that counts its requests."""
-
-    def __init__(self, store):
-        self.store, self.num_requests = store, 0
-
-    def __getattr__(self, name):
-        self.num_requests += 1
-        return getattr(self.store, name)
 
 
 @pytest.mark.parametrize(("size", "most"), [(4, 10), (32, 10), (65, 2)])

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lockstep.comm.rendezvous import Participant, check_membership
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
+from tests.requests import CountedStore
 
 
 def participant(rank, *, world_size=3, backend="gloo", pid=None):
@@ -20,14 +21,16 @@ class Check:
     def __init__(self, timeout_s=0.3):
         self.store = dist.HashStore()
         self.timeout_s = timeout_s
+        self.requests = []  # a rank
 
     def call(self, arrivals, *, objections=None, host=0):
         outcomes = [None] * len(arrivals)
+        stores = [CountedStore(self.store) for _ in arrivals]
 
         def one(index, me):
             try:
                 check_membership(
-                    self.store,
+                    stores[index],
                     me,
                     deadline=time.monotonic() + self.timeout_s,
                     timeout_s=self.timeout_s,
@@ -43,6 +46,7 @@ class Check:
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
+        self.requests = [store.num_requests for store in stores]
         return outcomes
 
 
@@ -119,3 +123,20 @@ def test_a_rank_that_cannot_take_part_says_so_to_all():
     )  # fmt: skip
     text = "Rank 2 (host here, pid 102) cannot take part: Local rank 2 has no GPU."
     assert [str(outcome) for outcome in outcomes] == [text] * 3
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_a_rank_asks_the_store_as_often_in_a_large_job_as_in_a_small_one(size):
+    whole = Check(timeout_s=20)
+    ranks = [participant(rank, world_size=size) for rank in range(size)]
+    assert whole.call(ranks) == [None] * size
+    assert max(whole.requests) <= 7
+    # Nor if one is missing: the first to find that out asks for each of the others, and no other does.
+    partial = Check(timeout_s=0.5)
+    outcomes = partial.call(ranks[:-1])
+    assert {str(outcome).partition("\n")[0] for outcome in outcomes} == {
+        f"{size - 1} of {size} ranks came within 0.5 s; missing: rank {size - 1}."
+    }
+    *others, first = sorted(partial.requests)
+    assert max(others) <= 11
+    assert size <= first <= size + 15

@@ -1,8 +1,12 @@
-"""What the network's errors say."""
+"""What the network's errors say, and how many sockets there may be."""
+
+import os
+import resource
 
 import pytest
 
-from lockstep.comm.network import gloo_cause
+from lockstep.comm.network import allow_open_files, gloo_cause
+from lockstep.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -23,3 +27,24 @@ from lockstep.comm.network import gloo_cause
 )
 def test_an_error_of_gloo_names_the_peer_and_not_its_source(text, cause):
     assert gloo_cause(RuntimeError(text)) == cause
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_a_hard_one_that_is_too_low_is_an_error(monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, hard))
+        allow_open_files(10, "This")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == used + 100, "it was enough"
+        allow_open_files(500, "This")
+        assert used + 500 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, hard))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+        with pytest.raises(ConfigurationError) as raised:
+            allow_open_files(5000, "A mesh of 5000 ranks")
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    cause, advice = str(raised.value).splitlines()
+    assert cause.startswith("A mesh of 5000 ranks takes 5") and cause.endswith("but a process may have 4096.")
+    assert "ulimit -Hn" in advice

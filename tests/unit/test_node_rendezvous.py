@@ -1,13 +1,25 @@
 """Each round of a rendezvous has a store of its own, and one number of restarts for all of its machines."""
 
+import contextlib
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
-from lockstep.errors import ConfigurationError
+from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.launcher import node_rendezvous
 from lockstep.launcher.cli import parse_arguments
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, choose_rendezvous, rendezvous_per_restart
 
@@ -86,7 +98,7 @@ def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_j
 
 def test_only_rendezvous_in_which_machines_come_and_go_are_changed():
     alone = RendezvousPerRestart("job")
-    assert rendezvous_per_restart(alone, lambda: False) is alone
+    assert rendezvous_per_restart(alone, lambda: False, LaunchConfig(1, 1, 1)) is alone
 
 
 @pytest.fixture
@@ -130,3 +142,61 @@ def test_srun_starts_several_launchers_on_a_machine(slurm):
         "srun has started 3 launchers on 2 machines, and each would start a rank on every device.\n"
         "Start one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a job of its own."
     )
+
+
+@contextlib.contextmanager
+def store_of_its_own(port=0):
+    """Serve the store of a rendezvous from another process, and kill that at the end."""
+    reader, writer = os.pipe()
+    pid = os.fork()  # a new interpreter would import torch first
+    if pid == 0:
+        store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        time.sleep(60)
+        os._exit(0)
+    try:
+        yield int(os.read(reader, 10))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader), os.close(writer)
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_store_that_is_lost_is_awaited_and_the_machines_meet_in_the_next_one(capfd, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")  # is set, and taken back with the test
+    monkeypatch.setattr(node_rendezvous, "_TRY_PERIOD_S", 0.1)
+    conf = {"is_host": False, "last_call_timeout": 1, "join_timeout": 20, "read_timeout": 5}
+    with store_of_its_own() as port:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=2,
+            nproc_per_node=1,
+            run_id="job",
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            rdzv_backend="c10d",
+            rdzv_configs=conf,
+            local_addr="127.0.0.1",
+        )
+        parameters = RendezvousParameters("c10d", config.rdzv_endpoint, "job", 1, 2, "127.0.0.1", **conf)
+        side = rendezvous_per_restart(get_rendezvous_handler(parameters), lambda: False, config)
+        first = side.next_rendezvous().bootstrap_store_info
+        assert side.num_nodes_waiting() == 0
+    ranks = TCPStore(first.master_addr, first.master_port)
+    until(lambda: side.num_nodes_waiting() == 0 and "is lost" in capfd.readouterr().err)
+    ranks.set("the ranks", "go on")
+    with store_of_its_own(port):
+        until(lambda: side.num_nodes_waiting() == 1)
+        second = side.next_rendezvous().bootstrap_store_info
+        assert side.num_nodes_waiting() == 0
+        assert second.master_port != first.master_port
+        # To be lost while the machines meet is no different; one that does not come back is an error.
+    config.rdzv_configs["join_timeout"] = 1
+    with pytest.raises(LockstepError, match=f"could not reach the first machine at 127.0.0.1:{port} within 1 s"):
+        side.next_rendezvous()

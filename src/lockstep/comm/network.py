@@ -1,8 +1,9 @@
-"""The network: the interface that Gloo should use, keepalive probes for dead links, and what connections have sent."""
+"""The network: Gloo's interface, how many sockets may be open, keepalive probes for dead links, and what was sent."""
 
 import ipaddress
 import os
 import re
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
+
+from lockstep.errors import ConfigurationError
 
 # The variable that Gloo reads; what the user put there is never changed.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -20,6 +23,9 @@ _LINK_TIMEOUT_S = 60.0
 _MAX_PROBE_S = 5
 _TCP_RTO_MAX_MS = 44  # of linux/tcp.h since 6.15; the socket module does not name it
 _RETRANSMIT_S = 1.0
+
+# What a process opens beside what is known in advance: logs, data files, libraries.
+_SPARE_FILES = 64
 
 
 def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
@@ -70,6 +76,30 @@ def is_local(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def allow_open_files(num_files: int, purpose: str) -> None:
+    """Make sure that this process may open ``num_files`` more, sockets included; raise its soft limit if need be.
+
+    Args:
+        num_files: At least.
+        purpose: What for, to begin a sentence with.
+
+    Raises:
+        ConfigurationError: The hard limit is lower.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + num_files + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"{purpose} takes {needed} open files on {socket.gethostname()}, but a process may have {hard}.\n"
+            "Raise that limit where the job is started: `ulimit -Hn`, LimitNOFILE of a systemd service, or "
+            "docker run --ulimit nofile=65536."
+        )
+    roomy = 2 * needed  # more groups may be made later
+    resource.setrlimit(resource.RLIMIT_NOFILE, (roomy if hard == resource.RLIM_INFINITY else min(hard, roomy), hard))
 
 
 def set_keepalive() -> None:

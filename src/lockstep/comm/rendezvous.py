@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks
-from lockstep.comm.store import listen, serve_store
+from lockstep.comm.store import listen, read_present, serve_store
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
@@ -213,7 +213,8 @@ def check_membership(
     left_s = deadline - time.monotonic()
     if not poll_until(lambda: store.check(["verdict"]), left_s, poll_interval_s(me.world_size)):
         # Any rank may find that the time is up: the verdict that is there first is that of all.
-        _decide(store, _missing(store, me, timeout_s))
+        text = find_once(store, "missing", lambda: _describe_missing(store, me, timeout_s), me.world_size)
+        _decide(store, WorldSizeMismatch(text))
     verdict = store.get("verdict").decode()
     if verdict == _COMPLETE and complaint is None:
         return
@@ -252,16 +253,27 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
     return None if objection is None else ConfigurationError(f"R{str(me)[1:]} cannot take part: {objection}")
 
 
-def _missing(store: Store, me: Participant, timeout_s: float) -> WorldSizeMismatch:
-    keys = [f"rank/{rank}" for rank in range(me.world_size)]
-    came = [Participant(**json.loads(store.get(key))) for key in keys if store.check([key])]
+def _describe_missing(store: Store, me: Participant, timeout_s: float) -> str:
+    found = read_present(store, [f"rank/{rank}" for rank in range(me.world_size)], set())
+    came = [Participant(**json.loads(text)) for text in found.values()]
     missing = sorted(set(range(me.world_size)) - {participant.rank for participant in came})
-    return WorldSizeMismatch(
+    return (
         f"{len(came)} of {me.world_size} ranks came within {timeout_s:g} s; missing: {format_ranks(missing)}.\n"
         f"Came: {', '.join(map(str, came[:8]))}{' ...' if len(came) > 8 else ''}.\n"
         f"Check that {me.world_size} processes were started and that none of them died before lockstep.init(); "
         "if some only start slowly, pass a longer timeout_s."
     )
+
+
+def find_once(store: Store, key: str, find: Callable[[], str], world_size: int) -> str:
+    """Return what ``find`` returns on the first rank that comes here: it takes a request for each rank of the job.
+
+    Blocks until that rank has found it, or some seconds; then this one looks itself.
+    """
+    is_first = store.add(f"{key}/count", 1) == 1
+    if is_first or not poll_until(lambda: store.check([key]), FAREWELL_S, poll_interval_s(world_size)):
+        store.set(key, find())
+    return store.get(key).decode()
 
 
 def poll_until(is_over: Callable[[], bool], limit_s: float, longest_pause_s: float) -> bool:

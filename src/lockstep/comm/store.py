@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -290,6 +291,22 @@ def _name_in_proc(host: str, port: int) -> str:
 
 # --- Status notes of ranks and machines
 
+
+def read_present(store: Store, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
+    """Return the values of those of ``keys`` that are there, in their order: in two requests if that is all of them.
+
+    Args:
+        store: What it reads.
+        keys: Each is checked until it was there once; keys stay.
+        known: Those that were there before; the others that are found are added.
+    """
+    new = [key for key in keys if key not in known]
+    if new:
+        known.update(new if store.check(new) else [key for key in new if store.check([key])])
+    there = [key for key in keys if key in known]
+    return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+
+
 # How long the store may take to answer; then a note is left out.
 _ANSWER_S = 3.0
 # After so many failures in a row the store of the ranks is given up: whoever hosts it has ended.
@@ -309,6 +326,8 @@ class _Notes:
         self._prefix, self._connect, self._address = prefix, connect, address
         self._store: Store | None = None
         self.num_failures = 0
+        self.known: set[str] = set()  # keys that were there
+        self.numbers: dict[str, int] = {}  # by topic, which note of several machines is this one's
 
     def use(self, act: Callable[[Store], None]) -> None:
         """Let ``act`` use the store; if that cannot be reached, it is opened anew the next time."""
@@ -338,8 +357,7 @@ class StatusKeys:
 
     def __init__(self, world: World, num_ranks: int) -> None:
         self._rank = world.rank
-        self._others = [rank for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
-        self._known: list[int] = []
+        self._others = [str(rank) for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
         # Also a rank without others makes an object, so that callers need no branch; it uses no store.
         if self._others:
             store = dist.distributed_c10d._get_default_store()
@@ -356,13 +374,9 @@ class StatusKeys:
         notes: dict[int, Any] = {}
 
         def collect(store: Store) -> None:
-            # A key that is there stays: each is checked until its rank has posted once; then all come in one request.
-            missing = set(self._others).difference(self._known)
-            self._known += [rank for rank in sorted(missing) if store.check([str(rank)])]
-            texts = store.multi_get([str(rank) for rank in self._known]) if self._known else []
-            for rank, text in zip(self._known, texts, strict=True):
+            for rank, text in read_present(store, self._others, self._notes.known).items():
                 with suppress(ValueError):  # one note that is no JSON takes no other with it
-                    notes[rank] = json.loads(text)
+                    notes[int(rank)] = json.loads(text)
 
         self._use(collect)
         return notes
@@ -372,7 +386,7 @@ class StatusKeys:
             self._notes.use(act)
 
 
-_DEFAULT_PORT = 29400  # torch elastic's
+DEFAULT_STORE_PORT = 29400  # torch elastic's
 _CONNECT_S = 5.0
 
 
@@ -385,10 +399,15 @@ class InterNodeStore:
     """
 
     def __init__(self, endpoint: str, run_id: str) -> None:
+        self._prefix = f"lockstep/launchers/{run_id}"
         host, _, port = endpoint.rpartition(":")
-        self._address = host.strip("[]") or "localhost", int(port) if port.isdigit() else _DEFAULT_PORT
-        self._notes = _Notes(f"lockstep/launchers/{run_id}", self._connect, self._address)
-        self._numbers: dict[str, int] = {}  # by topic, which note is this machine's
+        self.move_to((host.strip("[]") or "localhost", int(port) if port.isdigit() else DEFAULT_STORE_PORT))
+
+    def move_to(self, address: tuple[str, int]) -> None:
+        """Use the store at ``address`` from now on; notes of before stay behind."""
+        self._address = address
+        # In one piece, as another thread may be using what was there.
+        self._notes = _Notes(self._prefix, partial(_connect, address), address)
 
     def is_host(self) -> bool:
         """Return whether the store is in this process, and ends with it."""
@@ -404,25 +423,36 @@ class InterNodeStore:
 
         def write(store: Store) -> None:
             # Machines have no numbers that outlast a restart, so each takes the next one at its first note.
-            if topic not in self._numbers:
-                self._numbers[topic] = store.add(f"{topic}/count", 1)
-            store.set(f"{topic}/{self._numbers[topic]}", json.dumps(note))
+            is_first = topic not in notes.numbers
+            if is_first:
+                notes.numbers[topic] = store.add(f"{topic}/count", 1)
+            store.set(f"{topic}/{notes.numbers[topic]}", json.dumps(note))
+            if is_first:
+                store.add(f"{topic}/written", 1)
 
-        self._notes.use(write)
+        notes = self._notes
+        notes.use(write)
+
+    def num_written(self, topic: str) -> int:
+        """Return how many machines have left a note on ``topic``; 0 if the store does not answer."""
+        found = [0]
+        self._notes.use(lambda store: found.append(store.add(f"{topic}/written", 0)))
+        return found[-1]
 
     def others(self, topic: str) -> list[Any]:
         """Return the notes of the other machines on ``topic``. Blocks some seconds at most."""
-        notes: list[Any] = []
+        found: list[Any] = []
 
         def read(store: Store) -> None:
-            for number in range(1, store.add(f"{topic}/count", 0) + 1):
-                key = f"{topic}/{number}"
-                if number != self._numbers.get(topic) and store.check([key]):
-                    with suppress(ValueError):
-                        notes.append(json.loads(store.get(key)))
+            numbers = set(range(1, store.add(f"{topic}/count", 0) + 1)) - {notes.numbers.get(topic)}
+            for text in read_present(store, [f"{topic}/{number}" for number in sorted(numbers)], notes.known).values():
+                with suppress(ValueError):
+                    found.append(json.loads(text))
 
-        self._notes.use(read)
-        return notes
+        notes = self._notes
+        notes.use(read)
+        return found
 
-    def _connect(self) -> Store:
-        return TCPStore(*self._address, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+
+def _connect(address: tuple[str, int]) -> Store:
+    return TCPStore(*address, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)

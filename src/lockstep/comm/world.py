@@ -27,9 +27,10 @@ from lockstep import activity
 from lockstep.accelerator import default_device
 from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
-from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, set_keepalive
+from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup
+from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
 
@@ -273,16 +274,25 @@ class World:
         if store.add(f"barrier/{number}/count", 1) == self.world_size:
             store.set(f"barrier/{number}/{_DONE}", "")
         if not self._wait_for_key(f"barrier/{number}/{_DONE}", timeout_s, "World.barrier"):
-            missing = [rank for rank in range(self.world_size) if not store.check([f"barrier/{number}/{rank}"])]
             raise CollectiveError(
                 f"Rank {self.rank} waited {timeout_s:g} s in World.barrier() number {number}; "
-                f"missing: {activity.format_ranks(missing)}.\n"
+                f"missing: {self._missing_in_barrier(number)}.\n"
                 "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
                 "if they are only slow, pass a longer timeout_s."
             )
         # All have left the barrier before the one that all have entered: its keys are of no more use.
         for key in (self.rank, "count", _DONE) if self.rank == 0 else (self.rank,):
             store.delete_key(f"barrier/{number - 1}/{key}")
+
+    def _missing_in_barrier(self, number: int) -> str:
+        store, keys = self._store, {f"barrier/{number}/{rank}": rank for rank in range(self.world_size)}
+
+        def find() -> str:
+            return activity.format_ranks([keys[key] for key in keys.keys() - read_present(store, list(keys), set())])
+
+        # Ranks that come after this shall not read that they are missing.
+        num_present = store.add(f"barrier/{number}/count", 0)
+        return rendezvous.find_once(store, f"barrier/{number}/missing/{num_present}", find, self.world_size)
 
     @contextmanager
     def rank_zero_first(self, *, local: bool = False, timeout_s: float = BARRIER_TIMEOUT_S) -> Iterator[None]:
@@ -411,6 +421,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         try:
             chosen = choose_device(env, device)
             name = choose_backend(chosen, backend)
+            _allow_connections(env, name)
         except LockstepError as error:
             if env.world_size == 1:
                 raise
@@ -458,6 +469,14 @@ def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:
     machines = enumerate(hierarchy.find_machines(store, env.rank, env.world_size))
     node_rank, ranks = next((number, ranks) for number, ranks in machines if env.rank in ranks)
     return replace(env, local_rank=ranks.index(env.rank), local_world_size=len(ranks), node_rank=node_rank)
+
+
+def _allow_connections(env: RankEnv, backend: str) -> None:
+    """Check the limit of open files before Gloo connects each rank to every other one, and all of them to the store."""
+    is_mesh = "gloo" in backend or (backend == "shm" and env.local_world_size < env.world_size)
+    num_machines = env.world_size // env.local_world_size  # their carriers are connected once more, see hierarchy.py
+    num_files = is_mesh * (env.world_size + num_machines) + (env.rank == 0) * env.world_size
+    allow_open_files(num_files, f"Rank {env.rank} of {env.world_size}, which is connected to all others,")
 
 
 def _env_of(group: dist.ProcessGroup) -> RankEnv:

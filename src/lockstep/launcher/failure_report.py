@@ -260,15 +260,12 @@ def exchange_failures(store: InterNodeStore | None, mine: NodeFailure, *, num_no
     if store is None:
         return []
 
-    def have_all(topic: str) -> bool:
-        return len(store.others(topic)) >= num_nodes - 1
-
     is_host = store.is_host()
     store.post("ended", asdict(mine))
-    poll_until(lambda: have_all("ended"), _EXCHANGE_S, _POLL_S)
+    poll_until(lambda: store.num_written("ended") >= num_nodes, _EXCHANGE_S, _POLL_S)
     notes = store.others("ended")
     if is_host:  # the store ends with this process
-        poll_until(lambda: have_all("read"), _EXCHANGE_S, _POLL_S)
+        poll_until(lambda: store.num_written("read") >= num_nodes - 1, _EXCHANGE_S, _POLL_S)
     else:
         store.post("read", True)
     return [NodeFailure(**note) for note in notes]

@@ -5,28 +5,33 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import (
     _matches_machine_hostname,
     _parse_rendezvous_config,
     parse_rendezvous_endpoint,
 )
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
-from lockstep.comm.store import LOOPBACK, start_store_server
+from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, start_store_server
 from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, LockstepError
 
@@ -41,6 +46,9 @@ _STORE_TIMEOUT_S = 600.0
 # torchrun's default for how long a machine waits for the others.
 _RENDEZVOUS_TIMEOUT_S = 900.0
 _RETRY_S = 0.3
+_DEFAULT_ETCD_PORT = 2379  # torch elastic's
+# How often, and for how long, it is tried whether a lost store is back, while the ranks go on.
+_TRY_PERIOD_S, _TRY_S = 2.0, 0.3
 
 
 class RendezvousPerRestart(RendezvousHandler):
@@ -60,19 +68,31 @@ class RendezvousPerRestart(RendezvousHandler):
     So here the first machine of each rendezvous hosts a new store, and writes its address there. Machines also agree on
     one number of restarts, which torch's launchers count each for itself.
 
+    [Note: a lost store]
+    torch's launchers end the job when they lose the store of their rendezvous. Here the ranks go on: theirs is another
+    one. When they have to start again, the launchers wait until a store answers at the same address, maybe in another
+    process or on another machine. A store of c10d is empty then. Whoever joins it first would start a second job beside
+    this one, so the launchers meet there as soon as it answers, and their ranks save and start again.
+
     Args:
         run_id: The name of the job.
         inner: What brings the machines together; ``None`` on a single one, which meets nobody. torch's own would host a
             store there, too, which listens at every address of the machine.
         is_ending: Returns whether the ranks have been requested to end, so that no machine can join any more.
+        config: What ``inner`` was made by, to make another one after its store was lost.
     """
 
     def __init__(
-        self, run_id: str, inner: RendezvousHandler | None = None, is_ending: Callable[[], bool] = lambda: False
+        self,
+        run_id: str,
+        inner: RendezvousHandler | None = None,
+        is_ending: Callable[[], bool] = lambda: False,
+        config: LaunchConfig | None = None,
     ) -> None:
-        self._run_id, self._inner, self._is_ending = run_id, inner, is_ending
+        self._run_id, self._inner, self._is_ending, self._config = run_id, inner, is_ending, config
         self._current: RendezvousInfo | None = None
         self._hosted: Store | None = None
+        self._is_lost, self._next_try_s = False, 0.0
 
     def get_backend(self) -> str:
         """Return the name of the kind of rendezvous."""
@@ -85,7 +105,7 @@ class RendezvousPerRestart(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines again, and agree on a new store for the ranks. Blocks until they came."""
-        found = RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._inner.next_rendezvous()
+        found = RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
         assert found.bootstrap_store_info is not None
         host = found.bootstrap_store_info.master_addr
         self._hosted = None  # the one before, whose ranks have ended
@@ -97,24 +117,66 @@ class RendezvousPerRestart(RendezvousHandler):
         self._current = RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(host, port))
         return self._current
 
+    def _meet(self, inner: RendezvousHandler) -> RendezvousInfo:
+        try:
+            if not self._is_lost:
+                return inner.next_rendezvous()
+        except RendezvousConnectionError:
+            self._note_loss()
+        assert self._config is not None
+        self._inner = _reopen(self._config)
+        self._is_lost = False
+        return self._inner.next_rendezvous()
+
     def agree_on_restarts(self, number: int) -> int:
         """Return the largest ``number`` that a machine knows. Blocks until all of this rendezvous have written one."""
         assert self._current is not None
-        store = self._current.store
+        store, size = self._current.store, self._current.world_size
         store.set(f"lockstep/restarts/{self._current.rank}", str(number))
-        return max(int(store.get(f"lockstep/restarts/{rank}")) for rank in range(self._current.world_size))
+        if self._current.rank == 0:
+            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(size)])
+            store.set("lockstep/restarts", str(max(map(int, numbers))))
+        return int(store.get("lockstep/restarts"))
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Where the ranks meet that are started now."""
+        assert self._current is not None and self._current.bootstrap_store_info is not None
+        return self._current.bootstrap_store_info.master_addr, self._current.bootstrap_store_info.master_port
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait to join; this one counts if the others have gone on without it."""
+        """Return how many machines wait to join; this one counts if it has to meet the others again."""
         if self._inner is None or self._is_ending():
             return 0
-        return self._inner.num_nodes_waiting() or int(self._is_forgotten())
+        try:
+            if not self._is_lost:
+                return self._inner.num_nodes_waiting() or int(self._is_forgotten())
+        except RendezvousConnectionError:
+            if self._inner.get_backend() != "c10d":  # it keeps what it knows, and may answer again
+                return 0
+            self._note_loss()
+        return int(self._is_back())
+
+    def _note_loss(self) -> None:
+        assert self._config is not None
+        self._is_lost = True
+        cast(Any, self._inner)._stop_heartbeats()  # torch's client would log every one that fails
+        text = f"lockstep: the store at {self._config.rdzv_endpoint}, where the machines meet, is lost"
+        print(text, file=sys.stderr, flush=True)
+
+    def _is_back(self) -> bool:
+        assert self._config is not None
+        if time.monotonic() < self._next_try_s:
+            return False
+        self._next_try_s = time.monotonic() + _TRY_PERIOD_S
+        with contextlib.suppress(OSError), socket.create_connection(_address(self._config), timeout=_TRY_S):
+            return True
+        return False
 
     def _is_forgotten(self) -> bool:
-        """Return whether the others took this machine for dead, as its keepalives came late, and have met anew."""
+        """Return whether the others took this machine for dead, as its keepalives did not come in time."""
         with contextlib.suppress(AttributeError):  # torch's own affairs, which may look different in another version
-            state = cast(Any, self._inner)._state_holder.state
-            return state.complete and cast(Any, self._inner)._this_node not in state.participants
+            return cast(Any, self._inner)._this_node not in cast(Any, self._inner)._state_holder.state.participants
         return False
 
     def is_closed(self) -> bool:
@@ -138,12 +200,32 @@ class RendezvousPerRestart(RendezvousHandler):
 rendezvous_handler_registry.register(LOCAL_BACKEND, lambda parameters: RendezvousPerRestart(parameters.run_id))
 
 
-def rendezvous_per_restart(handler: RendezvousHandler, is_ending: Callable[[], bool]) -> RendezvousHandler:
-    """Return ``handler`` behind `RendezvousPerRestart`, if machines may come and go."""
+def rendezvous_per_restart(
+    handler: RendezvousHandler, is_ending: Callable[[], bool], config: LaunchConfig
+) -> RendezvousHandler:
+    """Return ``handler``, made by ``config``, behind `RendezvousPerRestart`, if machines may come and go."""
     if not isinstance(handler, DynamicRendezvousHandler):
         return handler
     os.environ[_NO_SHARING] = "1"  # for this run: the launcher restores its environment
-    return RendezvousPerRestart(handler.get_run_id(), handler, is_ending)
+    return RendezvousPerRestart(handler.get_run_id(), handler, is_ending, config)
+
+
+def _address(config: LaunchConfig) -> tuple[str, int]:
+    port = DEFAULT_STORE_PORT if config.rdzv_backend == "c10d" else _DEFAULT_ETCD_PORT
+    host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=port)
+    return host, port
+
+
+def _reopen(config: LaunchConfig) -> RendezvousHandler:
+    """Return a new handler, once a store answers at the address of the one that is lost.
+
+    Raises:
+        LockstepError: None did in time.
+    """
+    _await_host(*_address(config), config.rdzv_configs, may_be_here=False)
+    where = config.rdzv_backend, config.rdzv_endpoint, config.run_id
+    sizes = config.min_nodes, config.max_nodes
+    return get_rendezvous_handler(RendezvousParameters(*where, *sizes, config.local_addr, **config.rdzv_configs))
 
 
 # What the command line asks for.
@@ -227,12 +309,15 @@ def wait_for_host(args: argparse.Namespace) -> None:
     """
     host, port = _endpoint(args)
     is_first = args.rdzv_backend == "static" and args.node_rank == 0
-    if max_nodes(args) == 1 or args.rdzv_backend not in ("static", "c10d") or is_first:
-        return
-    conf = _parse_rendezvous_config(args.rdzv_conf)
-    timeout_s = float(conf.get("timeout") or conf.get("join_timeout") or _RENDEZVOUS_TIMEOUT_S)
+    if max_nodes(args) > 1 and args.rdzv_backend in ("static", "c10d") and not is_first:
+        _await_host(host, port, _parse_rendezvous_config(args.rdzv_conf), may_be_here=True)
+
+
+def _await_host(host: str, port: int, conf: Mapping[str, Any], *, may_be_here: bool) -> None:
+    timeout_s = float(conf.get("join_timeout") or conf.get("timeout") or _RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
-    while not is_local(host):  # asked again: the name of a machine that has just started may not be known yet
+    # Asked again: the name of a machine that has just started may not be known yet.
+    while not (may_be_here and is_local(host)):
         try:
             socket.create_connection((host, port), timeout=2.0).close()
             return

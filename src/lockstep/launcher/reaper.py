@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -94,15 +95,13 @@ class _Ranks:
         self._alive += descriptors
         self._start_times[pid] = start_time(pid)  # with the number it names a process for good
         if self._is_killing:  # it was being started when the order came
-            kill_session(pid)
+            kill_sessions([pid])
 
     def kill_all(self) -> None:
         """End every rank and whatever shares its session; also those that are still to come."""
         self._is_killing = True
-        for pid, started_at in self._start_times.items():
-            # A different start time: the number belongs to another process by now.
-            if start_time(pid) in (started_at, None):
-                kill_session(pid)
+        # A different start time: the number belongs to another process by now.
+        kill_sessions([pid for pid, at in self._start_times.items() if start_time(pid) in (at, None)])
 
     def release(self) -> None:
         """Let what ranks left behind stay: the end of the launcher does not concern it any more."""
@@ -110,13 +109,14 @@ class _Ranks:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
 
-def kill_session(leader: int) -> None:
-    """Kill a session's leader and its members, also when the leader is dead already."""
+def kill_sessions(leaders: Iterable[int]) -> None:
+    """Kill the leaders of sessions and their members, also when a leader is dead already."""
+    names = set(map(str, leaders))
     for _ in range(_NUM_SWEEPS):  # a member may fork while we look
         members = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             fields = _stat_fields(int(name))
-            if fields and fields[3] == str(leader) and fields[0] != "Z":
+            if fields and fields[3] in names and fields[0] != "Z":
                 members.append(int(name))
         if not members:
             return

@@ -27,12 +27,17 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
-from lockstep.comm.network import set_keepalive
+from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
@@ -40,13 +45,15 @@ from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
 from lockstep.launcher.output import LogTail
-from lockstep.launcher.reaper import Reaper, kill_session
+from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 # How long ranks may wait for one that does nothing, if the user has not said.
 _PATIENCE_S = 60.0
+# The launcher has pipes for what a rank writes, a descriptor of its process, and two or three connections to its store.
+_FILES_PER_RANK = 8
 
 
 def supervise(
@@ -86,6 +93,7 @@ def supervise(
         LockstepError: The machines of the job did not come together.
         Stopped: This process was requested to end, and has ended the ranks, or all of them have stopped gracefully.
     """
+    allow_open_files(_FILES_PER_RANK * config.nproc_per_node, f"The launcher of {config.nproc_per_node} ranks")
     patience_s = _PATIENCE_S if watchdog_s is None else watchdog_s
     orders = {
         "launcher_pid": os.getpid(),
@@ -96,10 +104,10 @@ def supervise(
     }
     command = ["-u", bootstrap.__file__, json.dumps(orders), target, *args]
     may_shrink = config.min_nodes < config.max_nodes
-    job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, min_ranks, may_shrink)
-    # Other backends meet in something else than a store of torch's.
-    has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d")
+    # With other backends, launchers do not know of a store of torch's that all of them reach.
+    has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
+    job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, min_ranks, may_shrink, store)
     # The watchdog kills the ranks of a job that hangs; then its report is the cause, not how they ended.
     hangs: list[str] = []
 
@@ -135,7 +143,7 @@ def supervise(
     )
     stop = GracefulShutdown(reaper, job)
     # torch makes handler and agent in one function that takes neither from outside.
-    agent = patch.object(api, "LocalElasticAgent", partial(_Agent, job))
+    agent = patch.object(api, "LocalElasticAgent", partial(_Agent, job, config))
     with stop.handling(config) as config, elastic_quiet(), agent:
         try:
             with watchdog:
@@ -219,6 +227,7 @@ class Job:
         log_tail: Reads the pipes that their output goes into, if they do not write to the terminal themselves.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         may_shrink: Whether the job goes on with fewer machines than it has.
+        store: Where the launchers of several machines leave notes for each other.
         resources: What they hold.
         num_restarts_left: How often they may be started again after a failure.
         stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
@@ -230,6 +239,7 @@ class Job:
     log_tail: LogTail | None = None
     min_ranks: int | None = None
     may_shrink: bool = False
+    store: InterNodeStore | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
@@ -345,9 +355,9 @@ class _Agent(LocalElasticAgent):
       the cause.
     """
 
-    def __init__(self, job: Job, spec: WorkerSpec, **kwargs: Any) -> None:
+    def __init__(self, job: Job, config: LaunchConfig, spec: WorkerSpec, **kwargs: Any) -> None:
         spec.rdzv_handler = rendezvous_per_restart(
-            spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(job.folder)
+            spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(job.folder), config
         )
         super().__init__(spec, **kwargs)
         self.job = job
@@ -367,8 +377,10 @@ class _Agent(LocalElasticAgent):
                 self.num_restarts += 1
                 if isinstance(handler, RendezvousPerRestart):
                     self.num_restarts = handler.agree_on_restarts(self.num_restarts)
+                    if self.job.store is not None:  # that of the rendezvous may be lost, or be none of torch's
+                        self.job.store.move_to(handler.store_address)
                 return
-            except RuntimeError:  # of the store
+            except (RuntimeError, RendezvousConnectionError):  # of the store
                 if not isinstance(handler, RendezvousPerRestart) or attempt == _NUM_RENDEZVOUS_ATTEMPTS - 1:
                     raise
 
@@ -436,8 +448,8 @@ class _Agent(LocalElasticAgent):
             return
         if self._pcontext is not None:
             self._pcontext.close()
-            for pid in self._pcontext.pids().values():
-                kill_session(pid)  # the loader processes of a killed rank, which would go on for some seconds
+            # The loader processes of a killed rank, which would go on for some seconds.
+            kill_sessions(self._pcontext.pids().values())
         job = self.job
         exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
         first = first_failure(exits) if failures else None

@@ -1,7 +1,5 @@
 """Consistency checks between ranks: the same layout when a model is wrapped, the same bits later."""
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, all_gather, all_gather_object, broadcast
+from lockstep.comm.collectives import Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten
@@ -42,11 +40,10 @@ def check_models_agree(
     """
     mine = [_describe_layout("parameter", *each) for each in parameters]
     mine += [_describe_layout("buffer", *each) for each in buffers]
-    layout = json.dumps([[kind, text] for kind, _, text in mine])
-    digest = int.from_bytes(hashlib.sha256(layout.encode()).digest()[:7], "big")
-    digests = [int(value) for value in all_gather(torch.tensor([digest], device=device), group=group)]
-    if len(set(digests)) > 1:  # the same on every rank, so that all take part in what follows
-        raise ModelMismatch(_explain_mismatch(all_gather_object(mine, group=group, device=device)))
+    layout = [[kind, text] for kind, _, text in mine]
+    models = all_gather_different(mine, compared=layout, group=group, device=device)
+    if len(models) > 1:
+        raise ModelMismatch(_explain_mismatch(models))
 
 
 def _describe_layout(kind: str, name: str, tensor: Tensor) -> tuple[str, str, str]:

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,8 @@ _NUM_REPORTS = 5
 _TOPIC = "ranks"
 # Launchers post only while their ranks stand still: an older note is not about now.
 _STALE_S = 10.0
+# With more machines than half of that, they exchange less often than they check: each reads the notes of all.
+_NODES_A_SECOND = 16
 _NUM_FRAMES_ELSEWHERE = 20
 
 
@@ -338,6 +341,8 @@ class Watchdog:
         self._failed_since_s: dict[int, float] = {}
         self._reported, self._num_reports, self._num_posts = Verdict.FINE, 0, 0
         self._elsewhere: dict[int, tuple[int, float]] = {}
+        self._exchange_period_s, self._next_exchange_s = num_nodes / _NODES_A_SECOND, 0.0
+        self._other_machines: list[list[RankState]] = []
         self._last_error = ""
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
@@ -461,23 +466,28 @@ class Watchdog:
         """Return what is seen of the ranks of all machines, and of how many that is."""
         if self._store is None or all(each.idle_s < self._patience_s / 2 for each in seen):
             return seen, 1
+        if time.monotonic() >= self._next_exchange_s:
+            self._next_exchange_s = time.monotonic() + self._exchange_period_s
+            self._other_machines = list(self._exchange(self._store, seen))
+        return [*seen, *chain.from_iterable(self._other_machines)], 1 + len(self._other_machines)
+
+    def _exchange(self, store: InterNodeStore, seen: Sequence[RankState]) -> Iterator[list[RankState]]:
+        """Post what is seen of the ranks of this machine; yield what the other launchers have posted of theirs."""
         self._num_posts += 1
         # Few frames, as the files may not be the same elsewhere.
         bare = [asdict(replace(each, frames=list(each.frames)[:_NUM_FRAMES_ELSEWHERE])) for each in seen]
-        self._store.post(_TOPIC, {"count": self._num_posts, "ranks": bare})
-        everywhere, num_seen, now_s = list(seen), 1, time.monotonic()
-        for note in self._store.others(_TOPIC):
+        store.post(_TOPIC, {"count": self._num_posts, "ranks": bare})
+        now_s, stale_s = time.monotonic(), max(_STALE_S, 3 * self._exchange_period_s)
+        for note in store.others(_TOPIC):
             with contextlib.suppress(TypeError, ValueError, KeyError, IndexError, AttributeError):
                 # Anybody who reaches the store can write there: what is none of ours is left out.
                 number, states = int(note["count"]), [RankState(**each) for each in note["ranks"]]
                 count, since_s = self._elsewhere.get(states[0].rank, (-1, 0.0))
                 if number != count:
                     self._elsewhere[states[0].rank] = number, now_s
-                elif now_s - since_s > _STALE_S:  # Its ranks move, or it is gone.
+                elif now_s - since_s > stale_s:  # Its ranks move, or it is gone.
                     continue
-                num_seen += 1
-                everywhere += states
-        return everywhere, num_seen
+                yield states
 
 
 def _has_trained(heartbeat: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.comm.collectives import Group, all_gather_object, empty_buffer
+from lockstep.comm.collectives import Group, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import view_like
 
@@ -478,7 +478,7 @@ class BucketSet:
             ready_order: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
             group: The ranks that take part.
         """
-        arrivals = all_gather_object(list(ready_order), group=group, device=self.device)
+        arrivals = all_gather_different(list(ready_order), group=group, device=self.device)
         agreed = merge_arrivals(arrivals, self._default_order)
         self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
         self._install(agreed.order, group)
