@@ -3,7 +3,8 @@
 Each rank is a thread with a connection of its own to a real store of c10d, which a process of its own serves as the
 first machine's launcher does. Eight ranks are a machine, with a launcher: another thread. They run Lockstep's own code:
 
-    meet         ranks connect, sign in, learn that all have come, and on which machines; then a barrier
+    connect      ranks open their connections to the store
+    meet         they sign in, learn that all have come, and on which machines; then a barrier
     status       every rank posts its figures, and rank zero reads those of all; a beat
     missing      one rank does not come: all others raise an error that names it, from the end of their patience on
     hang         launchers exchange what they see of ranks that stand still; a round
@@ -33,7 +34,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -58,23 +58,25 @@ from lockstep.telemetry.watchdog import Watchdog
 SIZES, QUICK_SIZES = (64, 256, 1000), (16, 64)
 RANKS_A_MACHINE = 8
 TIMEOUT_S = 60.0
-PATIENCE_S = 3.0
-"""Of ranks that wait for one that does not come; all others must have come by then."""
+PATIENCE_S = 5.0
+"""Of ranks that wait for one that does not come; all others must have signed in by then."""
 SERVER = """
-import signal
+import signal, socket
 from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-print(store.port, flush=True)
+listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+port = listener.getsockname()[1]
+store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+print(port, flush=True)
 signal.pause()
 """
-PHASES = ("meet", "status", "missing", "hang", "failure", "restart", "elastic", "leave")
+PHASES = ("connect", "meet", "status", "missing", "hang", "failure", "restart", "elastic", "leave")
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
 class Counted:
-    """A ``PrefixStore`` that counts its requests; looking whether a single key is there is a poll."""
+    """A ``PrefixStore`` that counts its requests; waiting for a key, and looking at a counter, are polls."""
 
     requests: ClassVar[Counter[str]] = Counter()
 
@@ -85,7 +87,7 @@ class Counted:
         function = getattr(self.inner, name)
 
         def call(*args: Any) -> Any:
-            is_poll = name == "check" and len(args[0]) == 1
+            is_poll = (name == "check" and len(args[0]) == 1) or (name == "add" and args[1] == 0)
             Counted.requests["polls" if is_poll else "requests"] += 1
             return function(*args)
 
@@ -148,7 +150,18 @@ def all_at_once(work: Callable[[int], Any], count: int) -> list[Any]:
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
-GROUP = SimpleNamespace(group_name="world", name=lambda: "simulated")
+
+class SimulatedGroup:
+    """What a `World` asks a process group for."""
+
+    group_name = "world"
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return "simulated"
+
+
+GROUP = SimulatedGroup()
 LOCAL = threading.local()
 
 
@@ -157,10 +170,14 @@ def env_of(rank: int, size: int, port: int) -> RankEnv:
     return RankEnv(rank, local_rank, size, RANKS_A_MACHINE, node, "127.0.0.1", port, Launcher.TORCHRUN)
 
 
-def sign_in(rank: int, size: int, port: int, timeout_s: float) -> tuple[RankEnv, rendezvous.Rendezvous]:
-    """Do what `lockstep.init` does before it makes a process group."""
+def connect(rank: int, size: int, port: int) -> tuple[RankEnv, rendezvous.Rendezvous]:
     env = env_of(rank, size, port)
-    met = rendezvous.join_rendezvous(env, TIMEOUT_S)
+    return env, rendezvous.join_rendezvous(env, TIMEOUT_S)
+
+
+def sign_in(env: RankEnv, met: rendezvous.Rendezvous, timeout_s: float) -> None:
+    """Do what `lockstep.init` does before it makes a process group."""
+    rank, size = env.rank, env.world_size
     rendezvous.check_membership(
         store.PrefixStore(f"{met.prefix}/members", met.store),
         rendezvous.Participant(rank, size, "gloo", f"machine{env.node_rank}", 1000 + rank),
@@ -168,22 +185,21 @@ def sign_in(rank: int, size: int, port: int, timeout_s: float) -> tuple[RankEnv,
         timeout_s=timeout_s,
         is_host=rank == 0,
     )
-    return env, met
 
 
-def meet(rank: int, size: int, port: int) -> world.World:
-    env, met = sign_in(rank, size, port, TIMEOUT_S)
+def meet(env: RankEnv, met: rendezvous.Rendezvous) -> world.World:
+    sign_in(env, met, TIMEOUT_S)
     prefixed = store.PrefixStore(f"{met.prefix}/group", met.store)
-    hierarchy.find_machines(prefixed, rank, size)
+    hierarchy.find_machines(prefixed, env.rank, env.world_size)
     LOCAL.store = met.store
     made = world.World(env, torch.device("cpu"), GROUP, (met, ExitStack()))  # type: ignore[arg-type]
     made.barrier()
     return made
 
 
-def stay_away(rank: int, size: int, port: int) -> str:
+def wait_in_vain(env: RankEnv, met: rendezvous.Rendezvous) -> str:
     try:
-        sign_in(rank, size, port, PATIENCE_S)
+        sign_in(env, met, PATIENCE_S)
     except WorldSizeMismatch as error:
         return str(error).splitlines()[0]
     raise AssertionError("a rank was missing")
@@ -259,8 +275,10 @@ def simulate(num_ranks: int, folder: Path, *, num_beats: int) -> dict[str, dict[
         try:
             port = int(server.stdout.readline())
             meter = Meter(psutil.Process(server.pid), num_ranks)
+            with meter.phase("connect"):
+                joined = all_at_once(lambda rank: connect(rank, num_ranks, port), num_ranks)
             with meter.phase("meet"):
-                worlds = all_at_once(lambda rank: meet(rank, num_ranks, port), num_ranks)
+                worlds = all_at_once(lambda rank: meet(*joined[rank]), num_ranks)
 
             def keys_of(rank: int) -> StatusKeys:
                 LOCAL.store = worlds[rank]._owned[0].store
@@ -274,8 +292,9 @@ def simulate(num_ranks: int, folder: Path, *, num_beats: int) -> dict[str, dict[
             with meter.phase("leave"):
                 all_at_once(lambda rank: worlds[rank].close(), num_ranks)
 
+            joined = all_at_once(lambda rank: connect(rank, num_ranks, port), num_ranks - 1)
             with meter.phase("missing", beyond_s=PATIENCE_S):
-                causes = all_at_once(lambda rank: stay_away(rank, num_ranks, port), num_ranks - 1)
+                causes = all_at_once(lambda rank: wait_in_vain(*joined[rank]), num_ranks - 1)
             assert set(causes) == {
                 f"{num_ranks - 1} of {num_ranks} ranks came within {PATIENCE_S:g} s; missing: rank {num_ranks - 1}."
             }, set(causes)

@@ -12,9 +12,9 @@ class CountedStore:
         function = getattr(self.store, name)
 
         def call(*args):
-            is_poll = name == "check" or (name == "add" and args[1] == 0)
-            self.num_requests += not (is_poll and str(args) in self._polled)
-            self._polled.add(str(args))
+            is_poll = name in ("check", "wait") or (name == "add" and args[1] == 0)
+            self.num_requests += not (is_poll and (name, str(args[0])) in self._polled)
+            self._polled.add((name, str(args[0])))
             return function(*args)
 
         return call

@@ -93,12 +93,13 @@ def join_and_leave(start, folder, serve):
 
 def lose_the_endpoint(start, folder, serve):
     """Train on two machines; the one at the address of the rendezvous is killed and comes back."""
-    lost = start(0)
-    start(1)
+    both = "--nnodes", "2"
+    lost = start(0, *both)
+    start(1, *both)
     killed_in = await_step(folder, 2, after=3)
     lost.kill()
     lost.wait(20)
-    start(0)
+    start(0, *both)
     return killed_in, await_step(folder, 2, after=killed_in)
 
 
@@ -139,8 +140,8 @@ def play(folder, act, *keeping):
     processes, stores = [], []
     with two_machines() as machines:
 
-        def start(index):
-            job = ["run", *MEETING, "-m", "lockstep", *TRAIN, *keeping]
+        def start(index, *flags):
+            job = ["run", *MEETING, *flags, "-m", "lockstep", *TRAIN, *keeping]
             processes.append(machines.start(index, *job, cwd=folder))
             return processes[-1]
 

@@ -246,6 +246,9 @@ class OtherMachine:
     def post(self, topic, note):
         pass
 
+    def num_written(self, topic):
+        return 2
+
     def others(self, topic):
         return [asdict(CAUSE)]
 

@@ -144,9 +144,8 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
 
 # --- The membership check
 
-_FIRST_PAUSE_S = 0.0002
-_POLL_S = 0.002
-_POLL_PER_RANK_S = 50e-6
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.1
+_PAUSE_SHARE, _PAUSE_PER_RANK_S = 0.03, 50e-6
 # How long the host of the store outlives a failed start-up, so that the others can read why.
 FAREWELL_S = 3.0
 
@@ -210,8 +209,7 @@ def check_membership(
         _decide(store, complaint)
     elif store.add("agreeing", 1) == me.world_size:
         store.compare_set("verdict", "", _COMPLETE)
-    left_s = deadline - time.monotonic()
-    if not poll_until(lambda: store.check(["verdict"]), left_s, poll_interval_s(me.world_size)):
+    if not await_key(store, "verdict", deadline - time.monotonic(), me.world_size):
         # Any rank may find that the time is up: the verdict that is there first is that of all.
         text = find_once(store, "missing", lambda: _describe_missing(store, me, timeout_s), me.world_size)
         _decide(store, WorldSizeMismatch(text))
@@ -220,7 +218,7 @@ def check_membership(
         return
     store.add("read", 1)
     if is_host:
-        poll_until(lambda: store.add("read", 0) >= store.add("arrived", 0), FAREWELL_S, _POLL_S)
+        poll_until(lambda: store.add("read", 0) >= store.add("arrived", 0), FAREWELL_S, _LONGEST_PAUSE_S)
     if complaint is not None:  # a process that came on top of a complete world is alone with its error
         raise complaint
     kind, message = json.loads(verdict)
@@ -270,27 +268,32 @@ def find_once(store: Store, key: str, find: Callable[[], str], world_size: int) 
 
     Blocks until that rank has found it, or some seconds; then this one looks itself.
     """
-    is_first = store.add(f"{key}/count", 1) == 1
-    if is_first or not poll_until(lambda: store.check([key]), FAREWELL_S, poll_interval_s(world_size)):
+    if store.add(f"{key}/count", 1) == 1 or not await_key(store, key, FAREWELL_S, world_size):
         store.set(key, find())
     return store.get(key).decode()
 
 
+def await_key(store: Store, key: str, limit_s: float, world_size: int) -> bool:
+    """Block until ``key`` is there, at most ``limit_s``; return whether it is. So many ranks may wait at once."""
+    return poll_until(lambda: store.check([key]), limit_s, poll_interval_s(world_size))
+
+
 def poll_until(is_over: Callable[[], bool], limit_s: float, longest_pause_s: float) -> bool:
     """Block until ``is_over`` returns true, at most ``limit_s``; return whether it did."""
-    # Polled, as a blocking wait would hold back Ctrl-C. A rank that is late will be late for long: pauses grow.
-    deadline, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    # Polled, as a blocking wait would hold back Ctrl-C, and c10d's client logs each that is given up.
+    began_s = time.monotonic()
     while not is_over():
-        if time.monotonic() >= deadline:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= limit_s:
             return False
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, longest_pause_s)
+        # A rank that is late will be late for long: a pause is a small part of what has been waited for already.
+        time.sleep(min(max(_FIRST_PAUSE_S, _PAUSE_SHARE * waited_s), longest_pause_s))
     return True
 
 
 def poll_interval_s(world_size: int) -> float:
-    """Return how long to wait between two polls of the store: many ranks must not overload it."""
-    return max(_POLL_S, world_size * _POLL_PER_RANK_S)
+    """Return how long to wait between two polls of the store at most: many ranks must not overload it."""
+    return max(_LONGEST_PAUSE_S, world_size * _PAUSE_PER_RANK_S)
 
 
 def _decide(store: Store, error: LockstepError) -> None:

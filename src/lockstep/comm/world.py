@@ -337,8 +337,7 @@ class World:
 
     def _wait_for_key(self, key: str, timeout_s: float, operation: str) -> bool:
         with activity.waiting(operation):
-            longest_pause_s = 5 * rendezvous.poll_interval_s(self.world_size)
-            return rendezvous.poll_until(lambda: self._store.check([key]), timeout_s, longest_pause_s)
+            return rendezvous.await_key(self._store, key, timeout_s, self.world_size)
 
     def close(self) -> None:
         """Leave the process group if `init` made it; again has no effect. Blocks some seconds at most."""
