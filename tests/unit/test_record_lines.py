@@ -10,9 +10,9 @@ import torch
 
 from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import run_record
-from lockstep.telemetry.recorder import StepRecorder
+from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import Downsampler, LineWriter, RecordedStep, RunFolder, has_timeline, to_line
+from lockstep.telemetry.run_record import Downsampler, LineWriter, RecordedStep, RunFolder, to_line
 from tests.unit.report_planted import step_line
 
 FROZEN = {

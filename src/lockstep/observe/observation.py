@@ -28,9 +28,9 @@ from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.run_folder import current_run_folder, read_failure
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.recorder import StepRecorder
+from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import Event, Reduction, RunFolder, has_timeline, num_restarts
+from lockstep.telemetry.run_record import Event, Reduction, RunFolder, num_restarts
 
 # --- what exchanges gradients in a script, and what is known of that --------------------------------------------------
 

@@ -21,6 +21,15 @@ _PIECE, _PIECE_PAUSE_S = 32, 0.001
 _BEHIND = 50_000
 # So many are kept while the disk or the store hangs; then the oldest are dropped.
 _MOST_WAITING = 100_000
+# So many steps have a timeline, from that one on.
+_TIMELINE_FIRST, _TIMELINE_STEPS = 4, 4
+
+
+def has_timeline(step: int) -> bool:
+    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
+    # The report draws all ranks of a step on one clock, so all must have recorded the same steps.
+    period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
+    return (step - _TIMELINE_FIRST) % period < _TIMELINE_STEPS
 
 
 class StepRecorder:

@@ -55,15 +55,6 @@ EVENTS = {
     "end": "the run is done",
 }
 
-TIMELINE_FIRST, TIMELINE_STEPS = 4, 4
-
-
-def has_timeline(step: int) -> bool:
-    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
-    # The report draws all ranks of a step on one clock, so all must have recorded the same steps.
-    period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
-    return (step - TIMELINE_FIRST) % period < TIMELINE_STEPS
-
 
 # --- what a step left behind -----------------------------------------------------------------------------------------
 
@@ -166,7 +157,7 @@ class RecordedStep:
         exposed_s: Of any other engine, how long backward waited for communication; None if that is not known.
         copies: Begin and end of copies to the device, which run beside other work.
         unseen: Phases that nobody could see; null in the record.
-        has_timeline: Whether each span and bucket is recorded; see `has_timeline`.
+        has_timeline: Whether each span and bucket is recorded; see `lockstep.telemetry.recorder.has_timeline`.
         interval_s: From its beginning to that of the next step, or to what came between them.
         is_skipped: Whether the gradient was not finite, and so there was no update.
     """

@@ -27,7 +27,7 @@ from lockstep.telemetry import aggregator, run_record, stragglers
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.recorder import PERIOD_S, StepRecorder
+from lockstep.telemetry.recorder import PERIOD_S, StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import MetricsSink, RunInfo, open_sinks, parse_targets
 from lockstep.train.settings import FitSettings
@@ -83,7 +83,7 @@ class RunRecord:
         self._last: run_record.RecordedStep | None = None  # until it is known how long it lasted
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
-        self._has_timeline = run_record.has_timeline(first_step)
+        self._has_timeline = has_timeline(first_step)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
         constants = Snapshot(num_steps=num_steps, num_restarts=restarts, counts=task.counts, world_size=self._num_ranks)
@@ -144,7 +144,7 @@ class RunRecord:
             has_timeline=self._has_timeline,
         )
         self._copies.clear()
-        self._has_timeline = run_record.has_timeline(record.step + 1)
+        self._has_timeline = has_timeline(record.step + 1)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
 
