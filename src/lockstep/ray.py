@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -25,6 +24,7 @@ from lockstep.adoption import adopt
 from lockstep.comm.world import init
 from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoints.checkpoint import find_checkpoints
+from lockstep.train.checkpoints.object_store import Place, place_of
 from lockstep.train.fit import FitResult, fit_with
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -139,6 +139,9 @@ def _joined(backend: str | None, timeout_s: float) -> Iterator[None]:
 
 # --- fit --------------------------------------------------------------------------------------------------------------
 
+# Of the checkpoints, in the folder of the run.
+_FOLDER = "checkpoints"
+
 # Settings of `fit` that Ray decides, and where.
 _OF_RAY = {
     "checkpoint": "RunConfig(storage_path=..., name=...)",
@@ -151,10 +154,10 @@ _OF_RAY = {
 def fit(task: Task, /, **settings: Any) -> FitResult:
     """Train ``task`` as `lockstep.fit` does, in the training function of a ``TorchTrainer``.
 
-    Checkpoints are written to the folder ``checkpoints`` of the run in Ray's storage path, which all machines must
-    share. Once one is on disk, it is reported to Ray in its place (when the next is about to be written, or at the
-    end) with the metrics ``step``, ``train/loss`` and those of an evaluation after the same step, such as
-    ``eval/loss``. Ray removes old ones, as its ``CheckpointConfig`` says.
+    Checkpoints are written to the folder ``checkpoints`` of the run in Ray's storage path: a folder that all machines
+    share, or in an object store that fsspec knows, as for `lockstep.fit`. Once one is there, it is reported to Ray in
+    its place (when the next is about to be written, or at the end) with the metrics ``step``, ``train/loss`` and those
+    of an evaluation after the same step, such as ``eval/loss``. Ray removes old ones, as its ``CheckpointConfig`` says.
 
     When Ray starts the workers again, however many, the run goes on from the newest whole checkpoint; with
     ``reproducible`` it ends in the same bits as an undisturbed one.
@@ -166,7 +169,7 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
         settings: Likewise, but for ``checkpoint``, ``keep``, ``keep_best`` and ``resume``, which are Ray's.
 
     Raises:
-        ConfigurationError: A setting is Ray's, or the storage path is no folder; and as `lockstep.fit`.
+        ConfigurationError: A setting is Ray's, or no package for the object store is installed; and as `lockstep.fit`.
     """
     for name in _OF_RAY.keys() & settings.keys():
         raise ConfigurationError(
@@ -174,43 +177,45 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
         )
     context = ray.train.get_context()
     storage = context.get_storage()
-    if storage.storage_filesystem.type_name != "local":
-        raise ConfigurationError(
-            f"The storage path of the run is on {storage.storage_filesystem.type_name}, and lockstep.ray.fit writes "
-            "its checkpoints to a folder.\nGive RunConfig(storage_path=...) a folder on a drive that all machines "
-            "share, or call lockstep.fit(checkpoint=...) with such a folder."
-        )
-    folder = Path(storage.experiment_fs_path, "checkpoints")
+    folder = place_of(_url_of(storage))
     all_settings = FitSettings(
         **settings,
-        checkpoint=folder,
+        checkpoint=str(folder),
         keep=sys.maxsize,
         # What Ray knows of must be there; at the first start nothing is.
         resume=True if ray.train.get_checkpoint() is not None else None,
     )
     report = _reporter(storage)
     others = _all_but_newest(folder) if context.get_world_rank() == 0 else None
-    for step, path in ray.train.collective.broadcast_from_rank_zero(others):
-        report(path, {"step": step})  # of workers that were ended before Ray heard of it, or it would never go
-    return fit_with(task, all_settings, on_checkpoint=report)
+    for step, name in ray.train.collective.broadcast_from_rank_zero(others):
+        report(name, {"step": step})  # of workers that were ended before Ray heard of it, or it would never go
+    return fit_with(task, all_settings, on_checkpoint=lambda path, found: report(path.name, found))
 
 
-def _all_but_newest(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of the checkpoints in ``folder``, oldest first; the newest is the one to go on from."""
+def _url_of(storage: Any) -> str:
+    """Return the folder for the checkpoints of the run, or its URL in an object store."""
+    kind = storage.storage_filesystem.type_name  # pyarrow's: local, s3, gcs ..., or such as py::fsspec+s3
+    folder = f"{storage.experiment_fs_path}/{_FOLDER}"
+    return folder if kind == "local" else f"{kind.rpartition('+')[2]}://{folder}"
+
+
+def _all_but_newest(folder: Place) -> list[tuple[int, str]]:
+    """Return step and name of the checkpoints in ``folder``, oldest first; the newest is the one to go on from."""
     found = find_checkpoints(folder) if folder.exists() else []
-    return [(each.step, folder / each.path.name) for each in reversed(found[1:]) if each.problem is None]
+    return [(each.step, each.path.name) for each in reversed(found[1:]) if each.problem is None]
 
 
-def _reporter(storage: Any) -> Callable[[Path, dict[str, float]], None]:
-    """Return what reports a checkpoint to Ray, unless Ray knows it. Both are collective: every worker."""
+def _reporter(storage: Any) -> Callable[[str, dict[str, float]], None]:
+    """Return what reports the checkpoint of a name, unless Ray knows it. Both are collective: every worker."""
     known = {each.checkpoint.path for each in ray.train.get_all_reported_checkpoints()}
 
-    def report(path: Path, metrics: dict[str, float]) -> None:
+    def report(name: str, metrics: dict[str, float]) -> None:
         # Ray would remove the folder of one that it has twice as soon as the older entry is too old. It has it already
         # if this start of the workers went on from it, or has written it in place of a damaged one.
-        if str(path) not in known:
-            known.add(str(path))
-            checkpoint = ray.train.Checkpoint(str(path), filesystem=storage.storage_filesystem)
+        path = f"{storage.experiment_fs_path}/{_FOLDER}/{name}"
+        if path not in known:
+            known.add(path)
+            checkpoint = ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
             ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     return report

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import ray
 import torch
+from pyarrow.fs import FileSelector, S3FileSystem
 from ray.cluster_utils import Cluster
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.torch import TorchTrainer, prepare_model
@@ -57,7 +58,7 @@ def digest(name):
     return hashlib.sha256((FOLDER / f"{name}.safetensors").read_bytes()).hexdigest()
 
 
-def trainer(train, name, num_workers=2, max_failures=0, config=None):
+def trainer(train, name, num_workers=2, max_failures=0, config=None, storage=None):
     return TorchTrainer(
         train,
         train_loop_config=config,
@@ -65,7 +66,7 @@ def trainer(train, name, num_workers=2, max_failures=0, config=None):
         scaling_config=ScalingConfig(num_workers=num_workers, elastic_resize_monitor_interval_s=1.0),
         run_config=RunConfig(
             name=name,
-            storage_path=str(FOLDER / "storage"),
+            **(storage or {"storage_path": str(FOLDER / "storage")}),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=max_failures),
         ),
@@ -75,7 +76,7 @@ def trainer(train, name, num_workers=2, max_failures=0, config=None):
 # --- a worker is killed, and Ray starts both again --------------------------------------------------------------------
 
 
-def train_killed():
+def train_killed(config):
     with lockstep.init() as world:
         wrapped = type(prepare_model(nn.Linear(2, 2)))
         facts = {
@@ -93,22 +94,30 @@ def train_killed():
             os.kill(os.getpid(), signal.SIGKILL)
         return mean_loss(model, batch)
 
-    result = lockstep.ray.fit(make_task(loss), checkpoint_every=2, **settings("killed"))
+    result = lockstep.ray.fit(make_task(loss), checkpoint_every=2, **settings(config["name"]))
     return {**facts, "first_step": result.first_step, "num_steps": result.num_steps}
 
 
-def job_killed():
-    result = trainer(train_killed, "killed", max_failures=1).fit()
-    folder = Path(result.path, "checkpoints")
+def job_killed(name="killed", storage=None):
+    result = trainer(train_killed, name, max_failures=1, config={"name": name}, storage=storage).fit()
+    folder = f"{result.path}/checkpoints"
+    entries = result.filesystem.get_file_info(FileSelector(folder))
     return {
         **result.return_value,
         "metrics": sorted(result.metrics),
         "step": result.metrics["step"],
-        "latest": Path(result.checkpoint.path).relative_to(folder).as_posix(),
-        "kept": sorted(path.name for path in folder.glob("step-*")),
+        "latest": result.checkpoint.path.removeprefix(f"{folder}/"),
+        "kept": sorted(entry.base_name for entry in entries if entry.base_name.startswith("step-")),
         "known": sorted(Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints),
-        "weights": digest("killed"),
+        "weights": digest(name),
     }
+
+
+def job_s3():
+    # Ray uses pyarrow's; ours is s3fs.
+    filesystem = S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], allow_bucket_creation=True)
+    filesystem.create_dir("bucket")
+    return job_killed("s3", {"storage_path": "bucket/ray", "storage_filesystem": filesystem})
 
 
 # --- a worker raises --------------------------------------------------------------------------------------------------
@@ -183,7 +192,7 @@ if __name__ == "__main__":
     cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver="-v" in sys.argv)
     found = {"oracle": digest("oracle")}
-    jobs = {"killed": job_killed, "raises": job_raises, "elastic": lambda: job_elastic(cluster.address)}
+    jobs = {"killed": job_killed, "s3": job_s3, "raises": job_raises, "elastic": lambda: job_elastic(cluster.address)}
     for name in sys.argv[2].split(","):
         found[name] = jobs[name]()
         (FOLDER / "found.json").write_text(json.dumps(found))

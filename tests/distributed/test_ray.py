@@ -9,44 +9,67 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="needs ray[train]")
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]  # most of it goes into Ray's start
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),
+]  # most of it goes into Ray's start
 
 JOBS = Path(__file__).with_name("ray_jobs.py")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What came of the jobs, by name; in a process of its own, as Ray leaves threads behind."""
-    folder = tmp_path_factory.mktemp("ray")
+def run_jobs(folder, names, **env):
+    """Return what came of the jobs, by name; in a process of its own, as Ray leaves threads behind."""
     done = subprocess.run(
-        [sys.executable, str(JOBS), str(folder), "killed,raises,elastic"],
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        [sys.executable, str(JOBS), str(folder), names],
+        # Any variable of Python's has an interpreter of its own started for it; see tests/forking.py.
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=580,
+        timeout=880,
     )
     assert done.returncode == 0, done.stdout
     return json.loads((folder / "found.json").read_text())
 
 
-def test_a_killed_worker_costs_no_bit(found):
-    killed = found["killed"]
-    assert killed["backend"] == "shm"
-    assert killed["ranks"] == [0, 2, 0, 2, 0]
-    assert killed["wrapper"] == "lockstep.parallel.ddp.wrapper.DistributedDataParallel"
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_jobs(tmp_path_factory.mktemp("ray"), "killed,raises,elastic")
+
+
+def check_killed(killed, oracle):
     assert killed["restarts"] == "1"
-    # Killed in step 7, perhaps before the checkpoint of step 6 was on disk.
+    # Killed in step 7, perhaps before the checkpoint of step 6 was there.
     assert killed["first_step"] in (4, 6)
     assert killed["num_steps"] == killed["step"] == 12
-    assert killed["weights"] == found["oracle"]
-
-
-def test_ray_keeps_the_checkpoints(found):
-    killed = found["killed"]
+    assert killed["weights"] == oracle
     assert killed["metrics"] == ["eval/loss", "step", "train/loss"]
     assert killed["latest"] == "step-0000000012"
     assert killed["kept"] == killed["known"] == ["step-0000000010", "step-0000000012"]
+
+
+def test_workers_are_ranks(found):
+    assert found["killed"]["backend"] == "shm"
+    assert found["killed"]["ranks"] == [0, 2, 0, 2, 0]
+    assert found["killed"]["wrapper"] == "lockstep.parallel.ddp.wrapper.DistributedDataParallel"
+
+
+def test_a_killed_worker_costs_no_bit_and_ray_keeps_the_checkpoints(found):
+    check_killed(found["killed"], found["oracle"])
+
+
+def test_checkpoints_in_an_object_store(tmp_path):
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        _, port = server.get_host_and_port()
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+        found = run_jobs(tmp_path, "s3", AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}", **keys)
+    finally:
+        server.stop()
+    check_killed(found["s3"], found["oracle"])
 
 
 def test_an_exception_is_in_rays_error_under_its_rank(found):

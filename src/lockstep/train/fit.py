@@ -54,8 +54,8 @@ _LINE_S = 10.0
 
 P = ParamSpec("P")
 
-# Takes a checkpoint that is on disk, and what was found after its step, by the names that sinks have for it.
-CheckpointCallback = Callable[[Path, dict[str, float]], None]
+# Takes a checkpoint that is whole, and what was found after its step, by the names that sinks have for it.
+CheckpointCallback = Callable[["Place", dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,6 @@ class Run:
         if self._checkpoints is not None:
             self._checkpoints.finish()
             if self._on_checkpoint is not None and self._checkpoint is not None:
-                assert isinstance(self._checkpoint, Path), "who wants to know them names a folder"
                 self._on_checkpoint(self._checkpoint, self._found)
 
     def is_to_stop(self) -> bool:
@@ -555,7 +554,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
     Args:
         task: What to train.
         settings: How.
-        on_checkpoint: Called on every rank in the same order, with each checkpoint that is on disk, also the one that
+        on_checkpoint: Called on every rank in the same order, with each checkpoint that is whole, also the one that
             was resumed from: when the next one is about to be written, and at the end.
     """
     # Once, and behind multiprocessing's own handler, so that it runs before that.
