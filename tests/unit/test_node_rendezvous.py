@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
+from lockstep.comm.store import USE_LIBUV
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import node_rendezvous
 from lockstep.launcher.cli import parse_arguments
@@ -70,7 +71,7 @@ def test_each_round_has_a_store_of_its_own_and_one_number(together):
         assert found[0] == found[1]
         places.append(found[0])
         assert together(RendezvousPerRestart.agree_on_restarts, sides, known) == [max(known)] * 2
-        store = TCPStore(found[0].master_addr, found[0].master_port)
+        store = TCPStore(found[0].master_addr, found[0].master_port, use_libuv=USE_LIBUV)
         assert not store.check(["address"]), "of the round before"
         store.set("address", "here")
     assert places[0].master_port != places[1].master_port

@@ -1,6 +1,7 @@
 """Loader processes whose sockets would have names that are too long."""
 
 import multiprocessing.process
+import multiprocessing.util
 import tempfile
 
 import pytest
@@ -10,6 +11,10 @@ from torch.utils.data import TensorDataset
 from lockstep.data.loader import LoadOptions
 from lockstep.env import check_socket_folder, is_socket_folder_too_long
 from lockstep.errors import ConfigurationError
+
+careless = pytest.mark.skipif(
+    hasattr(multiprocessing.util, "_SUN_PATH_MAX"), reason="this version of Python takes a shorter folder itself"
+)
 
 
 @pytest.fixture
@@ -23,11 +28,13 @@ def long_folder(tmp_path, monkeypatch):
     return folder
 
 
+@careless
 @pytest.mark.parametrize(("length", "expected"), [(75, False), (76, True)])
 def test_how_long_it_may_be(length, expected):
     assert is_socket_folder_too_long(f"/{'x' * (length - 1)}") is expected
 
 
+@careless
 def test_loader_processes_that_could_not_make_theirs_are_an_error(long_folder):
     with pytest.raises(ConfigurationError) as error:
         LoadOptions(None, workers=1, pin_memory=False).open(TensorDataset(torch.arange(4.0)))

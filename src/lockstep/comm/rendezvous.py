@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks
-from lockstep.comm.store import listen, read_present, serve_store
+from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
 from lockstep.env import RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
@@ -134,7 +134,8 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
 
     def connect() -> None:
         with suppress(dist.DistError):
-            found.append(TCPStore(*address, env.world_size, is_master=False, timeout=timedelta(seconds=timeout_s)))
+            limit = timedelta(seconds=timeout_s)
+            found.append(TCPStore(*address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV))
 
     thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
     thread.start()

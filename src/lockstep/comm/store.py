@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 # All ranks of a machine may connect in the same moment, and the kernel cuts this to its own limit.
 _BACKLOG = 1024
+# torch's own variable, which counts for its env:// only. A torch that was built without libuv, as Debian's, needs 0.
+USE_LIBUV = os.environ.get("USE_LIBUV", "1") == "1"
 
 
 def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
@@ -67,7 +69,7 @@ def serve_store(
     if one_user:
         server = StoreServer(listener)
         with suppress(dist.DistError):  # a later c10d may speak another protocol
-            store = TCPStore(here, port, world_size, False, timeout=limit, wait_for_workers=False)
+            store = TCPStore(here, port, world_size, False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)
             if store.add("lockstep/hosted", 1) == 1 and store.get("lockstep/hosted") == b"1":
                 weakref.finalize(store, server.close)
                 return store
@@ -83,6 +85,7 @@ def serve_store(
         wait_for_workers=False,
         # Bound before and handed over, so that errors are Python's own, and a local job is not open to the network.
         master_listen_fd=listener.detach(),
+        use_libuv=USE_LIBUV,
     )
 
 
@@ -455,4 +458,5 @@ class InterNodeStore:
 
 
 def _connect(address: tuple[str, int]) -> Store:
-    return TCPStore(*address, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+    limit = timedelta(seconds=_CONNECT_S)
+    return TCPStore(*address, None, False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)

@@ -133,8 +133,8 @@ def _loading(facts: Facts) -> Advice | None:
     wait_s, rest_s = facts.critical.data_wait_s, facts.step_s - facts.critical.data_wait_s
     # Without workers all loading is waiting; with them, they are busy all the time and still do not keep up.
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
-    # So many that what they load in the time of the other work of a step is enough for it.
-    workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9))))
+    # So many that what they load in the time of the other work of a step is enough for it; rounding adds none.
+    workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9) - 1e-9)))
     step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
     cause = f"Data wait is {facts.share(wait_s)} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} a rank instead of {facts.workers} (--workers {workers})"
