@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from bench.harness import parser, record, run_rounds, show, summarize, timed
+from bench.launch import compile_lockstep
 
 TIMEOUT_S = 120
 PROGRAMS = {
@@ -35,6 +36,7 @@ def start(program: str) -> float:
 
 def main() -> None:
     options = parser(__doc__, rounds=14).parse_args()
+    compile_lockstep()
 
     def measure() -> dict[str, Any]:
         turns = {name: functools.partial(start, program) for name, program in PROGRAMS.items()}

@@ -14,6 +14,7 @@ The median and the range that holds it with 90% certainty, and the ratios of eac
 Usage: python -m bench.launch [--quick] [--rounds N] [--devices N [N ...]] [--json FILE]
 """
 
+import compileall
 import functools
 import resource
 import statistics
@@ -24,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from bench.harness import Rounds, parser, positive, record, run_rounds, show, summarize
 from lockstep.study.common import Spread, paired_ratio
 
@@ -71,6 +73,12 @@ def script_path(name: str, folder: Path) -> Path:
     return folder / f"step_under_{name.replace(' ', '_')}.py"
 
 
+def compile_lockstep() -> None:
+    """Write the bytecode of Lockstep's modules, as pip does: that of a checkout may never have been written."""
+    assert lockstep.__file__ is not None
+    compileall.compile_dir(Path(lockstep.__file__).parent, quiet=1)
+
+
 def children_s() -> float:
     """Return the processor time of all processes that have been waited for, with those that they waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -104,6 +112,7 @@ def main() -> None:
     made = parser(__doc__, rounds=10)
     made.add_argument("--devices", type=positive, nargs="+", default=[2], metavar="N", help="numbers of ranks (2)")
     options = made.parse_args()
+    compile_lockstep()
 
     def measure_with(num_ranks: int) -> dict[str, Rounds]:
         figures: dict[str, Rounds] = {what: {name: [] for name in COMMANDS} for what in (*MOMENTS, *RESOURCES)}

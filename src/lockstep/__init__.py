@@ -3,6 +3,7 @@
 The public names are loaded on first use, so that ``import lockstep`` costs nothing and imports not even torch.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,15 @@ register_when_needed()
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    # What is imported stays. A full collection on the way would look through all of torch's objects for nothing, which
+    # takes longer than the import itself.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(import_module(_MODULES[name]), name)
+    finally:
+        if was_enabled:
+            gc.enable()
     globals()[name] = value
     return value
 
