@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm import store as store_module
 from lockstep.comm.rendezvous import join_rendezvous
 from lockstep.comm.store import start_store_server
 from lockstep.env import Launcher, RankEnv
@@ -73,6 +75,14 @@ def test_another_user_can_neither_read_nor_write_a_store_of_this_machine():
         store.set("key", "value")
         assert keys_seen_by(NOBODY, own_port) is None
         assert keys_seen_by(0, own_port) == store.num_keys() >= 2
+
+
+def test_a_store_that_other_machines_know_by_a_name_is_not_for_one_user():
+    # What serves one user refuses whoever is not on this machine.
+    with patch.object(store_module, "StoreServer", side_effect=AssertionError):
+        store, port = start_store_server("host0.cluster", 5.0)
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", port).get("key") == b"value"
 
 
 @pytest.mark.soak

@@ -49,7 +49,7 @@ def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
     except (ValueError, OSError):  # a name, or an address that is not this machine's, such as a forwarded one
         listener, here = listen("", 0), "localhost"
     port: int = listener.getsockname()[1]
-    return serve_store(listener, here, timeout_s, one_user=is_loopback(here)), port
+    return serve_store(listener, here, timeout_s, one_user=is_loopback(address)), port
 
 
 def serve_store(
