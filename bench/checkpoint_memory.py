@@ -27,7 +27,7 @@ from lockstep.train.checkpoints.checkpoint import Checkpoints
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 
-NUM_LAYERS = 16
+NUM_LAYERS = 8
 
 
 def own_mib() -> float:
@@ -132,10 +132,11 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=400.0, help="size of the model")
     parser.add_argument("--ranks", type=int, default=4, help="that save")
     parser.add_argument("--readers", type=int, default=3, help="that load")
+    parser.add_argument("--strategies", default="fsdp,ddp-zero1", metavar="S,..")
     parser.add_argument("--url", help="in an object store, to save to; a temporary folder if not given")
     args = parser.parse_args()
     print(f"model {args.mib:.0f} MiB, state {3 * args.mib:.0f} MiB; by rank: MiB before + at most")
-    for strategy in ("fsdp", "ddp-zero1"):
+    for strategy in args.strategies.split(","):
         with tempfile.TemporaryDirectory() as name:
             place = f"{name}/run" if args.url is None else f"{args.url}/{strategy}"
             for how, function, num_ranks in (

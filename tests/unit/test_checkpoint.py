@@ -20,7 +20,7 @@ from lockstep.train.checkpoints.checkpoint import (
     lock_folder,
 )
 from lockstep.train.checkpoints.model_state import read_tensors, whole_file
-from lockstep.train.checkpoints.object_store import ObjectPath
+from lockstep.train.checkpoints.object_store import place_of
 from tests.killing import kill_everywhere
 from tests.training import read_state
 
@@ -39,7 +39,7 @@ def place(request, tmp_path):
     if request.param == "folder":
         return tmp_path
     MemoryFileSystem.store.clear()
-    return ObjectPath("memory://bucket")
+    return place_of("memory://bucket")
 
 
 def names(folder):

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import lockstep
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.train.checkpoints import checkpoint, object_store
 from lockstep.train.checkpoints.checkpoint import Checkpoints
-from lockstep.train.checkpoints.object_store import Lease, ObjectPath, place_of
+from lockstep.train.checkpoints.object_store import Lease, place_of
 from lockstep.train.settings import FitSettings
 from tests.killing import Killed
 from tests.object_store import folder_store
@@ -34,7 +35,7 @@ def world():
 def place():
     """Give an empty place in memory."""
     MemoryFileSystem.store.clear()
-    return ObjectPath("memory://bucket/run")
+    return place_of("memory://bucket/run")
 
 
 def content():
@@ -74,7 +75,7 @@ def killed_save(world, place, step, limit):
     store.limit = limit
     with (
         contextlib.suppress(Killed, CheckpointError),
-        Checkpoints(ObjectPath(str(place), store), world, keep=1, blocking=True) as checkpoints,
+        Checkpoints(replace(place, store=store), world, keep=1, blocking=True) as checkpoints,
     ):
         checkpoints.save(state_of(step), step=step)
     checkpoint._held.clear()  # as the end of the process would, and the time that goes by
@@ -219,7 +220,7 @@ def test_a_holder_that_stood_still_loses_it_and_makes_no_checkpoint(place, world
 
 
 def test_a_lease_of_a_process_that_is_gone_is_free_at_once(tmp_path):
-    place = ObjectPath(folder_store(tmp_path))
+    place = place_of(folder_store(tmp_path))
     child = os.fork()
     if child == 0:
         has_it = Lease(place).take()

@@ -473,7 +473,7 @@ def read_parts(folder: Place, manifest: Manifest) -> dict[str, Any]:
 
 
 class _ObjectShard:
-    """A safetensors file in an object store, of which ranges are read; like ``safe_open``, as far as it is needed."""
+    """A safetensors file in an object store, of which ranges are read."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path, self._ahead_at, self._ahead = path, 0, b""
@@ -490,27 +490,20 @@ class _ObjectShard:
             self._ahead_at, self._ahead = start, content
         return content[:num_bytes]
 
-    def get_slice(self, key: str) -> Any:
-        """Return what reads a box of a tensor when it is indexed with slices."""
-        return _ObjectSlice(self._read, self._start, self._entries[key])
-
-
-class _ObjectSlice:
-    def __init__(self, read: Callable[[int, int], bytes], start: int, entry: Mapping[str, Any]) -> None:
-        self._read, self._shape, self._dtype = read, entry["shape"], _DTYPES[entry["dtype"]]
-        self._start = start + entry["data_offsets"][0]
-
-    def __getitem__(self, window: tuple[slice, ...]) -> Tensor:
-        if any(each.stop > length for each, length in zip(window, self._shape, strict=True)):
-            raise ValueError("a tensor has another shape than in the state")
-        strides = [math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape))]
+    def read_box(self, key: str, window: tuple[slice, ...]) -> Tensor:
+        """Return a box of a tensor."""
+        entry = self._entries[key]
+        shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
+        if any(each.stop > length for each, length in zip(window, shape, strict=True)):
+            raise ValueError(f"{key} has another shape than in the state")
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         sizes = [each.stop - each.start for each in window]
         # From the first element of the box to the last: for rows, and parts of a row, nothing else lies between.
         first = sum(each.start * stride for each, stride in zip(window, strides, strict=True))
         numel = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        width = self._dtype.itemsize
-        content = bytearray(self._read(self._start + first * width, numel * width))
-        return torch.frombuffer(content, dtype=self._dtype, count=numel).as_strided(sizes, strides)
+        at = self._start + entry["data_offsets"][0] + first * dtype.itemsize
+        content = bytearray(self._read(at, numel * dtype.itemsize))
+        return torch.frombuffer(content, dtype=dtype, count=numel).as_strided(sizes, strides)
 
 
 def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any], wanted: TensorChunks) -> None:
@@ -528,7 +521,8 @@ def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any],
         for at, piece in enumerate(target.split(rows) if target.dim() else [target]):
             offsets = [start + at * rows * (dim == 0) for dim, start in enumerate(item.storage_offsets)]
             with _reading(path):
-                found = shard.get_slice(key)[_window(offsets, piece.shape)]
+                box = _window(offsets, piece.shape)
+                found = shard.read_box(key, box) if isinstance(path, ObjectPath) else shard.get_slice(key)[box]
                 if found.shape != piece.shape:
                     raise ValueError(f"{key} has another shape than in the state")
             piece.copy_(found)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -40,55 +41,43 @@ _BLOCK_BYTES = 1 << 24
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
+@dataclass(frozen=True)
 class ObjectPath:
     """A place in an object store: as much of `pathlib.Path` as checkpoints need. What is read is never a cached state.
 
     Args:
         url: Such as ``s3://bucket/run``.
-        store: fsspec's file system; found by the URL if not given.
-
-    Raises:
-        ConfigurationError: No installed package knows the store.
+        store: fsspec's file system.
     """
 
-    def __init__(self, url: str, store: Any = None) -> None:
-        self._url = url.rstrip("/")
-        self._store = _find_store(url) if store is None else store
+    url: str
+    store: Any = field(compare=False, repr=False)
 
     def __str__(self) -> str:
-        return self._url
-
-    def __repr__(self) -> str:
-        return f"ObjectPath({self._url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectPath) and other._url == self._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
+        return self.url
 
     def __truediv__(self, name: str) -> ObjectPath:
-        return ObjectPath(f"{self._url}/{name}", self._store)
+        return ObjectPath(f"{self.url}/{name}", self.store)
 
     @property
     def name(self) -> str:
         """The last part."""
-        return self._url.rpartition("/")[2]
+        return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> ObjectPath:
         """Without the last part."""
-        return ObjectPath(self._url.rpartition("/")[0], self._store)
+        return ObjectPath(self.url.rpartition("/")[0], self.store)
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: there are no folders. A bucket that is not there is an error of the first write."""
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield what is one level below; nothing, if there is nothing."""
-        self._store.invalidate_cache()  # other processes write as well
-        own = self._store._strip_protocol(self._url)
+        self.store.invalidate_cache()  # other processes write as well
+        own = self.store._strip_protocol(self.url)
         with suppress(FileNotFoundError):
-            for path in self._store.ls(self._url, detail=False):
+            for path in self.store.ls(self.url, detail=False):
                 if path.rstrip("/") != own:  # an object, or an empty one that stands for the folder
                     yield self / path.rstrip("/").rpartition("/")[2]
 
@@ -100,12 +89,12 @@ class ObjectPath:
     def open(self, mode: str) -> BinaryIO:
         """Open for ``rb``, or for ``wb``: the object is there once the file is closed."""
         how = {"block_size": _BLOCK_BYTES} if mode == "rb" else {}
-        self._store.invalidate_cache()
-        return cast(BinaryIO, self._store.open(self._url, mode, **how))
+        self.store.invalidate_cache()
+        return cast(BinaryIO, self.store.open(self.url, mode, **how))
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the content, or a range of it, which may end behind its end."""
-        return bytes(self._store.cat_file(self._url, start=start, end=stop))
+        return bytes(self.store.cat_file(self.url, start=start, end=stop))
 
     def write_bytes(self, content: bytes, *, exclusive: bool = False) -> None:
         """Make this object in one request.
@@ -113,25 +102,22 @@ class ObjectPath:
         Raises:
             FileExistsError: ``exclusive``, and it is there; if two processes try at once, one of them gets this.
         """
-        self._store.pipe_file(self._url, content, **({"mode": "create"} if exclusive else {}))
+        self.store.pipe_file(self.url, content, **({"mode": "create"} if exclusive else {}))
 
     def touch(self) -> None:
         """Make an object without much content."""
         self.write_bytes(b"\n")  # some stores take an empty object for a folder
 
-    def unlink(self, *, missing_ok: bool = False) -> None:
-        """Remove the object."""
-        try:
-            self._store.rm_file(self._url)
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+    def unlink(self, *, missing_ok: bool = True) -> None:
+        """Remove the object, if it is there."""
+        with suppress(FileNotFoundError):
+            self.store.rm_file(self.url)
 
     def remove_all(self) -> None:
         """Remove all objects below."""
-        self._store.invalidate_cache()
+        self.store.invalidate_cache()
         with suppress(FileNotFoundError):
-            self._store.rm(self._url, recursive=True)
+            self.store.rm(self.url, recursive=True)
 
 
 # Where checkpoints can be.
@@ -142,7 +128,7 @@ def place_of(path: str | os.PathLike[str] | Place) -> Place:
     """Return the folder, or the place in an object store, that ``path`` names.
 
     Raises:
-        ConfigurationError: It is a URL that cannot be used.
+        ConfigurationError: It is a URL that cannot be used, such as of a store that no installed package knows.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -152,17 +138,15 @@ def place_of(path: str | os.PathLike[str] | Place) -> Place:
     protocol, separator, rest = text.partition("://")
     if protocol in ("file", "local"):
         return Path(rest)
-    return ObjectPath(text) if separator else Path(text)
-
-
-def _find_store(url: str) -> Any:
+    if not separator:
+        return Path(text)
     try:
         from fsspec.core import url_to_fs
 
-        return url_to_fs(url)[0]
+        return ObjectPath(text.rstrip("/"), url_to_fs(text)[0])
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
-            f"{url} is in an object store that cannot be used here: {error}.\n"
+            f"{text} is in an object store that cannot be used here: {error}.\n"
             "Install its package on every machine, such as s3fs for s3:// or gcsfs for gs://."
         ) from error
 
