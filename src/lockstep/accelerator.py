@@ -6,14 +6,15 @@ when a call returns.
 
 [Note: streams and threads]
 A ``torch.Stream`` is a context manager that keeps what it replaced in the object itself. So threads that run at the
-same time must not enter one object: each asks ``torch.accelerator.current_stream`` for its own.
+same time must not enter one object: each asks ``torch.accelerator.current_stream`` for its own. Entering makes the
+stream's device the current one, but not if the stream is that device's current one already.
 """
 
 import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
 
@@ -71,6 +72,21 @@ class HostCopy:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.value
+
+
+def keeps_objects(device: torch.device | str) -> bool:
+    """Return whether ``module.to(device)`` gives parameters other memory; for PrivateUse1 it replaces them."""
+    return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+
+
+def move(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """Return ``module``, moved to ``device``; a parameter that layers share stays one, whatever the device."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swaps or not keeps_objects(device))
+    try:
+        return module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 # --- what only CUDA has -----------------------------------------------------------------------------------------------

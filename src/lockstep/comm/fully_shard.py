@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.accelerator import keeps_objects, move
 from lockstep.comm.collectives import Group, counted_wait
 
 
@@ -45,6 +46,8 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+    if not keeps_objects(device):  # otherwise `fully_shard` moves the units one by one
+        move(root, device)
     mesh = DeviceMesh.from_group(group, device.type)
     divided = [*units, root]
     # Units first: the root then takes what is left.

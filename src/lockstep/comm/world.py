@@ -152,7 +152,6 @@ Owned = tuple[rendezvous.Rendezvous, ExitStack]
 def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
     if _keeps_timeout(backend):
         timeout_s = default_pg_timeout.total_seconds()
-    is_own = device.type != "cpu" and backend == dist.Backend.default_device_backend_map.get(device.type)
     try:
         dist.init_process_group(
             backend,
@@ -163,8 +162,9 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
             timeout=timedelta(
                 seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
             ),
-            # Binds the communicator to the device now, so that no collective has to guess it.
-            device_id=device if is_own else None,
+            # Binds the communicator to the device now, so that no collective has to guess it. With other backends torch
+            # would refuse groups over Gloo later, which does not serve their devices.
+            device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
         raise CollectiveError(

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -224,15 +225,21 @@ def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 # On the CPU the kernels of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given
-# and whose backward yields the two sums that all ranks need. Elsewhere those do that torch's ``SyncBatchNorm`` is made
-# of. ``batch`` is in float64 for an input in float64, else in float32.
+# and whose backward yields the two sums that all ranks need. Where a device has them, as CUDA does, those serve that
+# torch's ``SyncBatchNorm`` is made of. ``batch`` is in float64 for an input in float64, else in float32.
+
+
+@cache
+def _has_kernels(device_type: str) -> bool:
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_elemt", key)
 
 
 def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
     """Return this rank's sums by channel of ``gradient``, then of ``gradient`` times the normalised input: float64."""
     if input.numel() == 0:
         return torch.zeros(2 * input.size(1), dtype=torch.float64, device=input.device)
-    if input.device.type == "cpu":
+    if not _has_kernels(input.device.type):
         ones = torch.ones_like(batch.mean)
         _, of_product, of_gradient = torch.ops.aten.native_batch_norm_backward(
             gradient, input, ones, batch.mean, batch.var, None, None, False, eps, [False, True, True]
@@ -253,7 +260,7 @@ def gradient_of_input(
         return torch.zeros_like(input)
     weight = None if weight is None else weight.to(batch.mean.dtype)
     inverse = torch.rsqrt(batch.var + eps)
-    if input.device.type == "cpu":
+    if not _has_kernels(input.device.type):
         # scale * (gradient - mean gradient - normalised input * mean product), in two passes
         scale = inverse if weight is None else inverse * weight
         mean_gradient, mean_product = ((sums / batch.total).to(scale.dtype).view(2, -1) * -scale).unbind()
@@ -305,7 +312,7 @@ class NormaliseFunction(torch.autograd.Function):
         if input.numel() == 0:
             return torch.empty_like(input)
         weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
-        if input.device.type == "cpu":
+        if not _has_kernels(input.device.type):
             return _affine(input, weight, bias, batch, eps)
         return torch.batch_norm_elemt(input, weight, bias, batch.mean, torch.rsqrt(batch.var + eps), eps)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep.accelerator import move
 from lockstep.errors import ConfigurationError
 
 
@@ -99,8 +101,8 @@ class Task:
                 raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
 
 
-def build_model(task: Task) -> nn.Module:
-    """Return a new model of ``task``.
+def build_model(task: Task, device: torch.device | str = "cpu") -> nn.Module:
+    """Return a new model of ``task`` on ``device``.
 
     Raises:
         ConfigurationError: What it returns is no module, or has nothing to train.
@@ -116,7 +118,7 @@ def build_model(task: Task) -> nn.Module:
             f"{type(model).__name__} has no trainable parameter: {found}.\n"
             "Leave requires_grad set on those that should be trained."
         )
-    return model
+    return move(model, device)
 
 
 def build_optimizer(task: Task, model: nn.Module) -> Optimizer:

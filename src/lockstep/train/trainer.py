@@ -102,7 +102,7 @@ class Trainer:
         # The data set may have drawn any number of random numbers; all ranks get the same weights all the same. Under
         # fsdp the whole model need not fit on a device.
         self._seeds.all(step_parts.INIT)
-        self._model = build_model(task).to("cpu" if strategy == "fsdp" else self.device).train()
+        self._model = build_model(task, "cpu" if strategy == "fsdp" else self.device).train()
         objective = step_parts.Objective(task, settings.precision)
         self.strategy: strategies.Strategy
         if shards is None:

@@ -4,6 +4,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import compress
 from typing import Any
 
@@ -192,16 +193,22 @@ class _Replicate(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a weight that no replica used keeps its ``grad`` as it is
         # Not save_for_backward: neither values nor weights are needed to sum gradients.
         ctx.num_weights, ctx.devices = len(weights), devices
+        # Backward runs on the stream of one device only; on the others that of the replica's own backward is the one
+        # on which its gradients are ready. The first device comes last: entering makes it the current one.
+        ctx.streams = [torch.accelerator.current_stream(each) for each in reversed(devices) if each.type != "cpu"]
         return tuple(_alias_of(value) for row in values for value in row)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         count = ctx.num_weights
         rows = [list(gradients[start : start + count]) for start in range(0, len(gradients), count)]
-        if torch.is_grad_enabled():  # create_graph: the sum must be differentiable
-            sums = [_differentiable_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)]
-        else:
-            sums = sum_in_tree(rows, ctx.devices, in_place=False)  # autograd may give these tensors to others, too
+        with ExitStack() as streams:
+            for stream in ctx.streams:
+                streams.enter_context(stream)
+            if torch.is_grad_enabled():  # create_graph: the sum must be differentiable
+                sums = [_differentiable_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)]
+            else:
+                sums = sum_in_tree(rows, ctx.devices, in_place=False)  # autograd may give these tensors to others, too
         return (None, None, *sums)
 
 

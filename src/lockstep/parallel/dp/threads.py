@@ -151,10 +151,9 @@ class CallerModes:
     def __init__(self, device: torch.device, *, differentiates: bool = False) -> None:
         self._device: list[Callable[[], AbstractContextManager[Any]]] = []
         if device.type != "cpu":
-            # A replica on the caller's stream, so that nobody has to wait for another stream before or after. Entering
-            # it makes its device the current one; see [Note: streams and threads].
+            # A replica on the caller's stream, so that nobody has to wait for another stream before or after.
             stream = torch.accelerator.current_stream(device)
-            self._device = [lambda: stream]
+            self._device = [partial(torch.accelerator.device_index, device.index), lambda: stream]
         self._all = [*self._device]
         if torch.is_inference_mode_enabled() and not differentiates:
             self._all.append(torch.inference_mode)

@@ -511,6 +511,10 @@ class _Works:
         """Return whether all are complete."""
         return all(work.is_completed() for work in self._works)
 
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have ``callback`` called when the last of them is complete, which is started behind the others."""
+        self._works[-1].get_future().add_done_callback(callback)
+
     def wait(self) -> None:
         """Block until all are complete."""
         while self._works:

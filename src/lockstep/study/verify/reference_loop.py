@@ -36,7 +36,7 @@ class Share:
         self.task = sandbox.load_task(number).task
         # As the loop of fit does, so that all shares start from its weights.
         seed_cpu(mix(self.seed, INIT))
-        self.model = build_model(self.task).to(device).train()
+        self.model = build_model(self.task, device).train()
         self.optimizer = build_optimizer(self.task, self.model)
         self._module = LossModule(self.model, Objective(self.task, "fp32"))
 

@@ -56,7 +56,7 @@ class FullyShard(Strategy):
     def whole(self, model: nn.Module) -> nn.Module:
         """Return a new model with all parameters, on this rank's device. Collective: every rank. Blocks."""
         state = {name: fully_shard.whole(value) for name, value in model.state_dict().items()}
-        copy = build_model(self._task).to(self._device)
+        copy = build_model(self._task, self._device)
         copy.load_state_dict(state)
         return copy.train(model.training)
 

@@ -83,7 +83,7 @@ class LocalSteps(Strategy):
     @override
     def whole(self, model: nn.Module) -> nn.Module:
         """Return a new model with the outer parameters, and the buffers of the last exchange."""
-        copy = build_model(self._task).to(self._device)
+        copy = build_model(self._task, self._device)
         load_state_dict(copy, None, {"model": self._outer_model_state()})
         return copy.train(model.training)
 
