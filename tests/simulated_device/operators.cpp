@@ -190,6 +190,8 @@ bool synchronizes(const c10::OperatorHandle& op, const c10::ArrayRef<c10::IValue
 
 // The numbers of kernels that draw from the default generator of the CPU, whatever their arguments, as native_dropout does.
 struct BorrowDefaultGenerator {
+  static inline std::recursive_mutex borrowing; // threads of several devices share the CPU's
+  std::lock_guard<std::recursive_mutex> lock{borrowing};
   at::Generator ours, cpus = at::detail::getDefaultCPUGenerator();
   at::Tensor saved = cpus.get_state();
 
