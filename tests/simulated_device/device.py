@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -72,14 +71,6 @@ def _index(device):
 
 def device_count():
     return native.device_count()
-
-
-def get_device_name(device=None):
-    return "Simulated accelerator"
-
-
-def get_device_properties(device=None):
-    return SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
 
 
 def current_device():
