@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import multiprocessing
 import signal
 import sys
 import traceback
@@ -147,12 +148,15 @@ class LoadOptions:
         """Return what gives the items of ``dataset`` as they are, in loader processes if there are any."""
         if self.workers:
             check_socket_folder()
+        # Without it Python 3.14 would start new interpreters, and pickle the data set. A program's own choice holds.
+        start = multiprocessing.get_start_method(allow_none=True) or "fork"
         return DataLoader(
             dataset,
             sampler=sampler,
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self.ahead if self.workers else None,
+            multiprocessing_context=start if self.workers else None,
             collate_fn=as_it_is,  # pickled for spawned processes, so no lambda
             pin_memory=self.pin_memory,
             worker_init_fn=partial(_init_worker, self.threads),
