@@ -56,7 +56,7 @@ def forward_and_backward(world, names, devices):
                 optimizer.step()
 
 
-@pytest.mark.parametrize("devices", [[0, 1], [2, 3], [0, 0, 1, 1], None])
+@pytest.mark.parametrize("devices", [[0, 1], [2, 3], *soak([[0, 0, 1, 1], None])])
 def test_data_parallel_gives_the_gradients_of_one_process(on_sim, devices):
     if devices == [2, 3]:  # not the device that is current
         on_sim(1)(module_elsewhere, devices)
@@ -164,12 +164,12 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "names"), [(2, ["mlp", "cnn", "transformer", "reused"]), *soak([(4, MOST)])])
+@pytest.mark.parametrize(("num_ranks", "names"), [(2, ["mlp", "transformer", "reused"]), *soak([(4, MOST)])])
 def test_ddp_gives_the_gradients_of_one_process(on_sim, num_ranks, names):
     on_sim(num_ranks)(train_beside_oracle, names, {})
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, *soak([3, 4])])
+@pytest.mark.parametrize("num_ranks", [2, *soak([1, 3, 4])])
 def test_ddp_with_communication_hooks(on_sim, num_ranks):
     def run(world):
         for hook in HOOKS:
@@ -179,7 +179,7 @@ def test_ddp_with_communication_hooks(on_sim, num_ranks):
     on_sim(num_ranks)(run)
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8", "powersgd:2"])
+@pytest.mark.parametrize("compression", ["int8", *soak(["bf16", "powersgd:2"])])
 def test_ddp_with_compression(on_sim, compression):
     """What gets lost is in the residuals, so the sums over the steps are exact."""
     sims = on_sim(2)(compressed, compression)
@@ -263,7 +263,7 @@ def overlapped(world):
             assert relative_error(found.detach().cpu(), expected.detach()) < TOLERANCE, (step, name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, *soak([3, 4])])
+@pytest.mark.parametrize("num_ranks", [2, *soak([1, 3, 4])])
 def test_a_divided_optimizer_does_what_the_bare_one_does(on_sim, num_ranks):
     on_sim(num_ranks)(divided)
 
@@ -283,7 +283,7 @@ def divided(world):
             assert relative_error(found.detach().cpu(), wanted.detach()) < TOLERANCE
 
 
-@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [4, 3]), (2, [0, 5]), *soak([(4, [3, 1, 0, 2])])])
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, [0, 5]), *soak([(2, [4, 3]), (4, [3, 1, 0, 2])])])
 def test_synchronised_batch_norm(on_sim, num_ranks, sizes):
     def run(world):
         return [errors_of_steps(world, sizes, shape, device=str(world.device)) for shape in [(4,), (4, 3, 3)]]
