@@ -18,7 +18,7 @@ rank; requests to the store, a rank (and polls, which depend on how long one wai
 ranks share the cores of one machine and one interpreter here, so seconds are far above those of a cluster: what counts
 is how they grow.
 
-Usage: python -m bench.control_plane [--quick] [--rounds N] [--json FILE]
+Usage: python -m bench.control_plane [--quick] [--rounds N] [--ranks N [N ...]] [--json FILE]
 """
 
 import json
@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from bench.harness import parser, record
+from bench.harness import parser, positive, record
 from lockstep.comm import hierarchy, rendezvous, store, world
 from lockstep.comm.store import InterNodeStore, StatusKeys
 from lockstep.env import Launcher, RankEnv
@@ -336,7 +336,7 @@ def show(by_size: dict[int, dict[str, dict[str, float]]]) -> None:
 def run_one(num_ranks: int, num_beats: int) -> dict[str, dict[str, float]]:
     """Simulate in a new process, whose memory is not that of the one before."""
     code = f"from bench.control_plane import child; child({num_ranks}, {num_beats})"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=900)
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -354,10 +354,13 @@ def child(num_ranks: int, num_beats: int) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=3, meaning="simulations of each size").parse_args()
+    made = parser(__doc__, rounds=3, meaning="simulations of each size")
+    made.add_argument("--ranks", type=positive, nargs="+", metavar="N", help=f"sizes {SIZES}")
+    options = made.parse_args()
 
     def measure() -> dict[str, Any]:
         sizes, num_rounds = (QUICK_SIZES, 1) if options.quick else (SIZES, options.rounds)
+        sizes = options.ranks or sizes
         rounds: dict[int, list[dict[str, dict[str, float]]]] = defaultdict(list)
         for _ in range(num_rounds):
             for size in sizes:
