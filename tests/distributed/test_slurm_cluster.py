@@ -16,7 +16,7 @@ import pytest
 
 from tests.two_machines import two_machines
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1000)]
 
 REPO = Path(__file__).parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "nsenter", "unshare")
@@ -112,7 +112,7 @@ class Cluster:
         text = (REPO / "examples" / "cluster" / name).read_text()
         (self.folder / name).write_text(edit(re.sub(r"^#SBATCH --gpus.*\n", "", text, flags=re.MULTILINE)))
         _, out = self.call("sbatch", "--parsable", "--output=log", *options, name, **environ)
-        job, deadline = out.strip(), time.monotonic() + 400
+        job, deadline = out.strip(), time.monotonic() + 900
         while True:
             _, state = self.call("scontrol", "show", "job", job)
             if re.search(r"JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|NODE_FAIL)", state):
@@ -160,9 +160,9 @@ def cluster(tmp_path_factory):
 
 
 def test_a_job_saves_before_its_time_limit_and_goes_on_until_it_is_done(cluster):
-    # SLURM sends the signal up to a minute early: here after 60 s or more, in which not all of 84 s are done.
+    # SLURM sends the signal up to a minute early: here after 60 to 90 s, in which not all of 108 s are done.
     limits = ["--time=3", "--signal=USR1@60", "--ntasks-per-node=2", "--cpus-per-task=1"]
-    state, log = cluster.submit("slurm_train.sbatch", *limits, STEP_S="0.7")
+    state, log = cluster.submit("slurm_train.sbatch", *limits, STEP_S="0.9")
     assert "JobState=COMPLETED" in state, log
     assert int(re.search(r"Restarts=(\d+)", state)[1]) >= 1
     stopped = [int(step) for step in re.findall(r"Stopped by SIGUSR1 after step (\d+) of 120", log)]
