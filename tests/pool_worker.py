@@ -48,7 +48,8 @@ def run(call: Call) -> Reply:
             warnings.simplefilter(call.warnings)
             connect(call)
             fn, args = cloudpickle.loads(call.payload)
-            result = fn(world.World.from_group(device="cpu"), *args)
+            device = f"sim:{call.rank}" if hasattr(torch, "sim") else "cpu"
+            result = fn(world.World.from_group(device=device), *args)
             if hasattr(torch, "sim") and (errors := torch.sim.take_errors()):
                 raise AssertionError("\n".join(errors))  # raised where nobody saw it
             return Reply(False, cloudpickle.dumps(result), "", time.monotonic())

@@ -3,16 +3,25 @@
 Everything runs in workers of the pool: autograd asks for the devices once in a process, at the first backward.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import os
 import signal
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from lockstep import accelerator
+from lockstep.data import batch_iterator
+from lockstep.parallel.ddp import comm_hooks
+from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
+from tests.training import make_task, whole_batch
 
 # --- It computes what the CPU computes
 
@@ -318,3 +327,58 @@ def test_the_host_cannot_reach_the_memory_of_a_device(sim_ranks):
     ((text, signal_number),) = sim_ranks(1)(touch)
     assert signal_number == signal.SIGSEGV
     assert " in string_at" in text and " in touch" in text
+
+
+# --- The same faults, planted in Lockstep
+
+
+def on_another_stream(device, *, timing=False):
+    event = torch.Event(device, enable_timing=timing)
+    event.record(torch.Stream(device))
+    return event
+
+
+def on_another_device(tensor, device):
+    return tensor.to(torch.device("sim", device.index + 2))
+
+
+FAULTS = {
+    "none": None,
+    "wait": (comm_hooks.AllReduceMean, "finish", lambda self, bucket, future: None),
+    "record_stream": (batch_iterator, "_record", lambda tensor, stream: tensor),
+    "synchronize": (accelerator.HostCopy, "read", lambda copy: copy.value),
+    "device": (batch_iterator, "_to", on_another_device),
+    "event": (accelerator, "recorded_event", on_another_stream),
+}
+TEXTS = {
+    "wait": ("no event between them", "writes 'output' of simccl ALLREDUCE at ", "parallel/ddp/comm_hooks.py"),
+    "record_stream": ("record_stream() is missing", "allocated by an allocation at ", "data/batch_iterator.py"),
+    "synchronize": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/accelerator.py"),
+    "device": ("Expected all tensors to be on the same device", "'mat1' of aten::addmm is on sim:"),
+    "event": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/accelerator.py"),
+}
+
+
+def train_with(world, fault):
+    patch = mock.patch.object(*FAULTS[fault]) if FAULTS[fault] else contextlib.nullcontext()
+    loop = Trainer(make_task(), Settings(), world, strategy="ddp", devices=[world.device])
+
+    def steps():
+        for _ in range(4):
+            last = loop.step()
+        return float(last.loss)
+
+    with patch:
+        return found(steps) if FAULTS[fault] else steps()
+
+
+def test_training_has_none_of_these_faults(sim_ranks):
+    expected = whole_batch(make_task(), 4)["losses"][-1]
+    assert sim_ranks(2)(train_with, "none") == pytest.approx([expected] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("fault", TEXTS)
+def test_a_fault_in_the_engine_or_the_loop_is_found(sim_ranks, fault):
+    for text in sim_ranks(2)(train_with, fault):
+        for part in TEXTS[fault]:
+            assert part in text

@@ -218,14 +218,16 @@ class Counts:
     """What was counted in a block of `counting()`.
 
     Attributes:
-        synchronizations: How often the host waited for a stream, an event, a device or a copy.
+        synchronizations: How often the host waited until a stream, or a device, had nothing left to do.
+        event_waits: How often it waited for an event, which may have been recorded long ago.
         kernels: Operators launched, of all streams; views launch none.
         kernels_by_stream: The same by the name of the stream.
         collectives: Collectives launched.
         host_to_device_bytes: Bytes copied; also ``device_to_host_bytes`` and ``device_to_device_bytes``.
         allocations: Tensors that were given memory of a device.
         segments: Those of them that freed memory could not serve, which cost a real device a synchronization.
-        places: How often each line caused a synchronization or a copy between host and device: ``(kind, line)``.
+        places: How often each line caused a synchronization, an event wait (with how many kernels the host had
+            launched since it recorded the event: with many, it hardly waited) or a copy: ``(kind, line)``.
     """
 
     def __init__(self):

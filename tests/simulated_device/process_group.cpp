@@ -101,7 +101,7 @@ class SimWork final : public c10d::Work {
     sim::wait(current_stream(device_.index()), done_);
     tensors_.clear();
     if (retrieveOpType() == OpType::BARRIER)
-      synchronize_event(done_, "barrier");
+      synchronize_stream(stream_, "barrier");
     return true;
   }
   void synchronize() override {
@@ -329,7 +329,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (const auto& [kind, place] : taken.places)
       places.append(py::make_tuple(kind, describe(place)));
     return py::dict(
-        "synchronizations"_a = taken.synchronizations, "kernels"_a = taken.kernels, "collectives"_a = taken.collectives,
+        "synchronizations"_a = taken.synchronizations, "event_waits"_a = taken.event_waits, "kernels"_a = taken.kernels, "collectives"_a = taken.collectives,
         "host_to_device_bytes"_a = taken.host_to_device_bytes, "device_to_host_bytes"_a = taken.device_to_host_bytes,
         "device_to_device_bytes"_a = taken.device_to_device_bytes, "allocations"_a = taken.allocations,
         "segments"_a = taken.segments, "kernels_by_stream"_a = taken.kernels_by_stream, "places"_a = places);

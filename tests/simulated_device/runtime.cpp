@@ -46,7 +46,7 @@ struct State {
   char* memory = nullptr; // the same, readable
   std::map<uintptr_t, std::unique_ptr<Block>> blocks;
   std::map<std::pair<int, int>, std::multimap<size_t, Block*>> cache; // by device and stream
-  int64_t num_blocks = 0;
+  int64_t num_blocks = 0, num_kernels = 0;
   Check check = Check::RAISE;
   std::vector<std::string> errors;
   Counters counters;
@@ -207,7 +207,7 @@ void record(Event& event, int stream) {
   auto place = here("Event.record");
   Lock lock(state().mutex);
   tick(stream);
-  event = {state().streams[stream].clock, state().streams[stream].pending, std::chrono::steady_clock::now(), stream, place};
+  event = {state().streams[stream].clock, state().streams[stream].pending, std::chrono::steady_clock::now(), stream, state().num_kernels, place};
 }
 
 void wait(int stream, const Event& event) {
@@ -244,14 +244,16 @@ int new_stream(int device) {
 
 namespace {
 
-void synchronize(const Clock& clock, const std::vector<Pending>& pending, const PlacePtr& place) {
+void synchronize(const Clock& clock, const std::vector<Pending>& pending, const PlacePtr& place, int64_t kernels_since = -1) {
   finish(pending);
   Lock lock(state().mutex);
   merge(state().streams[HOST].clock, clock);
   auto& counters = state().counters;
-  counters.synchronizations++;
+  const bool for_event = kernels_since >= 0;
+  (for_event ? counters.event_waits : counters.synchronizations)++;
   if (counters.places.size() < MAX_PLACES)
-    counters.places.emplace_back("synchronization", place);
+    counters.places.emplace_back(
+        for_event ? "event wait " + std::to_string(kernels_since) + " kernels later" : "synchronization", place);
 }
 
 bool is_over(const std::vector<Pending>& all) {
@@ -286,7 +288,7 @@ double milliseconds_between(const Event& first, const Event& second) {
 
 void synchronize_event(const Event& event, const std::string& op) {
   if (event.stream >= 0)
-    synchronize(event.clock, event.pending, here(op));
+    synchronize(event.clock, event.pending, here(op), state().num_kernels - event.kernels);
 }
 
 void synchronize_stream(int stream, const std::string& op) {
@@ -605,6 +607,7 @@ std::vector<Pending> Launch::start_later() {
     Lock lock(state().mutex);
     time_ = tick(stream_);
     if (kernel_ && stream_ != HOST) {
+      state().num_kernels++;
       state().counters.kernels++;
       state().counters.kernels_by_stream[stream_name(stream_)]++;
     }

@@ -69,11 +69,12 @@ struct Event {
   std::vector<Pending> pending;
   TimePoint time;
   int stream = -1; // never recorded
+  int64_t kernels = 0; // launched by then
   PlacePtr place;
 };
 
 struct Counters {
-  int64_t synchronizations = 0, kernels = 0, collectives = 0;
+  int64_t synchronizations = 0, event_waits = 0, kernels = 0, collectives = 0;
   int64_t host_to_device_bytes = 0, device_to_host_bytes = 0, device_to_device_bytes = 0;
   int64_t allocations = 0, segments = 0; // asked for; not served from freed memory
   std::map<std::string, int64_t> kernels_by_stream;
