@@ -21,9 +21,8 @@ JOBS = Path(__file__).with_name("ray_jobs.py")
 def run_jobs(folder, names, **env):
     """Return what came of the jobs, by name; in a process of its own, as Ray leaves threads behind."""
     done = subprocess.run(
-        [sys.executable, str(JOBS), str(folder), names],
-        # Any variable of Python's has an interpreter of its own started for it; see tests/forking.py.
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0", **env},
+        [sys.executable, "-W", "ignore", str(JOBS), str(folder), names],  # with an option it is not forked off
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
