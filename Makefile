@@ -32,6 +32,7 @@ demo: setup  ## Train on real data, verify the run, then compare one device, bot
 	@tools/demo.sh
 
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
+	@$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'
 	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/contract
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
