@@ -14,7 +14,8 @@ from tests.zero import bare, make, net
 from tests.zero import batch as batch_of_step
 
 TOLERANCE = 1e-11
-MOST = sorted(set(FAMILIES) - {"structured", "sparse", "lstm"})
+# Without those that torch itself cannot run on a device without kernels of its own (group norm in channels last, LSTM).
+MOST = sorted(set(FAMILIES) - {"structured", "sparse", "lstm", "channels_last"})
 
 
 def on(device, tensors):
