@@ -188,9 +188,10 @@ def same_weights(folders, name):
     return found == expected
 
 
-def resumed(out):
-    """After which steps the first machine went on."""
-    return [int(step) for step in re.findall(r"^resumed after step (\d+) of 200$", out, re.MULTILINE)]
+def resumed(*outputs):
+    """After which steps the run went on: the machine that has rank 0 says so."""
+    steps = re.findall(r"^resumed after step (\d+) of 200$", "\n".join(outputs), re.MULTILINE)
+    return sorted(map(int, steps))
 
 
 @pytest.mark.timeout(300)
@@ -225,7 +226,7 @@ def test_the_machine_at_the_endpoint_is_lost_and_the_others_wait_until_it_is_bac
     assert codes == [-signal.SIGKILL, 0, 0], told
     assert same_weights(outcomes[1], "endpoint")
     assert "lockstep: the store at 10.78.0.1:29600, where the machines meet, is lost\n" in told[1][1]
-    assert killed_in - 1 <= resumed(told[1][0])[-1] <= together
+    assert killed_in - 1 <= resumed(told[1][0], told[2][0])[-1] <= together
 
 
 @pytest.mark.timeout(300)
@@ -235,6 +236,8 @@ def test_a_lost_store_stops_no_rank_and_the_machines_meet_in_the_next_one(outcom
     assert same_weights(outcomes[1], "store")
     for _, err in told:
         assert err.count("where the machines meet, is lost\n") == 1
-    after_the_store, after_the_machine = resumed(told[1][0])[-2:]
-    assert lost_in + 20 < back_in <= after_the_store <= together
-    assert together - 1 <= after_the_machine < alone
+    assert lost_in + 20 < back_in < together
+    # The machine that was killed may have taken its last lines with it, such as that of the start before.
+    *before, after_the_machine = resumed(told[0][0], told[1][0])
+    assert all(back_in <= step <= together for step in before)
+    assert together - 1 <= after_the_machine <= alone  # steps are counted from 0 there
