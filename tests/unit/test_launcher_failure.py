@@ -12,7 +12,6 @@ from lockstep.launcher.failure_report import (
     NodeFailure,
     RankExit,
     failure_report,
-    find_cause,
     first_failure,
     headline,
     hint_for,
@@ -217,24 +216,7 @@ def test_crash_is_shown_without_our_own_frames():
     )
 
 
-ECHO = NodeFailure(0, is_consequence=True, text="Rank 0 failed: Connection closed by peer")
 CAUSE = NodeFailure(5, is_consequence=False, text="Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.")
-HANG = NodeFailure(7, is_consequence=True, text="Rank 7 ...", hang="The job hangs: ...")
-
-
-@pytest.mark.parametrize(
-    ("mine", "others", "cause"),
-    [
-        (ECHO, [], ECHO),
-        (ECHO, [NodeFailure(3, is_consequence=True, text="")], ECHO),
-        (ECHO, [NodeFailure(3, is_consequence=True, text=""), CAUSE], CAUSE),
-        (ECHO, [CAUSE, HANG], HANG),
-        (CAUSE, [NodeFailure(6, is_consequence=False, text="")], CAUSE),
-        (HANG, [CAUSE], HANG),
-    ],
-)
-def test_the_cause_may_lie_on_another_machine(mine, others, cause):
-    assert find_cause(mine, others) == cause
 
 
 class OtherMachine:
@@ -243,14 +225,11 @@ class OtherMachine:
     def is_host(self):
         return False
 
-    def post(self, topic, note):
-        pass
-
-    def num_written(self, topic):
+    def count(self, topic, amount=0):
         return 2
 
-    def others(self, topic):
-        return [asdict(CAUSE)]
+    def least(self, topic, order, note=None):
+        return asdict(CAUSE)
 
 
 def test_the_report_of_another_machine_begins_with_the_cause():

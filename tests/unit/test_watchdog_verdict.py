@@ -107,23 +107,21 @@ def test_report_names_who_waits_for_whom():
     bucket = "bucket 4 (layers.7.mlp.*)"
     ranks = [waits(rank, 32, line=44, bucket=bucket, step=11, phase="backward") for rank in range(3)]
     ranks.append(RankState(3, loader, 32.4, step=11, phase="loader"))
-    assert report(ranks, 30, "/tmp/x", HANGS) == (
+    assert report(ranks, 30, HANGS) == (
         "The job hangs: ranks have waited for each other for more than 30 s.\n"
         "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [step 12, loader]; "
-        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [step 12, backward]\n"
-        "The Python stacks of all ranks are in /tmp/x."
+        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [step 12, backward]"
     )
 
 
 def test_report_of_what_may_be_only_slow():
     ranks = [waits(0, 4), works(1, 4, life="it reads or writes", handles="OSError: gone (train.py:5)", num_steps=7)]
-    assert report(ranks, 3, "/tmp/x", SUSPECT, num_nodes=2) == (
+    assert report(ranks, 3, SUSPECT, num_nodes=2) == (
         "The job may hang: ranks have waited for each other for 4 s.\n"
         "rank 1 is in load (train.py:7), handling OSError: gone (train.py:5) for 4 s [after 7 optimizer steps]; "
         "rank 0 waits in all_reduce (train.py:3) for 4 s\n"
         "rank 1 may be only slow: it reads or writes.\n"
-        "Only 1 of 2 machines could be seen; the others' launchers report their ranks.\n"
-        "The Python stacks of the ranks are in /tmp/x."
+        "Only 1 of 2 machines could be seen; the others' launchers report their ranks."
     )
 
 

@@ -332,8 +332,8 @@ class _Notes:
         self.known: set[str] = set()  # keys that were there
         self.numbers: dict[str, int] = {}  # by topic, which note of several machines is this one's
 
-    def use(self, act: Callable[[Store], None]) -> None:
-        """Let ``act`` use the store; if that cannot be reached, it is opened anew the next time."""
+    def use(self, act: Callable[[Store], None]) -> bool:
+        """Let ``act`` use the store; return whether it could be reached. If not, it is opened anew the next time."""
         try:
             if self._address is not None:
                 socket.create_connection(self._address, timeout=_ANSWER_S).close()
@@ -345,6 +345,7 @@ class _Notes:
             self.num_failures = 0
         except (RuntimeError, OSError):  # c10d's errors are RuntimeErrors
             self._store, self.num_failures = None, self.num_failures + 1
+        return self.num_failures == 0
 
 
 class StatusKeys:
@@ -390,11 +391,14 @@ class StatusKeys:
 
 
 DEFAULT_STORE_PORT = 29400  # torch elastic's
-_CONNECT_S = 5.0
+# c10d's client asks DNS for the name of each address that it connects to: 10 s where no server answers.
+_CONNECT_S = 20.0
 
 
 class InterNodeStore:
-    """Notes of the launchers of a job's machines by topic, one of each; a machine that is out of reach is left out.
+    """Notes of the launchers of a job's machines by topic; a machine that is out of reach is left out.
+
+    Each call blocks some seconds at most.
 
     Args:
         endpoint: ``host:port`` of the store in which the machines have met.
@@ -421,29 +425,20 @@ class InterNodeStore:
             )
         return False
 
-    def post(self, topic: str, note: Any) -> None:
-        """Replace this machine's note on ``topic`` by ``note``, which JSON can hold. Blocks some seconds at most."""
+    def post(self, topic: str, note: Any) -> bool:
+        """Replace this machine's note on ``topic`` by ``note``, which JSON can hold; return whether that was done."""
 
         def write(store: Store) -> None:
             # Machines have no numbers that outlast a restart, so each takes the next one at its first note.
-            is_first = topic not in notes.numbers
-            if is_first:
+            if topic not in notes.numbers:
                 notes.numbers[topic] = store.add(f"{topic}/count", 1)
             store.set(f"{topic}/{notes.numbers[topic]}", json.dumps(note))
-            if is_first:
-                store.add(f"{topic}/written", 1)
 
         notes = self._notes
-        notes.use(write)
-
-    def num_written(self, topic: str) -> int:
-        """Return how many machines have left a note on ``topic``; 0 if the store does not answer."""
-        found = [0]
-        self._notes.use(lambda store: found.append(store.add(f"{topic}/written", 0)))
-        return found[-1]
+        return notes.use(write)
 
     def others(self, topic: str) -> list[Any]:
-        """Return the notes of the other machines on ``topic``. Blocks some seconds at most."""
+        """Return the notes of the other machines on ``topic``: for one launcher to read, as there may be many."""
         found: list[Any] = []
 
         def read(store: Store) -> None:
@@ -455,6 +450,33 @@ class InterNodeStore:
         notes = self._notes
         notes.use(read)
         return found
+
+    def count(self, topic: str, amount: int = 0) -> int:
+        """Add to the count of all machines on ``topic``, and return it; 0 if the store does not answer."""
+        found = [0]
+        self._notes.use(lambda store: found.append(store.add(topic, amount)))
+        return found[-1]
+
+    def least(self, topic: str, order: Callable[[Any], Any], note: Any = None) -> Any:
+        """Return the least note of all machines on ``topic``, this one among them; ``None`` if there is none.
+
+        Args:
+            topic: Has this one note.
+            order: What notes are compared by. Of two that are equal by it, the first one stays.
+            note: JSON can hold it. ``None`` only reads.
+        """
+        found = [None]
+
+        def offer(store: Store) -> None:
+            mine = "" if note is None else json.dumps(note)
+            text = store.compare_set(topic, "", mine).decode()
+            with suppress(ValueError, TypeError, LookupError):  # whoever reaches the store can write there
+                while note is not None and text != mine and order(note) < order(json.loads(text)):
+                    text = store.compare_set(topic, text, mine).decode()
+                found.append(json.loads(text or "null"))
+
+        self._notes.use(offer)
+        return found[-1]
 
 
 def _connect(address: tuple[str, int]) -> Store:

@@ -65,7 +65,7 @@ def job_error(
     2. torch elastic's agent (supervise.py) sees that a process has ended, and stops the others; it is noted which ones,
        and when each process ended.
     3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
-    4. If the cause may lie on another machine, the launchers `exchange_failures` before they leave.
+    4. If there are several machines, the launchers agree on the one that is the cause before they leave (`find_cause`).
     5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
        for each of the other ranks. supervise.py raises it.
 
@@ -79,7 +79,7 @@ def job_error(
     first = first_failure(exits)
     text = "\n".join(filter(None, (headline(first), first.place)))
     mine = NodeFailure(first.rank, is_consequence(first), text, hang)
-    cause = find_cause(mine, exchange_failures(store, mine, num_nodes=num_nodes))
+    cause = find_cause(store, mine, num_nodes=num_nodes)
     if cause.hang:
         return JobHangs(cause.hang)
     if cause is mine:
@@ -252,31 +252,29 @@ class NodeFailure:
     hang: str = ""
 
 
-def exchange_failures(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> list[NodeFailure]:
-    """Write how the job ended here, and return what the other machines wrote.
+def find_cause(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
+    """Return how the job ended on the machine that is the cause; ``mine`` if that is this one, or nobody knows.
 
-    Blocks until all have written, and if this machine hosts the store, until all have read it; some seconds at most.
+    Blocks until all machines have come, and if this one hosts the store, until all have read; some seconds at most.
     """
     if store is None:
-        return []
-
-    is_host = store.is_host()
-    store.post("ended", asdict(mine))
-    poll_until(lambda: store.num_written("ended") >= num_nodes, _EXCHANGE_S, _POLL_S)
-    notes = store.others("ended")
-    if is_host:  # the store ends with this process
-        poll_until(lambda: store.num_written("read") >= num_nodes - 1, _EXCHANGE_S, _POLL_S)
-    else:
-        store.post("read", True)
-    return [NodeFailure(**note) for note in notes]
-
-
-def find_cause(mine: NodeFailure, others: list[NodeFailure]) -> NodeFailure:
-    """Return how the job ended on the machine that is the cause; ``mine`` if that is this one, or nobody knows."""
-    if not mine.is_consequence or mine.hang:
         return mine
-    causes = [other for other in others if other.hang or not other.is_consequence]
-    return min(causes, key=lambda other: (not other.hang, other.rank), default=mine)
+
+    is_host, is_cause = store.is_host(), bool(mine.hang) or not mine.is_consequence
+    if is_cause:
+        # One note for all: with one of each, every launcher would read those of all others.
+        store.least("cause", _rank_of_cause, asdict(mine))
+    store.count("ended", 1)
+    poll_until(lambda: store.count("ended") >= num_nodes, _EXCHANGE_S, _POLL_S)
+    cause = None if is_cause else store.least("cause", _rank_of_cause)
+    store.count("read", 1)
+    if is_host:  # the store ends with this process
+        poll_until(lambda: store.count("read") >= num_nodes, _EXCHANGE_S, _POLL_S)
+    return mine if cause is None else NodeFailure(**cause)
+
+
+def _rank_of_cause(note: Mapping[str, Any]) -> tuple[bool, int]:
+    return not note["hang"], note["rank"]
 
 
 # 5. The message.

@@ -6,6 +6,7 @@ The rule by which a job hangs is in docs/design/launcher.md; `judge` is all of i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
@@ -118,23 +119,14 @@ def _call(seen: RankState) -> str:
 
 
 def report(
-    ranks: Sequence[RankState],
-    patience_s: float,
-    folder: str,
-    verdict: Verdict,
-    *,
-    workers: Sequence[str] = (),
-    num_nodes: int = 1,
-    num_seen: int = 1,
+    ranks: Sequence[RankState], patience_s: float, verdict: Verdict, *, num_nodes: int = 1, num_seen: int = 1
 ) -> str:
     """Return the report: the ranks that keep the others waiting first.
 
     Args:
         ranks: What is seen of each.
         patience_s: What was set as patience.
-        folder: Where the stacks are.
         verdict: What was found.
-        workers: Where loader processes are.
         num_nodes: Machines in the job.
         num_seen: Machines whose ranks are among ``ranks``.
     """
@@ -144,7 +136,6 @@ def report(
     described = [_described(where, step, members, patience_s) for (where, step), members in groups.items()]
     lines = [_headline(ranks, patience_s, verdict)]
     lines += ["; ".join(described)] if len(described) <= 2 else described
-    lines += workers
     if all(operation(seen) for seen in ranks):
         lines.append(_explanation(ranks, sees_all=num_seen >= num_nodes))
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
@@ -153,7 +144,6 @@ def report(
         lines.append(
             f"Only {num_seen} of {num_nodes} machines could be seen; the others' launchers report their ranks."
         )
-    lines.append(f"The Python stacks of {'all' if num_nodes == 1 else 'the'} ranks are in {folder}.")
     return "\n".join(lines)
 
 
@@ -194,8 +184,124 @@ def _explanation(ranks: Sequence[RankState], *, sees_all: bool) -> str:
         what = "different collectives" if len(called) > 1 else f"{called[0]} from different lines"
         return f"The ranks call {what}: each must be called by all ranks, in the same order."
     if not sees_all:
-        return "All ranks of this machine wait in the same call: see the report of the other machines."
+        return "All ranks that could be seen wait in the same call: see the report of the other machines."
     return "All ranks wait in the same call: the transfer itself hangs, or is slower than --watchdog allows."
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+_TOPIC, _JUDGED = "ranks", "judged"
+# Launchers post only while their ranks stand still: an older note is not about now, and nor is an older judgement.
+_STALE_S = 10.0
+# With more machines than half of that, they exchange less often than they check: the one that judges reads all notes.
+_NODES_A_SECOND = 64
+_NUM_FRAMES_ELSEWHERE = 20
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was found about the ranks of all machines, as far as they could be seen.
+
+    Attributes:
+        number: How many were made in this job.
+        verdict: What is to be done.
+        text: The report, if that is anything.
+        all_wait: Whether no rank is in something of its own.
+    """
+
+    number: int
+    verdict: Verdict
+    text: str
+    all_wait: bool
+
+
+class SharedJudgement:
+    """What one launcher has found for those of all machines.
+
+    [Note: one launcher judges for all]
+    If every launcher read what all others see, the bytes would grow with the square of the machines. So each posts what
+    it sees, one of them reads all that and publishes what it finds, and the others read only this. None is appointed:
+    who first finds no judgement, or none that is new for `_STALE_S`, becomes the judge, by a counter in the store that
+    lets one of them do so. So a judge that is lost, or whose own ranks move again, is replaced. Nobody waits: until
+    there is a judgement, a launcher judges what it sees itself.
+
+    Args:
+        store: Where the launchers exchange what they see.
+        num_nodes: Machines in the job.
+        judge: Makes the judgement of a number, of what is seen of ranks, which are those of so many machines.
+    """
+
+    def __init__(
+        self, store: InterNodeStore, num_nodes: int, judge: Callable[[int, list[RankState], int], Judgement]
+    ) -> None:
+        self._store, self._judge = store, judge
+        self._period_s = num_nodes / _NODES_A_SECOND
+        self._stale_s = max(_STALE_S, 3 * self._period_s)
+        self._num_posts, self._is_judge = 0, False
+        # By a machine's first rank, how many notes it had posted when that last changed, and when that was.
+        self._notes: dict[int, tuple[int, float]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Take no judgement that there is now for one about what will be, as the ranks of this machine move."""
+        self._latest: Judgement | None = None
+        self._number: int | None = None
+        self._since_s = self._next_s = -math.inf
+
+    def update(self, seen: Sequence[RankState]) -> Judgement | None:
+        """Exchange, if it is time to, what is ``seen`` of this machine's ranks; return the judgement if it is new."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._period_s
+            self._exchange(seen, now_s)
+        return self._latest if now_s - self._since_s <= self._stale_s else None
+
+    def _exchange(self, seen: Sequence[RankState], now_s: float) -> None:
+        self._num_posts += 1
+        # Few frames, as the files may not be the same elsewhere.
+        bare = [asdict(replace(each, frames=list(each.frames)[:_NUM_FRAMES_ELSEWHERE])) for each in seen]
+        if not self._store.post(_TOPIC, {"count": self._num_posts, "ranks": bare}):
+            self.forget()
+            return
+        found = self._find_judgement(seen, now_s)
+        number = 0 if found is None else found.number
+        if number != self._number:
+            # The first that is seen after `forget` may be of long ago.
+            self._latest = None if self._number is None else found
+            self._number, self._since_s = number, now_s
+        age_s = now_s - self._since_s
+        if not self._is_judge and (number == 0 or age_s > self._stale_s):
+            self._is_judge = self._store.count(f"{_JUDGED}/{number}/{age_s // self._stale_s:.0f}", 1) == 1
+            if self._is_judge:
+                self.forget()
+
+    def _find_judgement(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
+        """Return the judgement in the store, which this launcher replaces by a new one if it is the judge."""
+        made = None
+        if self._is_judge:
+            # So may notes that lie there be: only those count that are replaced.
+            others = list(self._read_others(now_s, -math.inf if self._number is None else now_s))
+            if self._number is not None:
+                made = self._judge(self._number + 1, [*seen, *chain.from_iterable(others)], 1 + len(others))
+        note = self._store.least(_JUDGED, lambda note: -note["number"], None if made is None else asdict(made))
+        found = None
+        with contextlib.suppress(TypeError, ValueError, KeyError):
+            found = Judgement(int(note["number"]), Verdict(note["verdict"]), str(note["text"]), bool(note["all_wait"]))
+        if made is not None:
+            self._is_judge = found == made  # else another one has taken over
+        return found
+
+    def _read_others(self, now_s: float, since_s: float) -> Iterator[list[RankState]]:
+        """Yield what the other launchers see, if it is new; notes that are not those read before are of ``since_s``."""
+        for note in self._store.others(_TOPIC):
+            with contextlib.suppress(TypeError, ValueError, KeyError, IndexError, AttributeError):
+                # Anybody who reaches the store can write there: what is none of ours is left out.
+                number, states = int(note["count"]), [RankState(**each) for each in note["ranks"]]
+                first = states[0].rank
+                if self._notes.get(first, (-1, 0.0))[0] != number:
+                    self._notes[first] = number, since_s
+                if now_s - self._notes[first][1] <= self._stale_s:  # else its ranks move, or it is gone
+                    yield states
 
 
 # --- the stacks of ranks and of their loader processes ----------------------------------------------------------------
@@ -297,12 +403,6 @@ _FAILED_S = 0.4
 _SETTLED_S = 1.0
 # What is suspected and resolves itself may come again and again: after so many reports only a job that hangs is one.
 _NUM_REPORTS = 5
-_TOPIC = "ranks"
-# Launchers post only while their ranks stand still: an older note is not about now.
-_STALE_S = 10.0
-# With more machines than half of that, they exchange less often than they check: each reads the notes of all.
-_NODES_A_SECOND = 16
-_NUM_FRAMES_ELSEWHERE = 20
 
 
 class Watchdog:
@@ -333,16 +433,14 @@ class Watchdog:
         on_slow: Callable[[str], None],
     ) -> None:
         self._run_dir, self._patience_s, self._is_strict = run_dir, patience_s, is_strict
-        self._num_nodes, self._store = num_nodes, store
+        self._num_nodes = num_nodes
+        self._shared = None if store is None else SharedJudgement(store, num_nodes, self._judgement)
         self._resources, self._on_report = resources, on_report
         self._pace = PaceKeeper(on_slow)
         self._over = threading.Event()
         self._liveness: dict[int, Liveness] = {}
         self._failed_since_s: dict[int, float] = {}
-        self._reported, self._num_reports, self._num_posts = Verdict.FINE, 0, 0
-        self._elsewhere: dict[int, tuple[int, float]] = {}
-        self._exchange_period_s, self._next_exchange_s = num_nodes / _NODES_A_SECOND, 0.0
-        self._other_machines: list[list[RankState]] = []
+        self._reported, self._num_reports = Verdict.FINE, 0
         self._last_error = ""
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
@@ -384,27 +482,41 @@ class Watchdog:
             return True
         self._resources.update(pids)
         self._end_failed(seen, pids)
-        everywhere, num_seen = self._with_other_machines(seen)
-        sees_all = num_seen >= self._num_nodes
-        # Seen from here, the ranks of a machine that could not be read may be what all wait for.
-        verdict = judge(everywhere, self._patience_s, is_strict=self._is_strict, sees_all=sees_all)
-        if verdict is Verdict.FINE:
-            self._reported = verdict
-        elif verdict > self._reported and (verdict is Verdict.HANGS or self._num_reports < _NUM_REPORTS):
-            self._reported, self._num_reports = verdict, self._num_reports + 1
-            return self._report(everywhere, pids, verdict, num_seen)
+        found = self._judge(seen)
+        if found.verdict is Verdict.FINE:
+            self._reported = found.verdict
+        elif found.verdict > self._reported and (found.verdict is Verdict.HANGS or self._num_reports < _NUM_REPORTS):
+            self._reported, self._num_reports = found.verdict, self._num_reports + 1
+            return self._report(seen, pids, found)
         return True
 
-    def _report(self, seen: list[RankState], pids: dict[int, int], verdict: Verdict, num_seen: int) -> bool:
+    def _judge(self, seen: list[RankState]) -> Judgement:
+        """Return what is found about all ranks of the job, as far as that is known here."""
+        shared = None
+        if self._shared is not None and any(each.idle_s >= self._patience_s / 2 for each in seen):
+            shared = self._shared.update(seen)
+        elif self._shared is not None:
+            self._shared.forget()
+        return shared or self._judgement(0, seen, 1)
+
+    def _judgement(self, number: int, ranks: list[RankState], num_seen: int) -> Judgement:
+        # Seen from here, the ranks of a machine that could not be read may be what all wait for.
+        sees_all = num_seen >= self._num_nodes
+        verdict = judge(ranks, self._patience_s, is_strict=self._is_strict, sees_all=sees_all)
+        counts = {"num_nodes": self._num_nodes, "num_seen": num_seen}
+        text = "" if verdict is Verdict.FINE else report(ranks, self._patience_s, verdict, **counts)
+        return Judgement(number, verdict, text, all(operation(each) is not None for each in ranks))
+
+    def _report(self, seen: list[RankState], pids: dict[int, int], found: Judgement) -> bool:
         folder = keep_stacks(self._run_dir, pids)
         if self._over.is_set():  # The job has ended meanwhile.
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        awaited = {each.rank for each in seen if operation(each) is None} or {each.rank for each in seen}
-        nodes = {"num_nodes": self._num_nodes, "num_seen": num_seen}
+        awaited = {each.rank for each in seen if found.all_wait or operation(each) is None}
         workers = busy_workers(folder, sorted(awaited & set(pids)))
-        text = report(seen, self._patience_s, folder, verdict, workers=workers, **nodes)
-        return self._on_report(text, verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
+        stacks = f"The Python stacks of {'all' if self._num_nodes == 1 else 'the'} ranks are in {folder}."
+        text = "\n".join([found.text, *workers, stacks])
+        return self._on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _end_failed(self, seen: Sequence[RankState], pids: Mapping[int, int]) -> None:
         """Kill ranks that have failed but whose processes go on, if others wait, so that these learn of it now.
@@ -461,33 +573,6 @@ class Watchdog:
             uses_gpu=heartbeat["uses_gpu"],
             **{name: heartbeat[name] for name in names},
         )
-
-    def _with_other_machines(self, seen: list[RankState]) -> tuple[list[RankState], int]:
-        """Return what is seen of the ranks of all machines, and of how many that is."""
-        if self._store is None or all(each.idle_s < self._patience_s / 2 for each in seen):
-            return seen, 1
-        if time.monotonic() >= self._next_exchange_s:
-            self._next_exchange_s = time.monotonic() + self._exchange_period_s
-            self._other_machines = list(self._exchange(self._store, seen))
-        return [*seen, *chain.from_iterable(self._other_machines)], 1 + len(self._other_machines)
-
-    def _exchange(self, store: InterNodeStore, seen: Sequence[RankState]) -> Iterator[list[RankState]]:
-        """Post what is seen of the ranks of this machine; yield what the other launchers have posted of theirs."""
-        self._num_posts += 1
-        # Few frames, as the files may not be the same elsewhere.
-        bare = [asdict(replace(each, frames=list(each.frames)[:_NUM_FRAMES_ELSEWHERE])) for each in seen]
-        store.post(_TOPIC, {"count": self._num_posts, "ranks": bare})
-        now_s, stale_s = time.monotonic(), max(_STALE_S, 3 * self._exchange_period_s)
-        for note in store.others(_TOPIC):
-            with contextlib.suppress(TypeError, ValueError, KeyError, IndexError, AttributeError):
-                # Anybody who reaches the store can write there: what is none of ours is left out.
-                number, states = int(note["count"]), [RankState(**each) for each in note["ranks"]]
-                count, since_s = self._elsewhere.get(states[0].rank, (-1, 0.0))
-                if number != count:
-                    self._elsewhere[states[0].rank] = number, now_s
-                elif now_s - since_s > stale_s:  # Its ranks move, or it is gone.
-                    continue
-                yield states
 
 
 def _has_trained(heartbeat: Mapping[str, Any]) -> bool:
