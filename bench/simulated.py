@@ -1,7 +1,7 @@
 """What slows a GPU and needs none to be counted, a step, on the simulated accelerator of tests/simulated_device.
 
     synchronizations  the host waited until a stream had nothing left to do: a copy that blocks, .item(), synchronize()
-    event waits       the host waited for an event, which is over at once where it was recorded a step ago
+    event waits       the host waited for an event that it did not know to be over, which one of a step ago soon is
     kernels           operators on tensors of the device; in brackets those beyond the step of one rank by itself
     collectives       of the backend of the device, each on its stream
     to device, host   bytes copied; between devices nothing is

@@ -68,7 +68,8 @@ def devices_apart(world):
         assert torch.zeros(2, device="sim").device == torch.device("sim:2")
     before = sim.memory_allocated(1)
     kept = torch.ones(1000, device="sim:1")
-    assert sim.memory_allocated(1) - before == 4096 and sim.max_memory_allocated(1) >= 4096
+    # The smallest free block of at most twice the size, which may be one that a test before has left.
+    assert 4096 <= sim.memory_allocated(1) - before <= 8192 and sim.max_memory_allocated(1) >= 4096
     address = kept.data_ptr()
     del kept
     assert torch.empty(1000, device="sim:1").data_ptr() == address, "the next allocation gets what was freed"
@@ -102,7 +103,7 @@ def counts(world):
     assert (counts.host_to_device_bytes, counts.device_to_host_bytes) == (48, 4) and total == out.sum().cpu()
     assert counts.kernels == 2 and counts.kernels_by_stream == {"the default stream of sim:1": 2}
     assert counts.synchronizations == 2 and counts.allocations == 3
-    kinds = sorted(kind for kind, _ in counts.places)
+    kinds = sorted(kind for kind, _ in counts.places if kind != "segment")
     assert kinds == ["device to host", "host to device", "synchronization", "synchronization"]
     assert all("test_simulated_device.py" in line and "counts" in line for _, line in counts.places)
 

@@ -219,7 +219,7 @@ class Counts:
 
     Attributes:
         synchronizations: How often the host waited until a stream, or a device, had nothing left to do.
-        event_waits: How often it waited for an event, which may have been recorded long ago.
+        event_waits: How often it waited for an event that it did not know to be over, however long ago it was recorded.
         kernels: Operators launched, of all streams; views launch none.
         kernels_by_stream: The same by the name of the stream.
         collectives: Collectives launched.
@@ -227,7 +227,7 @@ class Counts:
         allocations: Tensors that were given memory of a device.
         segments: Those of them that freed memory could not serve, which cost a real device a synchronization.
         places: How often each line caused a synchronization, an event wait (with how many kernels the host had
-            launched since it recorded the event: with many, it hardly waited) or a copy: ``(kind, line)``.
+            launched since it recorded the event: with many, it hardly waited), a copy or a segment: ``(kind, line)``.
     """
 
     def __init__(self):

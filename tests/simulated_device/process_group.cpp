@@ -38,8 +38,9 @@ class Line {
     getpid() == owner_ ? thread_.join() : thread_.detach(); // a fork has no such thread
   }
   Pending submit(std::function<void()> work) {
-    std::packaged_task<TimePoint()> task([work = std::move(work)] {
+    std::packaged_task<TimePoint()> task([work = std::move(work)]() mutable {
       work();
+      work = nullptr; // what it holds; the task itself lives as long as somebody knows of its future
       return std::chrono::steady_clock::now();
     });
     auto result = task.get_future().share();

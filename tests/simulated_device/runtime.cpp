@@ -247,9 +247,14 @@ namespace {
 void synchronize(const Clock& clock, const std::vector<Pending>& pending, const PlacePtr& place, int64_t kernels_since = -1) {
   finish(pending);
   Lock lock(state().mutex);
-  merge(state().streams[HOST].clock, clock);
-  auto& counters = state().counters;
+  auto& host = state().streams[HOST].clock;
   const bool for_event = kernels_since >= 0;
+  auto seen = host;
+  merge(seen, clock);
+  if (for_event && seen == host)
+    return; // over, as the host knows from what it waited for before
+  host = seen;
+  auto& counters = state().counters;
   (for_event ? counters.event_waits : counters.synchronizations)++;
   if (counters.places.size() < MAX_PLACES)
     counters.places.emplace_back(
@@ -465,13 +470,17 @@ void free_block(void* context) {
 Block* allocate_block(int device, int stream, size_t bytes) {
   auto place = running ? running : here("an allocation");
   Lock lock(state().mutex);
+  auto& counters = state().counters;
+  const auto segments = counters.segments;
   auto* block = take_block(device, stream, bytes);
   if (!block)
     return nullptr;
+  if (counters.segments > segments && counters.places.size() < MAX_PLACES)
+    counters.places.emplace_back("segment", place);
   *block = {block->address, block->size, bytes, device < MAX_DEVICES ? device : -1, stream, ++state().num_blocks};
   block->allocated = place;
   count_bytes(state().devices[device], block->size, bytes);
-  state().counters.allocations += device < MAX_DEVICES;
+  counters.allocations += device < MAX_DEVICES;
   return block;
 }
 

@@ -78,7 +78,7 @@ struct Counters {
   int64_t host_to_device_bytes = 0, device_to_host_bytes = 0, device_to_device_bytes = 0;
   int64_t allocations = 0, segments = 0; // asked for; not served from freed memory
   std::map<std::string, int64_t> kernels_by_stream;
-  std::vector<std::pair<std::string, PlacePtr>> places; // of synchronizations and copies
+  std::vector<std::pair<std::string, PlacePtr>> places; // of synchronizations, copies and segments
 };
 
 enum class Check { OFF, COLLECT, RAISE };

@@ -298,6 +298,8 @@ class Trainer:
                     factor = self._unscale_factor(sums.divisor)
                 norm = norm if factor is None else norm * factor.to(norm)
             is_finite = self.checks_later or self._gradients.is_finite(norm)
+            if self.checks_later:  # copied before the update, so that who reads it does not wait for that
+                self.nonfinite.check_later(norm, computed, step)
             if self.scaler is not None:
                 # An overflow that a smaller loss scale can mend is no bad gradient: such steps are left out.
                 may_mend = not is_finite and self.scaler.scale > 1.0
@@ -318,8 +320,6 @@ class Trainer:
                 self._num_updates += 1
             if not is_finite:
                 self.nonfinite.refuse(computed, step, updated=updated)
-            elif self.checks_later:
-                self.nonfinite.check_later(norm, computed, step)
         timer.lap("optimizer")
         if self._sync and self.strategy.end_step(step):
             timer.lap("communication")
@@ -420,8 +420,8 @@ class Trainer:
         Raises:
             DataError, NonFiniteGradient: The run is to stop at that.
         """
+        self.nonfinite.settle()  # the later of two copies, so this is the only one that is waited for
         self._read_flags()
-        self.nonfinite.settle()
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed beside its steps.
