@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,35 @@ import torch
 from tests import forking, simulated_device
 from tests.distributed import commands
 from tests.pool import Pool, Ranks
+from tests.pool_process import Templates
 
 forking.install(commands.connection_for_children)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all sessions of pytest-xdist fork their workers off the same processes."""
+    if not hasattr(node.config, "pool_templates"):
+        node.config.pool_templates = Templates()
+        node.config.add_cleanup(node.config.pool_templates.close)
+    node.workerinput["pool_templates"] = node.config.pool_templates.paths
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[..., Ranks]]:
+def pool_templates(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Where the processes listen that workers of a pool are forked off."""
+    if given := getattr(request.config, "workerinput", None):
+        yield given["pool_templates"]
+        return
+    templates = Templates()
+    yield templates.paths
+    templates.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
     """Give ``ranks(n)(fn, *args)``: run ``fn(world, *args)`` on each of ``n`` ranks; see tests/pool.py."""
-    pool = Pool()
+    pool = Pool(pool_templates)
     try:
         yield pool.ranks
     finally:
@@ -45,12 +67,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]
 
 
 @pytest.fixture(scope="session")
-def sim_ranks() -> Iterator[Callable[..., Ranks]]:
+def sim_ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
     """As ``ranks``, but with the simulated accelerator, in workers of its own; see tests/simulated_device."""
     if reason := simulated_device.missing():
         pytest.skip(reason)
     simulated_device.build()  # here, where it may take its time
-    pool = Pool(simulated=True)
+    pool = Pool(pool_templates, simulated=True)
     try:
         yield pool.ranks
     finally:

@@ -28,10 +28,12 @@ class Pool:
     """Up to `MAX_WORKERS` persistent workers, started when first needed.
 
     Args:
+        templates: Where the processes listen that workers are forked off; see `Templates`.
         simulated: Have each worker load the simulated accelerator; the rank r is on ``sim:r``.
     """
 
-    def __init__(self, *, simulated: bool = False) -> None:
+    def __init__(self, templates: list[str], *, simulated: bool = False) -> None:
+        self._templates = templates
         self._simulated = simulated
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
         self._workers: list[Worker] = []
@@ -45,11 +47,13 @@ class Pool:
 
     def ready_workers(self, num_ranks: int) -> list[Worker]:
         """Start the missing workers, all at once, and wait until they can be called."""
-        self._workers = [worker for worker in self._workers if worker.is_alive]
-        fresh = [
-            Worker(Path(self._folder.name), simulated=self._simulated) for _ in range(len(self._workers), num_ranks)
-        ]
-        self._workers += fresh
+        fresh = []
+        for rank in range(num_ranks):
+            if rank < len(self._workers) and self._workers[rank].is_alive:
+                continue
+            template = self._templates[rank % len(self._templates)]
+            fresh.append(Worker(template, Path(self._folder.name), simulated=self._simulated))
+            self._workers[rank : rank + 1] = fresh[-1:]
         deadline = time.monotonic() + START_TIMEOUT_S
         for worker in fresh:
             worker.await_start(deadline)

@@ -51,7 +51,7 @@ class Gathering:
         try:
             message = connection.recv()
         except (EOFError, OSError):
-            status = self.workers[rank].process.wait()
+            status = self.workers[rank].wait()
             raise PoolError(
                 f"rank {rank} of {len(self.workers)} died with exit status {status}{self._logs()}"
             ) from None

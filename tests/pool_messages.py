@@ -38,6 +38,8 @@ class Outcome:
 
 
 READY = "ready"
-"""A worker has imported torch and waits for its first call."""
+"""A worker waits for its first call."""
 IDLE = "idle"
 """A worker has torn its process group down and waits for the next call."""
+MOST_BYTES = 1 << 20
+"""Of a message to the process that workers are forked off."""
