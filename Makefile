@@ -33,10 +33,10 @@ demo: setup  ## Train on real data, verify the run, then compare one device, bot
 
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
 	@$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'
-	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/contract
+	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 10 --ignore tests/contract
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
-	SOAK_MINUTES=$$(( $(MINUTES) / 2 )) $(BIN)/python -m pytest -m soak -n 2 --dist loadfile
+	SOAK_MINUTES=$$(( $(MINUTES) / 2 )) $(BIN)/python -m pytest -m soak -n 2 --dist loadfile --durations 10
 	$(BIN)/python bench/chaos.py --minutes $$(( $(MINUTES) / 2 )) --seed $$(date +%s)
 
 check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags, documentation)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("runtime.cpp", "operators.cpp", "autocast.cpp", "process_group.cpp")]
+SOURCES = [HERE / name for name in ("device.cpp", "autocast.cpp")]
 NAME = "lockstep_simulated_device"
 
 
@@ -43,7 +43,7 @@ def build() -> Path:
     """Compile the extension unless this has been done, and return its file. Processes wait for the one that builds."""
     import torch
 
-    files = [*SOURCES, HERE / "runtime.h"]
+    files = [*sorted(HERE.glob("*.cpp")), HERE / "runtime.h"]
     key = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     versions = f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
     folder = HERE.parents[1] / "build" / "simulated_device" / versions

@@ -336,7 +336,7 @@ void check_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // --- What the fallback cannot do
 
-void record_stream(at::Tensor& self, c10::Stream stream) {
+void record_tensor_stream(at::Tensor& self, c10::Stream stream) {
   sim::record_stream(self.storage().data(), stream_number(stream));
 }
 
@@ -381,7 +381,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
-  m.impl("record_stream", record_stream);
+  m.impl("record_stream", record_tensor_stream);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_and_offset);
