@@ -10,6 +10,7 @@ same time must not enter one object: each asks ``torch.accelerator.current_strea
 stream's device the current one, but not if the stream is that device's current one already.
 """
 
+import functools
 import time
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
+
+# By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
+VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def default_device() -> torch.device:
@@ -28,9 +32,30 @@ def check_count(wanted: int) -> None:
     """Raise a ConfigurationError if a machine with accelerators has fewer than ``wanted`` of them."""
     there = torch.accelerator.device_count()
     if 0 < there < wanted:
+        found = torch.accelerator.current_accelerator()
+        variable = VISIBLE_DEVICES.get("cuda" if found is None else found.type)
+        hidden = "" if variable is None else f", or hide the GPUs to use the CPU, as with {variable}= "
         raise ConfigurationError(
             f"{wanted} devices were asked for, but this machine has {there} GPU{'s' if there > 1 else ''}.\n"
-            f"Ask for at most {there}, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= ."
+            f"Ask for at most {there}{hidden}."
+        )
+
+
+@functools.cache
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return in what to sum on ``device``: float64, or float32 where it has none, as Apple's and some of Intel's."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
+
+
+def check_float64(device: torch.device, name: str) -> None:
+    """Raise a ConfigurationError if ``device`` lacks float64, which what is called ``name`` needs."""
+    if widest_dtype(device) is not torch.float64:
+        raise ConfigurationError(
+            f"{name} needs sums in float64, which {device} cannot compute.\nLeave it out, or use another device."
         )
 
 

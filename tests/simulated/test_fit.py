@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import OutOfMemory
+from lockstep import accelerator
+from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.study.report.view import sentences, view_run
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.train.settings import Settings
@@ -128,6 +129,41 @@ def test_a_step_that_overflows_is_left_out(on_sim):
         return [loop.step().updated for _ in range(3)], loop.state_dict()["scaler"]["scale"]
 
     assert [tuple(each) for each in on_sim(2)(run)] == [([False] * 3, 2.0**13)] * 2
+
+
+def test_a_device_without_float64_sums_in_float32(on_sim):
+    """Or says that what needs more cannot be had on it."""
+
+    def run(world, strategy):
+        def batch_norm():
+            return nn.Sequential(nn.Linear(6, 8), lockstep.SyncBatchNorm(8), nn.Linear(8, 4))
+
+        def loss(model, batch):
+            return (model(batch[0]) - batch[1]).square().mean()
+
+        def data():
+            return torch.utils.data.TensorDataset(*(part.float() for part in samples().tensors[:2]))
+
+        task = make_task(model=batch_norm, dataset=data, eval_dataset=data, loss=loss, drop_last=True)
+        torch.sim.set_float64(False)
+        accelerator.widest_dtype.cache_clear()
+        try:
+            with pytest.raises(ConfigurationError) as refused:
+                lockstep.fit(task, strategy="ddp", reproducible=2, quiet=True)
+            options = {"strategy": strategy, "steps": 4, "clip": 0.3, "quiet": True, "profile": False}
+            return lockstep.fit(task, **options).losses, str(refused.value)
+        finally:
+            torch.sim.set_float64(True)
+            accelerator.widest_dtype.cache_clear()
+
+    for strategy in ("ddp", "ddp-zero1"):
+        found = on_sim(2)(run, strategy)
+        for rank, (losses, refused) in enumerate(found):
+            assert len(losses) == 4 and losses == found[0][0]
+            assert refused == (
+                f"reproducible=2 needs sums in float64, which sim:{rank} cannot compute.\n"
+                "Leave it out, or use another device."
+            )
 
 
 def tied():

@@ -204,6 +204,11 @@ def set_memory_limit(num_bytes, device=None):
     native.set_memory_limit(_index(device), num_bytes)
 
 
+def set_float64(has_float64):
+    """Say whether the devices have float64, as they do at first."""
+    native.set_float64(has_float64)
+
+
 def set_check(mode):
     """Say what happens at an access without order: ``raise`` at once (as at first), ``collect`` it, or ``off``."""
     native.set_check(mode)

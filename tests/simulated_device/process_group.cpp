@@ -314,6 +314,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &device_count);
   m.def("set_device_count", &set_device_count);
   m.def("set_memory_limit", &set_memory_limit);
+  m.def("set_float64", &set_float64);
   m.def("take_errors", &take_errors);
   m.def("set_check", [](const std::string& mode) {
     const std::map<std::string, Check> modes{{"off", Check::OFF}, {"collect", Check::COLLECT}, {"raise", Check::RAISE}};

@@ -48,6 +48,7 @@ struct State {
   std::map<std::pair<int, int>, std::multimap<size_t, Block*>> cache; // by device and stream
   int64_t num_blocks = 0, num_kernels = 0;
   Check check = Check::RAISE;
+  bool has_float64 = true;
   std::vector<std::string> errors;
   Counters counters;
 };
@@ -598,11 +599,18 @@ void count_copy(const std::string& kind, size_t bytes, const PlacePtr& place) {
 Launch::Launch(const std::string& op, int stream, bool kernel)
     : place_(here(op)), outer_(std::exchange(running, place_)), stream_(stream), kernel_(kernel) {}
 
+static void refuse_float64(const at::Tensor& tensor) {
+  TORCH_CHECK(
+      state().has_float64 || !tensor.defined() || tensor.device().type() != SIM || tensor.scalar_type() != at::kDouble,
+      "simulated device: it has no float64");
+}
+
 Launch::~Launch() {
   running = outer_;
 }
 
 void Launch::access(const at::Tensor& tensor, bool write, const std::string& argument) {
+  refuse_float64(tensor);
   if (tensor.defined() && tensor.numel() > 0)
     touches_.push_back({tensor, write, argument});
 }
@@ -626,6 +634,7 @@ std::vector<Pending> Launch::start_later() {
 }
 
 void Launch::wrote(const at::Tensor& tensor) {
+  refuse_float64(tensor);
   if (tensor.defined() && tensor.numel() > 0)
     check({{tensor, true, "the result"}});
 }
@@ -930,6 +939,11 @@ void set_device_count(int count) {
 void set_memory_limit(int device, size_t bytes) {
   Lock lock(state().mutex);
   state().devices[checked(device)].limit = bytes;
+}
+
+void set_float64(bool has_float64) {
+  Lock lock(state().mutex);
+  state().has_float64 = has_float64;
 }
 
 void set_check(Check mode) {

@@ -141,6 +141,7 @@ void install();
 int device_count();
 void set_device_count(int count);
 void set_memory_limit(int device, size_t bytes);
+void set_float64(bool has_float64);
 void set_check(Check mode);
 std::vector<std::string> take_errors();
 Counters take_counters();

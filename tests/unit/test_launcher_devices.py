@@ -4,6 +4,7 @@ import os
 
 import psutil
 import pytest
+import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, num_cores, threads_for
@@ -46,15 +47,21 @@ def test_cpu_means_cores(gpus, cores):
     assert choose_num_ranks("cpu", "") == 8
 
 
-def test_more_devices_than_gpus(gpus):
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("cuda", ", or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= "),
+        ("xpu", ", or hide the GPUs to use the CPU, as with ZE_AFFINITY_MASK= "),
+        ("mps", ""),
+    ],
+)
+def test_more_devices_than_gpus(gpus, monkeypatch, kind, hint):
     gpus(2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     assert choose_num_ranks("2", "") == 2
     with pytest.raises(ConfigurationError) as raised:
         choose_num_ranks("3", "")
-    assert str(raised.value) == (
-        "3 devices were asked for, but this machine has 2 GPUs.\n"
-        "Ask for at most 2, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= ."
-    )
+    assert str(raised.value) == f"3 devices were asked for, but this machine has 2 GPUs.\nAsk for at most 2{hint}."
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1"])

@@ -147,6 +147,10 @@ def test_the_launcher_erases_the_live_view_before_it_prints(tmp_path, capsys, mo
             {"folder": "/proc/nowhere"},
             "/proc/nowhere cannot be written: No such file or directory.\nName another place with --log-dir.",
         ),
+        (
+            {"folder": "s3://bucket/logs"},
+            "--log-dir s3://bucket/logs is no folder of this machine.\nName one; logs cannot be in an object store.",
+        ),
     ],
 )
 def test_what_cannot_be(settings, message, tmp_path):

@@ -45,6 +45,10 @@ class LogSettings:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ConfigurationError(f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}.")
+        if "://" in str(self.folder):  # they are appended to line by line, which object stores cannot do
+            raise ConfigurationError(
+                f"--log-dir {self.folder} is no folder of this machine.\nName one; logs cannot be in an object store."
+            )
         if self.excluded_by and self.flags:
             raise ConfigurationError(f"{self.flags} cannot be had with {self.excluded_by}.\nLeave one of them out.")
 

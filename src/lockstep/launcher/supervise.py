@@ -37,6 +37,7 @@ from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
+from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
@@ -528,15 +529,11 @@ def _runs(pid: int) -> bool:
         return False
 
 
-# By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
-_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-
-
 def _hide_device(index: int, num_ranks: int) -> None:
     """Keep the GPU of a rank that was lost from the ranks to come."""
     accelerator, num_gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-    if accelerator is None or num_gpus < num_ranks or accelerator.type not in _VISIBLE_DEVICES:
+    if accelerator is None or num_gpus < num_ranks or accelerator.type not in VISIBLE_DEVICES:
         return  # the ranks are on the CPU, or nothing can hide a device from them
-    variable = _VISIBLE_DEVICES[accelerator.type]
+    variable = VISIBLE_DEVICES[accelerator.type]
     visible = os.environ.get(variable, ",".join(map(str, range(num_gpus)))).split(",")
     os.environ[variable] = ",".join(visible[:index] + visible[index + 1 :])

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy
+from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_attribute, updates
 from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
@@ -233,7 +233,7 @@ def _number(value: Tensor | float) -> Number:
         )
     if value.device.type == "cpu":
         return Number(float(value.item()))
-    copy = HostCopy(value.double().reshape(()))
+    copy = HostCopy(value.to(widest_dtype(value.device)).reshape(()))
     return Number(copy.value, copy.arrived)
 
 

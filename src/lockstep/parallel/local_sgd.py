@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
+from lockstep.accelerator import check_float64
 from lockstep.comm.collectives import (
     Group,
     all_gather_object,
@@ -296,6 +297,7 @@ class PeriodicAveraging:
         self._model, self.schedule = model, schedule
         self._group = default_group() if process_group is None else process_group
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        check_float64(self._device, type(self).__name__)
         problem = _find_problem(model, optimizer, schedule, compression, self._group)
         arguments = f"{schedule}, compression={compression}"
         if isinstance(outer_optimizer, OuterSGD):

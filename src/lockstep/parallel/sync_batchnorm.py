@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from typing_extensions import override
 
+from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
@@ -77,7 +78,7 @@ def measure(input: Tensor) -> Tensor:
         like = torch.zeros(num_channels), torch.ones(num_channels)
     mean, var = torch.batch_norm_update_stats(input, *like, 1.0)
     count = input.numel() // num_channels
-    vector = torch.cat([mean.new_full((1,), count, dtype=torch.float64), mean, var])
+    vector = torch.cat([mean.new_full((1,), count, dtype=widest_dtype(input.device)), mean, var])
     # From the biased variance back to a sum, in float64.
     vector[1 + num_channels :] *= count
     return vector
@@ -85,7 +86,7 @@ def measure(input: Tensor) -> Tensor:
 
 def empty_statistics(num_channels: int, device: torch.device) -> Tensor:
     """Return the statistics of no values."""
-    return torch.zeros(1 + 2 * num_channels, dtype=torch.float64, device=device)
+    return torch.zeros(1 + 2 * num_channels, dtype=widest_dtype(device), device=device)
 
 
 def merge(vectors: Tensor) -> Statistics:
@@ -238,18 +239,18 @@ def _has_kernels(device_type: str) -> bool:
 def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
     """Return this rank's sums by channel of ``gradient``, then of ``gradient`` times the normalised input: float64."""
     if input.numel() == 0:
-        return torch.zeros(2 * input.size(1), dtype=torch.float64, device=input.device)
+        return torch.zeros(2 * input.size(1), dtype=widest_dtype(input.device), device=input.device)
     if not _has_kernels(input.device.type):
         ones = torch.ones_like(batch.mean)
         _, of_product, of_gradient = torch.ops.aten.native_batch_norm_backward(
             gradient, input, ones, batch.mean, batch.var, None, None, False, eps, [False, True, True]
         )
-        return torch.cat([of_gradient, of_product]).double()
+        return torch.cat([of_gradient, of_product]).to(widest_dtype(input.device))
     inverse = torch.rsqrt(batch.var + eps)
     of_gradient, of_distances, _, _ = torch.batch_norm_backward_reduce(
         gradient, input, batch.mean, inverse, None, True, False, False
     )
-    return torch.cat([of_gradient, of_distances * inverse]).double()
+    return torch.cat([of_gradient, of_distances * inverse]).to(widest_dtype(input.device))
 
 
 def gradient_of_input(
@@ -422,7 +423,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     @torch.no_grad()
     def backward_without_input(self, group: Group, device: torch.device) -> None:
         """Take part in the other ranks' backward. Collective: every rank."""
-        zeros = torch.zeros(2 * self.num_features, dtype=torch.float64, device=device)
+        zeros = torch.zeros(2 * self.num_features, dtype=widest_dtype(device), device=device)
         StatisticsExchange(self, group).sum(zeros)
 
     def _take_part(self, exchange: StatisticsExchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import BadSample, MicroBatch, Request, load
@@ -150,8 +151,7 @@ class Evaluator:
         return torch.stack([self._sum_dtype(torch.as_tensor(item)) for item in (total, count)])
 
     def _sum_dtype(self, value: Tensor) -> Tensor:
-        device = self.trainer.device
-        return value.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        return value.to(self.trainer.device, widest_dtype(self.trainer.device))
 
 
 def _means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:

@@ -179,7 +179,7 @@ class RunRecord:
         if self._folder is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
             return {}
         self._loss_at = record.timer.began_at
-        copy = HostCopy(torch.stack([value.detach().double() for value in values.values()]))
+        copy = HostCopy(torch.stack([value.detach().to(record.loss.dtype) for value in values.values()]))
         return {name: run_record.Number(value, copy.arrived) for name, value in zip(values, copy.value, strict=True)}
 
     def pause(self) -> None:

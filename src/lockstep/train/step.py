@@ -311,16 +311,23 @@ class StepMetrics:
     Args:
         device: Where the sums are.
         group: The ranks that take part, or None if it is only this process.
+        dtype: Of the sums.
         has_counts: Whether the losses of a step before were no means over samples; true from the first such one on.
         only_means: Whether they must be, for the gradient cannot be divided after backward.
     """
 
     def __init__(
-        self, device: torch.device, group: Group | None, *, has_counts: bool = False, only_means: bool = False
+        self,
+        device: torch.device,
+        group: Group | None,
+        *,
+        dtype: torch.dtype = torch.float64,
+        has_counts: bool = False,
+        only_means: bool = False,
     ) -> None:
         self._group, self._only_means = group, only_means
         # Total and count of the loss, unreadable samples, ranks that request to stop, ranks on which something failed.
-        self._sums = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._sums = torch.zeros(5, dtype=dtype, device=device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
         self.has_counts = has_counts

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy
+from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
@@ -125,7 +125,7 @@ class Trainer:
         self.optimizer: Optimizer = self.strategy.take_over(build_optimizer(task, self._model))
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._gradients = self.strategy.gradients or step_parts.ParameterGradients(self._model)
-        self._in_backward = settings.overlap_optimizer
+        self._in_backward, self._sum_dtype = settings.overlap_optimizer, widest_dtype(self.device)
         self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
         # With on_nan="raise" on a device the host would wait for each step's verdict: it checks one step later instead.
         self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type != "cpu"
@@ -229,6 +229,7 @@ class Trainer:
         metrics = step_parts.StepMetrics(
             self.device,
             loss_group,
+            dtype=self._sum_dtype,
             has_counts=self._has_counts,
             only_means=self._in_backward,
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
+from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, empty_buffer
 from lockstep.errors import ConfigurationError
@@ -209,7 +210,7 @@ class CommHookReduction(BucketReduction):
         # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
         mine = [*used, *message]
         if mine != self._last_sent:  # the same in most steps, and a copy to a GPU would block
-            self._last_sent, self._on_device = mine, torch.tensor(mine, dtype=torch.float64, device=device)
+            self._last_sent, self._on_device = mine, torch.tensor(mine, dtype=widest_dtype(device), device=device)
         sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
         # A parameter that was used here needs no count, so usually nothing is read from the device.

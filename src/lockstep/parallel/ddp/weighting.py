@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.accelerator import HostCopy, is_capturing
+from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
@@ -450,7 +450,7 @@ class Weights:
 
     def _exchange(self, message: Sequence[float]) -> list[float]:
         """Return the sum of all messages. Collective: every rank. Blocks until complete."""
-        sums = torch.tensor(message, dtype=torch.float64, device=self.device)
+        sums = torch.tensor(message, dtype=widest_dtype(self.device), device=self.device)
         try:
             all_reduce(sums, group=self._group)
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import Gradients, Replicas, check_devices
 from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, as_listed, differentiate
@@ -303,9 +304,10 @@ def _existing(device: Device, argument: str) -> torch.device:
     gpu, num_gpus = _gpus()
     is_gpu = isinstance(device, int) or torch.device(device).type == gpu
     if is_gpu and index is not None and not 0 <= index < num_gpus:
+        variable = VISIBLE_DEVICES.get(gpu)
         raise ConfigurationError(
             f"{argument} names GPU {index}, but this process sees {num_gpus} (numbered from 0).\n"
-            "Name fewer devices, or make more visible with CUDA_VISIBLE_DEVICES."
+            f"Name fewer devices, or make more visible{f' with {variable}' if variable else ''}."
         )
     return as_device(device)
 

@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Work
 from lockstep.errors import ConfigurationError, LockstepError
@@ -454,8 +455,7 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
         group: The ranks that take part.
     """
     # A sum of powers in the narrow dtype would overflow, or lose digits that one process keeps.
-    wide = torch.float32 if like.device.type == "mps" else torch.float64
-    total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, wide)
+    total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, widest_dtype(like.device))
     if math.isinf(norm_type):
         collectives.all_reduce(total, group=group, op="max")
     else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lockstep.accelerator import check_float64
 from lockstep.comm.collectives import Group, all_reduce, broadcast_coalesced
 from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
@@ -520,11 +521,12 @@ def virtual_shards(
     """Return the virtual shards if ``settings`` ask for them, else None.
 
     Raises:
-        ConfigurationError: The strategy is torch's, or there are fewer shards than devices.
+        ConfigurationError: The strategy is torch's, the device has no float64, or there are fewer shards than devices.
     """
     if settings.reproducible is None:
         return None
     refuse_reproducible(name)
+    check_float64(devices[0], f"reproducible={settings.reproducible}")
     num_devices = world.world_size if name == "ddp" else len(devices) if name == "dp" else 1
     placement = place_shards(settings.reproducible, num_devices, settings.shares)
     ranges = placement.ranges
