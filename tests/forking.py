@@ -1,40 +1,50 @@
 """Have processes that a test starts forked off one that has imported torch, instead of new interpreters.
 
 An interpreter that imports torch and makes its first optimizer has spent more than four seconds of a core; tests start
-hundreds. What `subprocess` would start as a new interpreter (a rank, ``python -m lockstep``, a script of a test) is
-forked here off a server, which has no threads, and becomes a child of whoever started it. Where the environment differs
-in what only a new interpreter reads, a new one is started.
+hundreds. What `subprocess` would start as a new interpreter (``python -m lockstep``, a script of a test) is forked here
+as `lockstep.launcher.fork_server` forks ranks.
 
 Forked processes hash strings alike. Workers of the pool are interpreters of their own, so that an order that depends on
 a set differs between the ranks there, as it does for users.
 """
 
 import atexit
-import ctypes
-import io
+import functools
 import os
 import pickle
-import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 
-BOOTSTRAP = "lockstep/launcher/bootstrap.py"
-MOST_BYTES = 1 << 20
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-CLONE_NEWNET = 0x40000000
-NAME = "fork-server"
+from lockstep.launcher import bootstrap, fork_server
 
-_lock = threading.Lock()
+# An environment variable: the folder of a forked process, and what it calls first.
+PLACE = "FORKED_PLACE"
+
+interpreter = fork_server._interpreter
 _execute_child = subprocess.Popen._execute_child
 
 
+class Server(fork_server.ForkServer):
+    """A server that lives on: the one of `launch` ends with it."""
+
+    def __init__(self, connection, environ):
+        super().__init__(connection, None)
+        self._environ = environ
+
+    def close(self):
+        pass
+
+
 def install(connect):
-    """Have `subprocess` ask the server behind ``connect()``, a function that returns the socket to it."""
+    """Have `subprocess`, and `lockstep.launch`, ask the server behind ``connect()``, which returns the socket to it."""
+    before = dict(os.environ)
+
+    @functools.cache
+    def server():
+        return Server(connect(), before)
 
     def execute_child(
         self,
@@ -57,115 +67,47 @@ def install(connect):
         *others,
     ):
         args = args if isinstance(args, str | os.PathLike) else [os.fspath(word) for word in args]
-        environ = dict(os.environ if env is None else env)
         pipes = (stdin_read, stdin_write, stdout_read, stdout_write, stderr_read, stderr_write)
-        if executable is not None or pass_fds or not _can_fork(args, environ):
+        process = None
+        if executable is None and not pass_fds and _can_fork(args):
+            environ = dict(os.environ if env is None else env)
+            environ[PLACE] = pickle.dumps((cwd, preexec_fn)).hex()
+            standard = [own if fd == -1 else fd for own, fd in enumerate((stdin_read, stdout_write, stderr_write))]
+            process = server().fork(args[1:], environ, standard, new_session=others[-2])
+        if process is None:
             settings = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             return _execute_child(self, args, executable, preexec_fn, *settings, *pipes, *others)
-        has_new_session = others[-2]
-        request = (args, environ, str(cwd or os.getcwd()), preexec_fn, has_new_session, os.getpid())
-        standard = [own if fd == -1 else fd for own, fd in enumerate((stdin_read, stdout_write, stderr_write))]
-        libc = ctypes.CDLL(None)
-        with _lock:
-            connection = connect()
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the new process becomes a child of this one
-            socket.send_fds(connection, [pickle.dumps(request)], standard)
-            self.pid = int(connection.recv(64))
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+        self.pid = process.pid
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
     subprocess.Popen._execute_child = execute_child
+    fork_server._interpreter = server
 
 
-def _can_fork(args, environ):
+def _can_fork(args):
     if not isinstance(args, list) or args[0] != sys.executable or len(args) < 2:
         return False
-    words = [word for word in args[1:4] if word != "-u"]
-    names = [name for name in {*environ, *os.environ} if name.startswith(("PYTHON", "LD_"))]
-    is_ours = words[0].endswith(".py") or words[:2] == ["-m", "lockstep"]
-    return is_ours and all(environ.get(name) == os.environ.get(name) for name in names)
-
-
-def serve(requests):
-    """Fork a process for each request until there is nobody to ask any more; returns in these.
-
-    Returns:
-        The words of the command line after the interpreter, and what to call before them.
-    """
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_NAME, NAME.encode())
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, MOST_BYTES, 3)
-        if not message:
-            os._exit(0)
-        args, environ, cwd, preexec, has_new_session, parent = pickle.loads(message)
-        if (middle := os.fork()) == 0:
-            if os.fork() > 0:
-                os._exit(0)  # whoever asked adopts its child
-            while os.getppid() != parent:
-                time.sleep(0.0005)
-            requests.send(str(os.getpid()).encode())
-            requests.close()
-            libc.prctl(PR_SET_NAME, b"python")
-            if not has_new_session:
-                os.setpgid(0, os.getpgid(parent))
-            become(environ, cwd, has_new_session, descriptors)
-            return args[1:], preexec
-        os.waitpid(middle, 0)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def become(environ, cwd, has_new_session, descriptors, network=None):
-    """Give this process a place of its own.
-
-    Args:
-        environ: Its environment.
-        cwd: Its folder.
-        has_new_session: Whether it leads a session of its own.
-        descriptors: Its standard input, output and error.
-        network: The name of the network namespace that it moves to.
-    """
-    for number, descriptor in enumerate(descriptors):  # which are above 2: this process has its own
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    if has_new_session:
-        os.setsid()
-    if network is not None:
-        with open(f"/var/run/netns/{network}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"this process cannot move to {network}")
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environ)
+    return args[1].endswith(".py") or args[1:3] == ["-m", "lockstep"]
 
 
 def start(words):
-    """Do what ``python WORDS`` would, with what a new interpreter reads from its environment."""
-    import numpy
-    import torch
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    random.seed()
-    numpy.random.seed()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count())))
-    if words[0] == "-u":
-        for name, number in (("stdout", 1), ("stderr", 2)):
-            stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        words = words[1:]
+    """Be ``python WORDS``: a script or a rank."""
+    if words[1:2] == [bootstrap.__file__]:
+        fork_server.become_rank(words)
     sys.argv = words
-    if words[0].endswith(BOOTSTRAP):
-        from lockstep.launcher import bootstrap
+    sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
 
-        bootstrap.main(sys.argv)
-    else:
-        sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-        runpy.run_path(words[0], run_name="__main__")
+
+def take_place():
+    """Do what a new process does first."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if PLACE in os.environ:
+        cwd, prepare = pickle.loads(bytes.fromhex(os.environ.pop(PLACE)))
+        os.chdir(cwd or os.getcwd())
+        if prepare is not None:
+            prepare()
 
 
 def end(program):

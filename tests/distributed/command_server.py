@@ -4,6 +4,7 @@ What a command starts itself is forked as well, off a copy of the command that i
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -18,7 +19,10 @@ import torch._dynamo  # noqa: F401 - the first optimizer would import it
 import lockstep.launcher.cli
 import lockstep.train.fit  # noqa: F401
 from lockstep.cli import main
+from lockstep.launcher import fork_server
 from tests import forking
+
+CLONE_NEWNET = 0x40000000
 
 
 def serve(requests):
@@ -34,14 +38,14 @@ def serve(requests):
                     selector.register(socket.socket(fileno=descriptors[0]), selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     selector.unregister(key.fileobj)
-                    message, descriptors, _, _ = socket.recv_fds(key.fileobj, forking.MOST_BYTES, 3)
+                    message, descriptors, _, _ = socket.recv_fds(key.fileobj, fork_server.MOST_BYTES, 3)
                     request = json.loads(message)
                     if (pid := os.fork()) == 0:
                         requests.close()
                         if request is None:  # the tests' own process starts something
-                            return fork_children_for(key.fileobj)
+                            return partial(fork_children_for, key.fileobj)
                         args = request.pop("args")
-                        forking.become(**request, descriptors=descriptors)
+                        become(**request, descriptors=descriptors)
                         return partial(run_command, args)
                     for descriptor in descriptors:
                         os.close(descriptor)
@@ -59,10 +63,20 @@ def serve(requests):
                         connection.send(str(code).encode())
 
 
+def become(network, descriptors, **place):
+    """Give this process a place of its own, in the network namespace of that name if there is one."""
+    if network is not None:
+        with open(f"/var/run/netns/{network}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"this process cannot move to {network}")
+    fork_server.take_place(place, descriptors)
+
+
 def run_command(args):
     """Be ``lockstep ARGS``."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    prepare_children()
+    if args[:1] == ["rehearse"]:  # others start ranks only
+        prepare_children()
     sys.argv = ["lockstep", *args]
     sys.exit(main(args))
 
@@ -72,29 +86,24 @@ def prepare_children():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
-        forking.end(fork_children_for(theirs))
+        fork_children_for(theirs)
     theirs.close()
     forking.install(lambda: ours)
 
 
 def fork_children_for(connection):
-    """Serve one process; returns in those forked for it, with what each is."""
-    with open(os.devnull, "r+") as devnull:
-        for number in (0, 1, 2):  # whoever reads what that process writes must see its end
-            os.dup2(devnull.fileno(), number)
-    os.setpgid(0, 0)  # signals for the group are not for this process
-    words, prepare = forking.serve(connection)
+    """Serve one process; returns neither here nor in those forked for it."""
+    words = fork_server.serve(connection)
 
     def program():
-        if prepare is not None:
-            prepare()
+        forking.take_place()
         if words[:2] == ["-m", "lockstep"]:
             run_command(words[2:])
         if words[0] != "-u":  # no rank
             prepare_children()
         forking.start(words)
 
-    return program
+    forking.end(program)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Command:
                 "args": [os.fspath(word) for word in args],
                 "cwd": str(cwd or os.getcwd()),
                 "environ": dict(os.environ if env is None else env),
-                "has_new_session": start_new_session,
+                "new_session": start_new_session,
                 "network": network,
             }
             socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import forking
 from tests.distributed import commands
 
 SCRIPT = """
@@ -75,9 +74,8 @@ def job(tmp_path):
         files = [tmp_path / f"ready-{rank}" for rank in range(2)]
         wait_for(lambda: all(file.exists() for file in files), 90)
         pids = {int(pid) for file in files for pid in file.read_text().split()}
-        # The reaper too, but not what forks for the tests.
-        children = psutil.Process(process.pid).children(recursive=True)
-        pids |= {child.pid for child in children if child.name() != forking.NAME}
+        # The reaper and the fork server too.
+        pids |= {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
         assert len(alive(pids)) >= 5
         return process, pids, scratch
 

@@ -16,6 +16,11 @@ from lockstep.run_folder import hide_secrets
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(args: tuple[str, ...]) -> None:
     """Start a script on every device, as torchrun does."""
+    from lockstep.launcher import fork_server
+
+    fork_server.start()
+    if "--no-python" not in args:
+        fork_server.preload("lockstep.comm.world", "lockstep.parallel.ddp.wrapper")
     from lockstep.launcher.cli import UsageError
 
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", "run", *args]))  # for the record of the run

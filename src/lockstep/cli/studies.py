@@ -12,6 +12,7 @@ import click
 from lockstep.cli import INTERRUPTED, USAGE, command
 from lockstep.cli.train import settings_options
 from lockstep.errors import EXIT_CODE, ConfigurationError
+from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
 from lockstep.study.rehearse.fault_rules import describe_kinds
 from lockstep.train.settings import Settings, read_settings
@@ -49,6 +50,7 @@ def write(what: str, file: str, text: str) -> None:
 
 
 def _num_devices(devices: int | None) -> int:
+    fork_server.start()  # before devices are counted
     import torch
 
     return torch.accelerator.device_count() or 2 if devices is None else devices

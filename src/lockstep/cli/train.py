@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from lockstep.cli import command
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
+from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LEVELS, LogSettings
 from lockstep.run_folder import hide_secrets
@@ -181,6 +182,7 @@ def train(
     from lockstep.train.plan import check_batch, num_devices
     from lockstep.train.task import load_task
 
+    fork_server.preload("lockstep.train.fit")
     # What is wrong with task, batch and sinks is found before any process is started.
     num_ranks = num_devices(settings.devices)
     task = load_task(task_file)
@@ -215,9 +217,10 @@ def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     from lockstep.env import Launcher, RankEnv
     from lockstep.train.plan import PER_PROCESS, num_devices
 
-    if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE:
+    if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or settings.strategy not in PER_PROCESS:
         return False
-    return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
+    fork_server.start()  # before the task is loaded, and devices are counted
+    return even_one or num_devices(settings.devices) > 1
 
 
 def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, float]]:

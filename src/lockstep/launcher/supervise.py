@@ -44,6 +44,7 @@ from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
+from lockstep.launcher.fork_server import forked_ranks
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
@@ -145,7 +146,7 @@ def supervise(
     stop = GracefulShutdown(reaper, job)
     # torch makes handler and agent in one function that takes neither from outside.
     agent = patch.object(api, "LocalElasticAgent", partial(_Agent, job, config))
-    with stop.handling(config) as config, elastic_quiet(), agent:
+    with forked_ranks(mode, target, config.nproc_per_node), stop.handling(config) as config, elastic_quiet(), agent:
         try:
             with watchdog:
                 api.elastic_launch(config, python)(*command)

@@ -1,0 +1,360 @@
+"""Ranks forked off a process that has imported torch: none imports it again, and all share the memory of what it made.
+
+    launcher                   server                             rank
+    import torch
+    start() ---- fork -------> imports what ranks need
+    fork()  ---- request ----> forks twice ---------------------> is the launcher's child; bootstrap.py
+            <----------------------------------------- its pid ---
+
+The server is forked off the command ``lockstep`` before that has threads, devices or a task of the user's. `launch` is
+called by programs that have all of these: its server is a new interpreter. The process between server and rank ends at
+once, and the launcher adopts the rank (PR_SET_CHILD_SUBREAPER); torch elastic then polls and kills it like any child.
+
+Where only a new interpreter does what the user means, ranks are new interpreters (`_needs_interpreters`). In a forked
+one, strings hash as in all other ranks, and ``ps`` shows the launcher's command line. It ends as interpreters do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+from unittest.mock import patch
+
+from lockstep.launcher import bootstrap
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+MOST_BYTES = 1 << 20
+# Schedulers signal all processes of a job, terminals all of a group; the server ends with its launcher.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
+# Variables that a new interpreter, the loader, or a library reads when it is started or imported, for good.
+_READ_ONCE = re.compile(
+    r"\b(?!TORCHELASTIC|TORCH_NCCL|KMP_INIT_AT_FORK|KMP_DUPLICATE_LIB_OK)"  # read later; set by scikit-learn itself
+    r"(PYTHON|(LD|GLIBC|MALLOC|OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|NPY|PYTORCH|TORCH[A-Z]*)_)[A-Z]"
+)
+# What importing torch leaves for later, and every training script needs: the first optimizer imports it.
+_TRAINING = ("torch.distributed", "torch._dynamo")
+
+# The launcher's side.
+
+
+class ForkedProcess:
+    """A child of this process: what torch elastic uses of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit status, negative for a signal; ``None`` if it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has read it; Popen takes it for 0 as well
+                pid, status = self.pid, 0
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Block until it has ended, at most ``timeout`` seconds; return its exit status."""
+        end_s = time.monotonic() + timeout
+        while (code := self.poll()) is None and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return code
+
+
+class ForkServer:
+    """The connection to a server, and what it has read from its environment.
+
+    Args:
+        connection: To the server, which ends when this is closed.
+        process: The server, a child of this process.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, connection: socket.socket, process: ForkedProcess | subprocess.Popen[bytes]) -> None:
+        self._connection, self._process = connection, process
+        self._environ = dict(os.environ)
+
+    def preload(self, names: Sequence[str]) -> None:
+        """Have it import modules for all ranks; does not block."""
+        with contextlib.suppress(OSError):  # it is gone: `fork` finds out
+            self._connection.send(json.dumps(names).encode())
+
+    def fork(
+        self, args: Sequence[str], environ: Mapping[str, str], files: Sequence[int], *, new_session: bool = True
+    ) -> ForkedProcess | None:
+        """Start a process that becomes ``python ARGS``; ``None`` if a new interpreter has to.
+
+        Args:
+            args: What follows the interpreter.
+            environ: All of its environment.
+            files: The descriptors of its standard input, output and error.
+            new_session: Whether it leads a session of its own, or stays in the group of this process.
+        """
+        if self._has_read_others(environ):
+            return None
+        libc, before = ctypes.CDLL(None), ctypes.c_int()
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            place = {"environ": dict(environ), "cwd": os.getcwd(), "new_session": new_session}
+            request = json.dumps({"args": args, "parent": os.getpid(), **place}).encode()
+            reply, theirs = map(open, os.pipe(), "rw")
+            libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                with reply:
+                    with theirs:
+                        socket.send_fds(self._connection, [request], [*files, theirs.fileno()])
+                    # Ends without a number if the server, or what it forked, is gone.
+                    return ForkedProcess(int(reply.read()))
+            finally:
+                libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+        return None
+
+    def _has_read_others(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the server has read another value of a variable for good; threads can be set anew."""
+        theirs, ours = ({name: of[name] for name in of if _READ_ONCE.match(name)} for of in (self._environ, environ))
+        if "OMP_NUM_THREADS" in ours:
+            theirs["OMP_NUM_THREADS"] = ours["OMP_NUM_THREADS"]
+        return theirs != ours
+
+    def close(self) -> None:
+        """End the server; ranks stay."""
+        self._connection.close()
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)  # it may be in the midst of an import
+            self._process.wait(_EXIT_S)
+
+
+_server: ForkServer | None = None
+
+
+def start() -> None:
+    """Import torch and fork the server off this process, if it is the command ``lockstep``, which has done nothing yet.
+
+    Ranks leave through its stack, with `SystemExit`, so that their interpreter ends like any other.
+    """
+    global _server
+    if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
+        return  # who calls it from Python has `launch`'s way
+    gc.disable()  # a collection would look through all of torch's objects for nothing
+    import torch  # noqa: F401
+
+    gc.freeze()  # no collection writes to them, so that they stay shared; and this process ends sooner
+    gc.enable()
+    if _server is not None or not _can_fork() or threading.active_count() > 1:
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        ours.close()
+        become_rank(serve(theirs))
+    theirs.close()
+    _server = ForkServer(ours, ForkedProcess(pid))
+    atexit.register(_server.close)
+
+
+def preload(*names: str) -> None:
+    """Have the server that was started, if any, import what training needs, and more; does not block."""
+    if _server is not None:
+        _server.preload([*_TRAINING, *names])
+
+
+@contextmanager
+def forked_ranks(mode: str, target: str, num_ranks: int) -> Iterator[None]:
+    """Have torch elastic's agent fork ranks inside, where that is as good as a new interpreter for each.
+
+    Args:
+        mode: What they become; see `lockstep.launcher.supervise.supervise`.
+        target: Likewise.
+        num_ranks: A server that is an interpreter of its own is not worth it for a single one.
+    """
+    if not _can_fork() or _needs_interpreters(mode, target) or (_server is None and num_ranks == 1):
+        yield
+        return
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    server = _server or _interpreter()
+    server.preload(_TRAINING)
+    start_interpreter = SubprocessHandler._popen
+
+    def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        out, err = (file.fileno() if file else own for own, file in ((1, handler._stdout), (2, handler._stderr)))
+        # Others are wrapped into a command, such as numactl, or were chosen by the user.
+        is_plain = args[:3] == (sys.executable, "-u", bootstrap.__file__)
+        return (is_plain and server.fork(args[1:], env, [0, out, err])) or start_interpreter(handler, args, env)
+
+    try:
+        with patch.object(SubprocessHandler, "_popen", popen):
+            yield
+    finally:
+        if server is not _server:
+            server.close()
+
+
+def _interpreter() -> ForkServer:
+    """Start a server that is a new interpreter."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-u", __file__, str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    return ForkServer(ours, process)
+
+
+def _can_fork() -> bool:
+    """Return whether a fork of this process, or of one with its settings, is what a new interpreter would be."""
+    option = sys.orig_argv[1] if len(sys.orig_argv) > 1 else ""
+    is_plain = not option.startswith("-") or option in ("-m", "-c", "-u")  # not -O, -X ..., which ranks do not get
+    is_traced = sys.gettrace() is not None or sys.getprofile() is not None  # a debugger, or coverage
+    if sys.version_info >= (3, 12):
+        is_traced = is_traced or any(map(sys.monitoring.get_tool, range(6)))
+    return sys.platform == "linux" and os.environ.get("LOCKSTEP_FORK") != "0" and is_plain and not is_traced
+
+
+def _needs_interpreters(mode: str, target: str) -> bool:
+    """Return whether the program, or a device, needs more than what is done before a fork."""
+    import torch
+
+    if mode == "command":
+        return True
+    # A backend that plugs in may have threads or a device as soon as it is imported, which torch does by itself.
+    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+        return True
+    # A script sets such variables before it imports torch; here that has been imported.
+    is_file = mode == "script" and os.path.isfile(target)
+    return is_file and _READ_ONCE.search(Path(target).read_text("latin-1")) is not None
+
+
+# The server's side.
+
+
+def serve(connection: socket.socket) -> list[str]:
+    """Fork a process for each request until the launcher is gone; return in these, with the words after ``python``."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    environ = dict(os.environ)
+    os.closerange(3, connection.fileno())
+    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):  # whoever reads what the launcher writes must see its end
+        os.dup2(null, number)
+    os.close(null)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 4)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        if isinstance(request, list):
+            _import(request)
+            continue
+        if (between := os.fork()) == 0:
+            between = os.getpid()
+            if _is_bound_to_device() or os.fork() > 0:
+                os._exit(0)
+            while os.getppid() == between:  # until the launcher has adopted it
+                time.sleep(_PAUSE_S)
+            if os.getppid() != request["parent"]:
+                os._exit(1)
+            connection.close()
+            reply = descriptors.pop()
+            take_place(request, descriptors)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
+                _set_num_threads(threads)
+            os.write(reply, str(os.getpid()).encode())
+            os.close(reply)
+            return list(request["args"])
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _is_bound_to_device() -> bool:
+    """Return, in a child of the server, whether the server has used a device: then this process cannot."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and bool(torch.get_device_module(accelerator)._is_in_bad_fork())
+
+
+def _import(names: Sequence[str]) -> None:
+    gc.disable()
+    for name in names:
+        with contextlib.suppress(Exception):  # the rank that needs it will say why
+            import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def take_place(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Give this process its own session, environment, folder, streams as of ``python -u``, and random numbers."""
+    if place["new_session"]:
+        os.setsid()
+    else:
+        os.setpgid(0, os.getpgid(os.getppid()))
+    os.environ.clear()
+    os.environ.update(place["environ"])
+    os.chdir(place["cwd"])
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        before: TextIO = getattr(sys, f"__{name}__")
+        raw = io.FileIO(number, "w", closefd=False)
+        raw.name = f"<{name}>"
+        stream = io.TextIOWrapper(raw, before.encoding, before.errors, newline="\n", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    # Each process has its own until the program seeds them; Python's are seeded at a fork.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+
+
+def _set_num_threads(text: str) -> None:
+    """Do what libraries do with OMP_NUM_THREADS when they are loaded."""
+    number = text.partition(",")[0].strip()
+    if not number.isdecimal() or int(number) == 0:
+        return
+    import torch
+
+    torch.set_num_threads(int(number))
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "openblas" in line}  # numpy's
+    for path in paths:
+        library = ctypes.CDLL(path)
+        for prefix in ("", "scipy_"):
+            for suffix in ("", "64_"):
+                with contextlib.suppress(AttributeError):
+                    getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
+
+
+def become_rank(words: Sequence[str]) -> None:
+    """Be ``python WORDS``, which starts a rank; leaves as the program does."""
+    sys.orig_argv = [sys.executable, *words]
+    bootstrap.main(list(words[1:]))
+    sys.exit()
+
+
+if __name__ == "__main__":
+    become_rank(serve(socket.socket(fileno=int(sys.argv[1]))))

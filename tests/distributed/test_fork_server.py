@@ -1,0 +1,104 @@
+"""Ranks that are forked are what new interpreters would be; where they cannot be, new interpreters are started."""
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from lockstep import launch
+from lockstep.launcher import fork_server
+from tests import forking
+from tests.distributed.commands import lockstep
+
+FACTS = """
+import sys
+was_forked = "torch" in sys.modules
+import atexit, json, os, random, signal, threading, time
+import numpy, torch
+folder, rank = sys.argv[1], os.environ["RANK"]
+left_open = open(f"{folder}/open-{rank}", "w")
+left_open.write("flushed")
+threading.Thread(target=lambda: (time.sleep(0.3), left_open.write(" by a thread"))).start()
+atexit.register(lambda: left_open.write(" and an exit handler"))
+volatile = ("PORT", "RUN_ID", "ERROR_FILE", "LOCKSTEP_", "FORKED")
+streams = [sys.stdin, sys.stdout, sys.stderr]
+facts = {
+    "environ": {name: value for name, value in os.environ.items() if not any(part in name for part in volatile)},
+    "argv": sys.argv[2:], "path": sys.path, "flags": str(sys.flags), "cwd": os.getcwd(),
+    "signals": {number: str(signal.getsignal(number)) for number in range(1, 32)},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "streams": [[each.name, each.encoding, each.errors, each.write_through, each.line_buffering] for each in streams],
+    "unbuffered": [type(each.buffer).__name__ for each in streams[1:]],
+    "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
+    "threads": torch.get_num_threads(), "files": len(os.listdir("/proc/self/fd")),
+}
+numbers = [random.random(), numpy.random.random(), torch.rand(1).item()]
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump({"was_forked": was_forked, "numbers": numbers, "hash": hash("text"), "facts": facts}, file)
+"""
+
+
+def seen_by_ranks(folder):
+    opened = {(folder / f"open-{rank}").read_text() for rank in range(2)}
+    assert opened == {"flushed by a thread and an exit handler"}  # an interpreter's end closes what is open
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_forked_rank_is_what_a_new_interpreter_is(tmp_path):
+    (tmp_path / "train.py").write_text(FACTS)
+    found = {}
+    for name, fork in (("forked", "1"), ("new", "0")):
+        (tmp_path / name).mkdir()
+        command = ["run", "--devices", "2", str(tmp_path / "train.py"), str(tmp_path / name), "--lr", "0.1"]
+        # A variable of Python's own that the tests do not have makes the command itself a new interpreter.
+        environ = {**os.environ, "LOCKSTEP_FORK": fork, "PYTHONPLATLIBDIR": "lib"}
+        if fork == "1":
+            words = [sys.executable, "-m", "lockstep", *command]
+            subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=100, check=True)
+        else:
+            assert lockstep(*command, env=environ, cwd=tmp_path).code == 0
+        found[name] = seen_by_ranks(tmp_path / name)
+    for forked, new in zip(found["forked"], found["new"], strict=True):
+        assert (forked["was_forked"], new["was_forked"]) == (True, False)
+        facts = new["facts"]
+        assert {name: (fact, facts[name]) for name, fact in forked["facts"].items() if fact != facts[name]} == {}
+    one, other = found["forked"]
+    assert one["hash"] == other["hash"]
+    assert not set(one["numbers"]) & set(other["numbers"])
+
+
+def test_ranks_of_launch_are_forked_off_an_interpreter_that_knows_nothing_of_the_caller(monkeypatch):
+    def work():
+        return "torch._dynamo" in sys.modules, "pytest" in sys.modules, str(torch.get_default_dtype())
+
+    monkeypatch.setattr(fork_server, "_interpreter", forking.interpreter)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert launch(work, devices=2) == [(True, False, "torch.float32")] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_script_that_sets_what_torch_reads_when_it_is_imported_gets_new_interpreters(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, sys; os.environ['OMP_NUM_THREADS'] = '1'\n"
+        "before = 'torch' in sys.modules\n"
+        "import torch; print(before, torch.get_num_threads())\n"
+    )
+    done = lockstep("run", "--devices", "1", str(tmp_path / "train.py"))
+    assert (done.out, done.code) == ("False 1\n", 0)
+
+
+def test_a_job_outlives_its_fork_server(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, psutil, sys\n"
+        "print('torch' in sys.modules)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    others = [child for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid()]\n"
+        "    next(child for child in others if 'reaper.py' not in str(child.cmdline())).kill()\n"
+        "    sys.exit(1)\n"
+    )
+    done = lockstep("run", "--devices", "1", "--max-restarts", "1", str(tmp_path / "train.py"))
+    assert (done.out, done.code) == ("True\nFalse\n", 0)
