@@ -1,38 +1,49 @@
 """What it takes to start, watch, restart and end hundreds of ranks, without training: 64, 256 and 1,000 of them.
 
-Each rank is a thread with a connection of its own to a real store of c10d, which a process of its own serves as the
-first machine's launcher does. Eight ranks are a machine, with a launcher: another thread. They run Lockstep's own code:
+Each machine of eight ranks is a process, forked from one that has imported everything; its ranks and its launcher are
+threads. Each rank has a connection of its own to a real store of c10d, which a process of its own serves as the first
+machine's launcher does. They run Lockstep's own code:
 
     connect      ranks open their connections to the store
     meet         they sign in, learn that all have come, and on which machines; then a barrier
-    status       every rank posts its figures, and rank zero reads those of all; a beat
+    heartbeat    each rank writes its heartbeat, and each launcher's watchdog judges those of its machine
+    status       every rank posts its figures, and rank zero makes a snapshot of those of all
+    leave        all ranks leave
     missing      one rank does not come: all others raise an error that names it, from the end of their patience on
-    hang         launchers exchange what they see of ranks that stand still; a round
-    failure      launchers tell each other how the job ended on their machine
+    hang         launchers exchange what they see of ranks that stand still, and one judges for all
+    failure      launchers agree on the cause of the end
     restart      launchers agree on the number of restarts
     elastic      torch elastic's own rendezvous of the launchers, with the store that ranks get then
-    leave        all ranks leave, rank zero last
 
-By number of ranks: seconds until the last is done; processor time of all ranks together and of the store's process, a
-rank; requests to the store, a rank (and polls, which depend on how long one waits); what memory grew by, a rank. All
-ranks share the cores of one machine and one interpreter here, so seconds are far above those of a cluster: what counts
-is how they grow.
+By number of ranks: seconds until the last is done; and for each rank: processor time of all machines and of the store;
+requests to the store (and polls, which depend on how long one waits); what the memory of the machines and of the store
+grew by. Then how processor time, requests and seconds grow: with the power of the number of ranks that leads from the
+smallest size to the largest one; 1 is linear. All ranks share the cores of one machine, so seconds are above those of a
+cluster: what counts is how they grow.
+
+Two things of torch are kept out, as 125 machines on one would measure nothing else. c10d asks DNS for the name of each
+address that it connects to: where Linux lets it, all this runs in a network of its own, which has no DNS. And torch
+elastic finds the name of its own function by `inspect.stack` whenever it tries to join, 20 ms of processor time or more
+each: it is not asked for.
 
 Usage: python -m bench.control_plane [--quick] [--rounds N] [--ranks N [N ...]] [--json FILE]
 """
 
-import json
+import math
+import multiprocessing as mp
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -40,36 +51,46 @@ from unittest.mock import patch
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    dynamic_rendezvous,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from bench.harness import parser, positive, record
+from bench.harness import parser, positive, progress, record
 from lockstep.comm import hierarchy, rendezvous, store, world
 from lockstep.comm.store import InterNodeStore, StatusKeys
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import WorldSizeMismatch
-from lockstep.launcher.failure_report import NodeFailure, exchange_failures
+from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart
-from lockstep.telemetry.metrics import RankFigures
+from lockstep.telemetry.aggregator import Aggregator, RankMetrics, SinkThread
+from lockstep.telemetry.heartbeat import Heartbeat
+from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.resources import Resources
-from lockstep.telemetry.watchdog import Watchdog
+from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 SIZES, QUICK_SIZES = (64, 256, 1000), (16, 64)
 RANKS_A_MACHINE = 8
 TIMEOUT_S = 60.0
 PATIENCE_S = 5.0
 """Of ranks that wait for one that does not come; all others must have signed in by then."""
+LIMIT_S = 120.0
+"""No phase takes this long; one that does ends the benchmark, by its name."""
+NUM_REPEATS = 5
+"""Of phases that a job goes through again and again."""
 SERVER = """
-import signal, socket
+import socket, sys
 from torch.distributed import TCPStore
 listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
 port = listener.getsockname()[1]
 store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 print(port, flush=True)
-signal.pause()
+sys.stdin.read()  # until all who could write there have ended
 """
-PHASES = ("connect", "meet", "status", "missing", "hang", "failure", "restart", "elastic", "leave")
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -94,61 +115,13 @@ class Counted:
         return call
 
 
-def resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+def taken() -> Counter[str]:
+    """Return what this process has taken so far."""
+    kib = psutil.Process().memory_info().rss // 1024
+    return Counter(cpu_s=time.process_time(), kib=kib, **Counted.requests)
 
 
-class Meter:
-    """Measures what all ranks together take for a phase."""
-
-    def __init__(self, server: psutil.Process, num_ranks: int) -> None:
-        self.server, self.num_ranks = server, num_ranks
-        self.phases: dict[str, dict[str, float]] = {}
-
-    def server_s(self) -> float:
-        """Return the processor time of the store's process."""
-        times = self.server.cpu_times()
-        return float(times.user + times.system)
-
-    @contextmanager
-    def phase(self, name: str, *, repeats: int = 1, beyond_s: float = 0.0) -> Iterator[None]:
-        """Measure what runs within."""
-        Counted.requests.clear()
-        wall_s, cpu_s, server_s, before = time.perf_counter(), time.process_time(), self.server_s(), resident_bytes()
-        yield
-        share = 1 / repeats / self.num_ranks
-        self.phases[name] = {
-            "seconds": (time.perf_counter() - wall_s - beyond_s) / repeats,
-            "cpu_ms_a_rank": 1e3 * share * (time.process_time() - cpu_s),
-            "store_ms_a_rank": 1e3 * share * (self.server_s() - server_s),
-            "requests_a_rank": share * Counted.requests["requests"],
-            "polls_a_rank": share * Counted.requests["polls"],
-            "kib_a_rank": share * (resident_bytes() - before) / 1024,
-        }
-
-
-def all_at_once(work: Callable[[int], Any], count: int) -> list[Any]:
-    """Return what ``work`` returns for each number, each in a thread of its own; raises the first exception."""
-    results: list[Any] = [None] * count
-    errors: list[BaseException] = []
-
-    def one(index: int) -> None:
-        try:
-            results[index] = work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- a machine --------------------------------------------------------------------------------------------------------
 
 
 class SimulatedGroup:
@@ -161,59 +134,17 @@ class SimulatedGroup:
         return "simulated"
 
 
-GROUP = SimulatedGroup()
-LOCAL = threading.local()
+class LastSnapshot(SnapshotSink):
+    """Keeps how many ranks were in the last snapshot."""
 
+    num_ranks = 0
 
-def env_of(rank: int, size: int, port: int) -> RankEnv:
-    node, local_rank = divmod(rank, RANKS_A_MACHINE)
-    return RankEnv(rank, local_rank, size, RANKS_A_MACHINE, node, "127.0.0.1", port, Launcher.TORCHRUN)
+    def update(self, snapshot: Snapshot) -> None:
+        """Take ``snapshot``."""
+        self.num_ranks = len(snapshot.ranks)
 
-
-def connect(rank: int, size: int, port: int) -> tuple[RankEnv, rendezvous.Rendezvous]:
-    env = env_of(rank, size, port)
-    return env, rendezvous.join_rendezvous(env, TIMEOUT_S)
-
-
-def sign_in(env: RankEnv, met: rendezvous.Rendezvous, timeout_s: float) -> None:
-    """Do what `lockstep.init` does before it makes a process group."""
-    rank, size = env.rank, env.world_size
-    rendezvous.check_membership(
-        store.PrefixStore(f"{met.prefix}/members", met.store),
-        rendezvous.Participant(rank, size, "gloo", f"machine{env.node_rank}", 1000 + rank),
-        deadline=time.monotonic() + timeout_s,
-        timeout_s=timeout_s,
-        is_host=rank == 0,
-    )
-
-
-def meet(env: RankEnv, met: rendezvous.Rendezvous) -> world.World:
-    sign_in(env, met, TIMEOUT_S)
-    prefixed = store.PrefixStore(f"{met.prefix}/group", met.store)
-    hierarchy.find_machines(prefixed, env.rank, env.world_size)
-    LOCAL.store = met.store
-    made = world.World(env, torch.device("cpu"), GROUP, (met, ExitStack()))  # type: ignore[arg-type]
-    made.barrier()
-    return made
-
-
-def wait_in_vain(env: RankEnv, met: rendezvous.Rendezvous) -> str:
-    try:
-        sign_in(env, met, PATIENCE_S)
-    except WorldSizeMismatch as error:
-        return str(error).splitlines()[0]
-    raise AssertionError("a rank was missing")
-
-
-def status_round(keys: Sequence[StatusKeys]) -> int:
-    for rank, each in enumerate(keys):
-        note = asdict(RankFigures(rank=rank, host=f"machine{rank // 8}", device="cuda:0", step=100, num_steps=10))
-        if rank:
-            each.post([1, note])
-    return len(keys[0].read())
-
-
-# --- launchers --------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Met:
@@ -230,150 +161,387 @@ class Met:
         return self.found
 
 
-def frames(depth: int = 30) -> list[tuple[str, int, str]]:
-    return [
-        (f"/opt/python/site-packages/torch/nn/modules/module{line}.py", line, "_call_impl") for line in range(depth)
-    ]
+GROUP = SimulatedGroup()
+LOCAL = threading.local()
+FRAMES = [(f"/opt/python/site-packages/torch/nn/modules/module{line}.py", line, "_call_impl") for line in range(30)]
 
 
-def watchdog_of(node: int, num_nodes: int, port: int, folder: Path) -> Watchdog:
-    return Watchdog(
-        folder,
-        60.0,
-        is_strict=False,
-        num_nodes=num_nodes,
-        store=InterNodeStore(f"127.0.0.1:{port}", "job"),
-        resources=Resources(),
-        on_report=lambda *_: True,
-        on_slow=lambda _: None,
-    )
+class _Machine:
+    """The ranks of a machine and its launcher. A phase is a method; `PHASES` says what goes before it, unmeasured."""
+
+    def __init__(self, node: int, size: int, port: int, folder: Path) -> None:
+        self.node, self.size, self.port, self.folder = node, size, port, folder
+        self.num_nodes = -(-size // RANKS_A_MACHINE)
+        self.ranks = range(node * RANKS_A_MACHINE, min(size, (node + 1) * RANKS_A_MACHINE))
+        self.joined: dict[int, tuple[RankEnv, rendezvous.Rendezvous]] = {}
+        self.worlds: dict[int, world.World] = {}
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.aggregators: dict[int, Aggregator] = {}
+        self.snapshot = LastSnapshot()
+
+    def of_each_rank(self, work: Callable[[int], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """Return what ``work`` returns for each rank, each in a thread of its own; raises the first exception."""
+        results: dict[int, Any] = {}
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            try:
+                if rank in self.joined:
+                    LOCAL.store = self.joined[rank][1].store
+                results[rank] = work(rank)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in (self.ranks if ranks is None else ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    # Ranks.
+
+    def connect(self) -> None:
+        def join(rank: int) -> tuple[RankEnv, rendezvous.Rendezvous]:
+            place = rank, self.ranks.index(rank), self.size, len(self.ranks), self.node
+            env = RankEnv(*place, "127.0.0.1", self.port, Launcher.TORCHRUN)
+            return env, rendezvous.join_rendezvous(env, TIMEOUT_S)
+
+        self.joined = self.of_each_rank(join)
+
+    def sign_in(self, rank: int, timeout_s: float) -> None:
+        """Do what `lockstep.init` does before it makes a process group."""
+        _, met = self.joined[rank]
+        rendezvous.check_membership(
+            store.PrefixStore(f"{met.prefix}/members", met.store),
+            rendezvous.Participant(rank, self.size, "gloo", f"machine{self.node}", 1000 + rank),
+            deadline=time.monotonic() + timeout_s,
+            timeout_s=timeout_s,
+            is_host=rank == 0,
+        )
+
+    def meet(self) -> None:
+        def start(rank: int) -> world.World:
+            env, met = self.joined[rank]
+            self.sign_in(rank, TIMEOUT_S)
+            machines = hierarchy.find_machines(store.PrefixStore(f"{met.prefix}/group", met.store), rank, self.size)
+            assert sum(map(len, machines)) == self.size
+            made = world.World(env, torch.device("cpu"), GROUP, (met, ExitStack()))
+            made.barrier()
+            return made
+
+        self.worlds = self.of_each_rank(start)
+
+    def prepare_heartbeat(self) -> None:
+        self.heartbeats = {rank: Heartbeat(str(self.folder), rank, patience_s=60.0) for rank in self.ranks}
+        self.watchdog = Watchdog(
+            self.folder,
+            60.0,
+            is_strict=False,
+            num_nodes=self.num_nodes,
+            store=InterNodeStore(f"127.0.0.1:{self.port}", "job"),
+            resources=Resources(),
+            on_report=lambda *_: True,
+            on_slow=lambda _: None,
+        )
+
+    def heartbeat(self) -> None:
+        for each in self.heartbeats.values():
+            each.write()
+        assert self.watchdog._check()
+
+    def prepare_status(self) -> None:
+        def make(rank: int) -> Aggregator:
+            figures = RankMetrics(rank, host=f"machine{self.node}", device=f"cuda:{self.ranks.index(rank)}")
+            return Aggregator(figures, StatusKeys(self.worlds[rank], self.size), Snapshot(num_steps=100))
+
+        self.aggregators = self.of_each_rank(make)
+        if self.node == 0:
+            self.aggregators[0].deliveries.append(SinkThread(self.snapshot))
+        self.status()
+        self.snapshot.num_ranks = 0
+
+    def status(self) -> None:
+        self.of_each_rank(lambda rank: self.aggregators[rank].beat())
+
+    def finish_status(self) -> None:
+        if self.node == 0:
+            self.aggregators[0].close()
+            assert self.snapshot.num_ranks == self.size, self.snapshot.num_ranks
+
+    def leave(self) -> None:
+        self.of_each_rank(lambda rank: self.worlds[rank].close())
+
+    def missing(self) -> None:
+        lost = self.size - 1
+
+        def wait_in_vain(rank: int) -> str:
+            try:
+                self.sign_in(rank, PATIENCE_S)
+            except WorldSizeMismatch as error:
+                return str(error).splitlines()[0]
+            raise AssertionError("a rank was missing")
+
+        told = set(self.of_each_rank(wait_in_vain, [rank for rank in self.ranks if rank != lost]).values())
+        assert told <= {f"{lost} of {self.size} ranks came within {PATIENCE_S:g} s; missing: rank {lost}."}, told
+
+    # The launcher.
+
+    def hang(self) -> None:
+        seen = [
+            RankState(rank, frames=FRAMES, still_s=70.0, collective="all_reduce", is_stopped=rank == 1)
+            for rank in self.ranks
+        ]
+        assert self.watchdog._shared is not None
+        self.watchdog._shared._next_s = 0.0  # now, however many machines there are
+        self.found = self.watchdog._judge(seen)
+
+    def prepare_hang(self) -> None:
+        self.hang()
+
+    def finish_hang(self) -> None:
+        assert self.found.verdict is Verdict.HANGS, self.found
+        assert f"; ranks 0, 2-{self.size - 1} wait" in self.found.text, self.found
+        assert "machines could be seen" not in self.found.text, self.found
+
+    def failure(self) -> None:
+        mine = NodeFailure(self.ranks[0], self.node != 1, f"machine {self.node}")
+        found = find_cause(InterNodeStore(f"127.0.0.1:{self.port}", "job"), mine, num_nodes=self.num_nodes)
+        assert found.text == "machine 1", found
+
+    def prepare_restart(self) -> None:
+        self.side = RendezvousPerRestart("job", Met(self.node, self.num_nodes, self.port))
+        self.side.next_rendezvous()
+
+    def restart(self) -> None:
+        assert self.side.agree_on_restarts(self.node) == self.num_nodes - 1
+
+    def elastic(self) -> None:
+        sizes, conf = (self.num_nodes, self.num_nodes), {"join_timeout": 300, "last_call_timeout": 1}
+        where = "c10d", f"127.0.0.1:{self.port}", "job"
+        inner = get_rendezvous_handler(RendezvousParameters(*where, *sizes, "127.0.0.1", is_host=0, **conf))
+        self.handler = RendezvousPerRestart("job", inner)
+        self.handler.next_rendezvous()
+
+    # --- in its process
+
+    def serve(self, orders: Connection, inherited: Sequence[Any]) -> None:
+        """Run the phases that are asked for, and send what each took; end when nobody can ask any more."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+        for each in inherited:  # only the parent holds the other ends
+            each.close()
+        with suppress(EOFError, OSError):
+            while True:
+                phase = orders.recv()
+                before, error = taken(), ""
+                try:
+                    getattr(self, phase)()
+                except BaseException:
+                    error = traceback.format_exc()
+                after = taken()
+                after.subtract(before)
+                orders.send((error, dict(after)))
+        os._exit(0)  # what threads there are does not matter
 
 
-def exchange(watchdog: Watchdog, node: int) -> int:
-    ranks = range(node * RANKS_A_MACHINE, (node + 1) * RANKS_A_MACHINE)
-    seen = [RankState(rank, frames=frames(), still_s=50.0, collective="all_reduce", has_trained=True) for rank in ranks]
-    return len(watchdog._with_other_machines(seen)[0])
+# --- all machines -----------------------------------------------------------------------------------------------------
+
+# What goes before a phase and behind it, how often it is measured, and what of its seconds it is not to blame for.
+PHASES: dict[str, dict[str, Any]] = {
+    "connect": {},
+    "meet": {},
+    "heartbeat": {"before": ["prepare_heartbeat"], "repeats": NUM_REPEATS},
+    "status": {"before": ["prepare_status"], "repeats": NUM_REPEATS, "behind": ["finish_status"]},
+    "leave": {},
+    "missing": {"before": ["connect"], "beyond_s": PATIENCE_S},
+    # In the first rounds one becomes the judge.
+    "hang": {"before": ["prepare_hang"] * 4, "repeats": NUM_REPEATS, "behind": ["finish_hang"]},
+    "failure": {},
+    "restart": {"before": ["prepare_restart"]},
+    "elastic": {},
+}
+COLUMNS = {
+    "seconds": "seconds",
+    "cpu_ms": "cpu ms/rank",
+    "store_ms": "store ms/rank",
+    "requests": "requests/rank",
+    "polls": "polls/rank",
+    "kib": "KiB/rank",
+    "store_kib": "store KiB/rank",
+}
 
 
-def elastic(node: int, num_nodes: int, port: int) -> RendezvousPerRestart:
-    conf = {"join_timeout": 300, "last_call_timeout": 1}
-    inner = get_rendezvous_handler(
-        RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", num_nodes, num_nodes, "127.0.0.1", is_host=0, **conf)
-    )
-    made = RendezvousPerRestart("job", inner)
-    made.next_rendezvous()
-    return made
+class Cluster:
+    """So many ranks, within a ``with``: a process for each machine, and one for the store."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._server = subprocess.Popen([sys.executable, "-c", SERVER], **pipes)
+        self._store = psutil.Process(self._server.pid)
+        self._folder = tempfile.TemporaryDirectory()
+        self._machines: dict[Any, Any] = {}
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (*self._machines.values(), self._server):
+            process.kill()
+        for process in self._machines.values():
+            process.join()
+        self._server.communicate()
+        self._folder.cleanup()
+
+    def start(self) -> None:
+        """Start all machines."""
+        port = int(self._server.stdout.readline())
+        for node in range(-(-self.num_ranks // RANKS_A_MACHINE)):
+            ours, theirs = mp.Pipe()
+            folder = Path(self._folder.name, str(node))
+            folder.mkdir()
+            machine = _Machine(node, self.num_ranks, port, folder)
+            inherited = [ours, *self._machines, self._server.stdin]
+            process = mp.get_context("fork").Process(target=machine.serve, args=(theirs, inherited), daemon=True)
+            process.start()
+            theirs.close()
+            self._machines[ours] = process
+
+    def run(self, phase: str) -> Counter[str]:
+        """Let all machines run ``phase``; return what that took of all of them together."""
+        began_s, times, rss = time.perf_counter(), self._store.cpu_times(), self._store.memory_info().rss
+        where = f"The phase {phase} of {self.num_ranks} ranks"
+        total: Counter[str] = Counter()
+        left = set(self._machines)
+        for each in left:
+            each.send(phase)
+        while left:
+            ready = wait(left, max(0.0, began_s + LIMIT_S - time.perf_counter()))
+            if not ready:
+                num_left = f"{len(left)} of {len(self._machines)} machines are not done"
+                sys.exit(f"{where} takes more than {LIMIT_S:g} s: {num_left}.")
+            for each in ready:
+                try:
+                    error, took = each.recv()
+                except EOFError:
+                    error, took = "Its process has ended.", {}
+                if error:
+                    sys.exit(f"{where} failed on a machine.\n{error}")
+                total.update(took)
+                left.discard(each)
+        after = self._store.cpu_times()
+        total["store_s"] = after.user + after.system - times.user - times.system
+        total["store_kib"] = (self._store.memory_info().rss - rss) // 1024
+        total["seconds"] = time.perf_counter() - began_s
+        return total
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
-
-
-def simulate(num_ranks: int, folder: Path, *, num_beats: int) -> dict[str, dict[str, float]]:
-    num_nodes = -(-num_ranks // RANKS_A_MACHINE)
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            port = int(server.stdout.readline())
-            meter = Meter(psutil.Process(server.pid), num_ranks)
-            with meter.phase("connect"):
-                joined = all_at_once(lambda rank: connect(rank, num_ranks, port), num_ranks)
-            with meter.phase("meet"):
-                worlds = all_at_once(lambda rank: meet(*joined[rank]), num_ranks)
-
-            def keys_of(rank: int) -> StatusKeys:
-                LOCAL.store = worlds[rank]._owned[0].store
-                return StatusKeys(worlds[rank], num_ranks)
-
-            keys = all_at_once(keys_of, num_ranks)
-            status_round(keys)  # connects
-            with meter.phase("status", repeats=num_beats):
-                for _ in range(num_beats):
-                    assert status_round(keys) == num_ranks - 1
-            with meter.phase("leave"):
-                all_at_once(lambda rank: worlds[rank].close(), num_ranks)
-
-            joined = all_at_once(lambda rank: connect(rank, num_ranks, port), num_ranks - 1)
-            with meter.phase("missing", beyond_s=PATIENCE_S):
-                causes = all_at_once(lambda rank: wait_in_vain(*joined[rank]), num_ranks - 1)
-            assert set(causes) == {
-                f"{num_ranks - 1} of {num_ranks} ranks came within {PATIENCE_S:g} s; missing: rank {num_ranks - 1}."
-            }, set(causes)
-
-            watchdogs = [watchdog_of(node, num_nodes, port, folder) for node in range(num_nodes)]
-            all_at_once(lambda node: exchange(watchdogs[node], node), num_nodes)
-            for each in watchdogs:
-                each._next_exchange_s = 0.0
-            with meter.phase("hang"):
-                seen = all_at_once(lambda node: exchange(watchdogs[node], node), num_nodes)
-            assert set(seen) == {num_nodes * RANKS_A_MACHINE}
-            notes = [NodeFailure(node * RANKS_A_MACHINE, node != 1, f"machine {node}") for node in range(num_nodes)]
-            with meter.phase("failure"):
-                found = all_at_once(
-                    lambda node: exchange_failures(watchdogs[node]._store, notes[node], num_nodes=num_nodes), num_nodes
-                )
-            assert {len(each) for each in found} == {num_nodes - 1}
-            sides = all_at_once(lambda node: RendezvousPerRestart("job", Met(node, num_nodes, port)), num_nodes)
-            all_at_once(lambda node: sides[node].next_rendezvous(), num_nodes)
-            with meter.phase("restart"):
-                assert set(all_at_once(lambda node: sides[node].agree_on_restarts(node), num_nodes)) == {num_nodes - 1}
-            with meter.phase("elastic"):
-                handlers = all_at_once(lambda node: elastic(node, num_nodes, port), num_nodes)
-            for handler in handlers:
-                handler._inner._stop_heartbeats()
-            return meter.phases
-        finally:
-            server.kill()
-
-
-def show(by_size: dict[int, dict[str, dict[str, float]]]) -> None:
-    columns = ("seconds", "cpu_ms_a_rank", "store_ms_a_rank", "requests_a_rank", "polls_a_rank", "kib_a_rank")
-    print(f"\n{'':<10}{'ranks':>6}" + "".join(f"{name:>17}" for name in columns))
-    for phase in PHASES:
-        for size, phases in by_size.items():
-            print(f"{phase:<10}{size:>6}" + "".join(f"{phases[phase][name]:>17.2f}" for name in columns), flush=True)
-
-
-def run_one(num_ranks: int, num_beats: int) -> dict[str, dict[str, float]]:
-    """Simulate in a new process, whose memory is not that of the one before."""
-    code = f"from bench.control_plane import child; child({num_ranks}, {num_beats})"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=900)
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+def simulate(num_ranks: int) -> dict[str, dict[str, float]]:
+    """Return, by phase, the seconds that it took, and what it took of each rank."""
+    found: dict[str, dict[str, float]] = {}
+    with Cluster(num_ranks) as cluster:
+        cluster.start()
+        for phase in progress(list(PHASES), f"{num_ranks} ranks, phases"):
+            about = PHASES[phase]
+            for name in about.get("before", []):
+                cluster.run(name)
+            total: Counter[str] = Counter()
+            repeats = about.get("repeats", 1)
+            for _ in range(repeats):
+                total.update(cluster.run(phase))
+            for name in about.get("behind", []):
+                cluster.run(name)
+            each = {name: total[name] / repeats / num_ranks for name in ("requests", "polls", "kib", "store_kib")}
+            each |= {f"{name}_ms": total[f"{name}_s"] * 1e3 / repeats / num_ranks for name in ("cpu", "store")}
+            found[phase] = {"seconds": total["seconds"] / repeats - about.get("beyond_s", 0.0), **each}
+            print(
+                f"{phase:<10}{num_ranks:>6}" + "".join(f"{found[phase][name]:>16.2f}" for name in COLUMNS), flush=True
+            )
     return found
 
 
-def child(num_ranks: int, num_beats: int) -> None:
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    threading.stack_size(256 * 1024)
-    modules = (rendezvous, hierarchy, store, world)
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        for module in modules:
+def growth(by_size: dict[int, dict[str, dict[str, float]]], phase: str) -> dict[str, float]:
+    """Return the powers of the number of ranks with which a phase grows, from the smallest size to the largest one."""
+    small, large = min(by_size), max(by_size)
+
+    def power(value: Callable[[dict[str, float]], float]) -> float:
+        first, last = (value(by_size[size][phase]) for size in (small, large))
+        return math.log(last / first) / math.log(large / small) if min(first, last) > 0 and small < large else math.nan
+
+    return {
+        "seconds": power(lambda each: each["seconds"]),
+        "processor time": 1 + power(lambda each: each["cpu_ms"] + each["store_ms"]),
+        "requests": 1 + power(lambda each: each["requests"]),
+    }
+
+
+def show(by_size: dict[int, dict[str, dict[str, float]]]) -> None:
+    print(f"\nMedians\n{'':<10}{'ranks':>6}" + "".join(f"{name:>16}" for name in COLUMNS.values()))
+    for phase in PHASES:
+        for size, phases in by_size.items():
+            print(f"{phase:<10}{size:>6}" + "".join(f"{phases[phase][name]:>16.2f}" for name in COLUMNS))
+    print(f"\nGrowth from {min(by_size)} to {max(by_size)} ranks, as a power of their number; 1 is linear")
+    for phase in PHASES:
+        print(f"{phase:<10}" + "".join(f"   {name} {value:.2f}" for name, value in growth(by_size, phase).items()))
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Count requests, and give each thread the store of its rank, as each rank is a process otherwise."""
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, environment))
+        for module in (rendezvous, hierarchy, store, world):
             if hasattr(module, "PrefixStore"):
                 stack.enter_context(patch.object(module, "PrefixStore", Counted))
         stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store", lambda: LOCAL.store))
-        print(json.dumps(simulate(num_ranks, Path(folder), num_beats=num_beats)))
+        stack.enter_context(patch.object(dynamic_rendezvous, "get_method_name", lambda depth=2: "join"))
+        yield
+
+
+def leave_network() -> None:
+    """Start again in a network without DNS; do nothing where that is not allowed."""
+    unshare, mark = ["unshare", "--net", "--map-root-user", "sh", "-c"], "LOCKSTEP_BENCH_NETWORK"
+    if mark in os.environ:
+        return
+    with suppress(OSError):  # no such program
+        if subprocess.run([*unshare, "ip link set lo up"], capture_output=True, check=False).returncode == 0:
+            # c10d warns of each name that it does not get.
+            os.environ |= {mark: "own", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            command = [sys.executable, "-m", "bench.control_plane", *sys.argv[1:]]
+            os.execvp("unshare", [*unshare, 'ip link set lo up && exec "$@"', "sh", *command])
+    print("No network of its own: c10d asks DNS for names, which may take seconds in any phase.")
 
 
 def main() -> None:
     made = parser(__doc__, rounds=3, meaning="simulations of each size")
     made.add_argument("--ranks", type=positive, nargs="+", metavar="N", help=f"sizes {SIZES}")
     options = made.parse_args()
+    leave_network()
+    threading.stack_size(256 * 1024)
 
     def measure() -> dict[str, Any]:
         sizes, num_rounds = (QUICK_SIZES, 1) if options.quick else (SIZES, options.rounds)
         sizes = options.ranks or sizes
         rounds: dict[int, list[dict[str, dict[str, float]]]] = defaultdict(list)
-        for _ in range(num_rounds):
-            for size in sizes:
-                rounds[size].append(run_one(size, 2 if options.quick else 5))
+        with patched():
+            for _ in range(num_rounds):
+                for size in sizes:
+                    rounds[size].append(simulate(size))
         medians = {
             size: {
-                phase: {name: statistics.median(each[phase][name] for each in found) for name in found[0][phase]}
+                phase: {name: statistics.median(each[phase][name] for each in found) for name in COLUMNS}
                 for phase in PHASES
             }
             for size, found in rounds.items()
         }
         show(medians)
-        return {"ranks": {str(size): found for size, found in rounds.items()}}
+        return {
+            "ranks": {str(size): found for size, found in rounds.items()},
+            "growth": {phase: growth(medians, phase) for phase in PHASES},
+        }
 
     record(options.json, measure)
 

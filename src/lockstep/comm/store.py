@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import socket
+import stat
 import struct
 import threading
 import weakref
@@ -16,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -418,11 +418,14 @@ class InterNodeStore:
 
     def is_host(self) -> bool:
         """Return whether the store is in this process, and ends with it."""
-        with suppress(psutil.Error):
-            return any(
-                each.status == psutil.CONN_LISTEN and each.laddr.port == self._address[1]
-                for each in psutil.Process().net_connections(kind="tcp")
-            )
+        # By its own sockets only: in /proc/net/tcp are those of the whole machine, a thousand where the store is.
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile, or no socket
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as each:
+                        is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        if is_listening and each.getsockname()[1:2] == (self._address[1],):
+                            return True
         return False
 
     def post(self, topic: str, note: Any) -> bool:
