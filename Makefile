@@ -10,6 +10,7 @@ DEVICES ?= 2
 MINUTES ?= 30
 PYTHON ?=
 export DEVICES PYTHON VENV
+unexport PYTHONDONTWRITEBYTECODE  # what one process of the tests has compiled, hundreds of others need
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test soak check docs format bench wheels clean

@@ -3,15 +3,17 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from tests import forking, simulated_device
 from tests.distributed import commands
 from tests.pool import Pool, Ranks
 from tests.pool_process import Templates
+
+if TYPE_CHECKING:
+    import torch  # not at once: the process that only distributes the tests does not need it
 
 forking.install(commands.connection_for_children)
 
@@ -47,11 +49,13 @@ def ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[torch.device]]:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> "Callable[[int], list[torch.device]]":
     """Give ``gpus(n)``: let torch find ``n`` CUDA devices from now on; it returns those that become the current one."""
+    import torch
+
     chosen: list[torch.device] = []
 
-    def pretend(count: int) -> list[torch.device]:
+    def pretend(count: int) -> "list[torch.device]":
         found = torch.device("cuda")
         answers = {
             "current_accelerator": lambda check_available=False: found if count or not check_available else None,
