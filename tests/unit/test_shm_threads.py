@@ -33,10 +33,11 @@ def run(harness, num_ranks, num_rounds, spins):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-def test_no_data_races_and_right_results(tmp_path):
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(10, marks=pytest.mark.soak)])
+def test_no_data_races_and_right_results(tmp_path, num_rounds):
     harness = build(tmp_path, (SOURCES / "_sync.c").read_text())
     for num_ranks, spins in ((2, 500), (3, 0)):
-        done = run(harness, num_ranks, 5, spins)
+        done = run(harness, num_ranks, num_rounds, spins)
         assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
