@@ -1,4 +1,4 @@
-"""The memory of every rank while a model is saved, loaded on another number of ranks, and exported.
+"""The memory of every rank while a model is built, saved, loaded on another number of ranks, and exported.
 
     python bench/checkpoint_memory.py --mib 400 --ranks 4 --readers 3 [--url s3://bucket/run]
 
@@ -59,11 +59,11 @@ class Peak:
         self.rose = max(self._most, own_mib()) - self.before
 
 
-def make_trainer(mib: float, strategy: Any, world: lockstep.World) -> Trainer:
+def make_trainer(mib: float, strategy: Any, world: lockstep.World, *, device: str = "cpu") -> Trainer:
     width = int((mib * 2**20 / 4 / NUM_LAYERS) ** 0.5)
 
     def model() -> nn.Module:
-        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS)])
+        return nn.Sequential(*[nn.Linear(width, width, bias=False, device=device) for _ in range(NUM_LAYERS)])
 
     task = lockstep.Task(
         model=model,
@@ -81,6 +81,15 @@ def folder_of(place: str) -> Any:
     from lockstep.train.checkpoints.object_store import place_of
 
     return place_of(place)
+
+
+def build(mib: float, strategy: str, place: str, how: str) -> list[tuple[str, float, float]]:
+    with lockstep.init(device="cpu") as world:
+        make_trainer(1, strategy, world)  # what is imported and set up once
+        with Peak() as peak:
+            trainer = make_trainer(mib, strategy, world, device="meta" if "meta" in how else "cpu")
+        del trainer
+        return [(how, peak.before, peak.rose)]
 
 
 def save(mib: float, strategy: str, place: str, how: str) -> list[tuple[str, float, float]]:
@@ -140,6 +149,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             place = f"{name}/run" if args.url is None else f"{args.url}/{strategy}"
             for how, function, num_ranks in (
+                ("build", build, args.ranks),
+                ("build, meta", build, args.ranks),
                 ("save, blocking", save, args.ranks),
                 ("save", save, args.ranks),
                 ("load", load, args.readers),

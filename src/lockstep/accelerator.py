@@ -104,11 +104,21 @@ def keeps_objects(device: torch.device | str) -> bool:
     return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
 
 
+def is_on_meta(module: nn.Module) -> bool:
+    """Return whether any of its tensors are on the meta device, where they have neither memory nor values."""
+    return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
 def move(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Return ``module``, moved to ``device``; a parameter that layers share stays one, whatever the device."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swaps or not keeps_objects(device))
+    """Return ``module``, moved to ``device``; a parameter that layers share stays one, whatever the device.
+
+    What is on the meta device gets memory, without values.
+    """
+    swaps, on_meta = torch.__future__.get_swap_module_params_on_conversion(), is_on_meta(module)
+    torch.__future__.set_swap_module_params_on_conversion(swaps or on_meta or not keeps_objects(device))
     try:
+        if on_meta:
+            module._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
         return module.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)

@@ -9,6 +9,7 @@ import lockstep
 from lockstep.errors import ConfigurationError, ReplicasDiffer
 from lockstep.train.settings import Settings
 from lockstep.train.strategies.fsdp import find_units
+from lockstep.train.task import initialize
 from lockstep.train.trainer import Trainer
 from tests.training import make_task, mean_loss, read_state, relative_error, samples, token_loss, whole_batch
 
@@ -106,6 +107,62 @@ def test_models_that_differ_are_refused_on_all(ranks):
         assert isinstance(outcome.error, ReplicasDiffer)
         assert "parameter weight differs between rank 0 and rank 1" in str(outcome.error)
         assert "Under fsdp the model must depend on the seed alone, not on the rank." in str(outcome.error)
+
+
+def on_meta():
+    """Two layers share a weight; a bias is smaller than three ranks; a buffer has an initial value, another its own."""
+    with torch.device("meta"):
+        block = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        model = nn.Sequential(
+            nn.Linear(6, 8), block, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2)
+        )
+        model[4].weight = model[2].weight
+    model.register_buffer("factor", torch.tensor(0.5))
+    return model.double()
+
+
+def train_on_meta(world, strategy="fsdp"):
+    def loss(model, batch):
+        return (model(batch[0]) * model.factor).square().mean()
+
+    task = make_task(model=on_meta, loss=loss, optimizer=adamw, drop_last=True)
+    loop = Trainer(task, Settings(), world, strategy=strategy, devices=[torch.device("cpu")])
+    first = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    assert all(not part.is_meta for part in loop.model.buffers())
+    return first, [float(loop.step().loss) for _ in range(3)], loop.model
+
+
+def test_a_model_of_the_meta_device_has_the_same_weights_on_any_number_of_ranks(ranks):
+    ((expected, losses, _),) = ranks(1)(train_on_meta, "single")
+    for num_ranks in (1, 3):
+        for first, found, model in ranks(num_ranks)(train_on_meta):
+            assert [name for name in first if not torch.equal(first[name], expected[name])] == []
+            assert model[4].weight is model[2].weight
+            assert num_ranks > 1 or found == pytest.approx(losses, rel=1e-12)  # else batch norm sees parts of the batch
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        block = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    state = initialize(block, "cpu").state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+def test_a_module_that_cannot_be_initialized_is_named(ranks):
+    def run(world):
+        class Scale(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.factor = nn.Parameter(torch.ones(4, device="meta"))
+
+        train(world, make_task(model=lambda: nn.Sequential(nn.Linear(6, 4, device="meta"), Scale())))
+
+    for outcome in ranks(2).each(run):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error) == (
+            "The model is on the meta device, but 1 (Scale), which holds factor, has no reset_parameters.\n"
+            "Define it: it must give them their initial values."
+        )
 
 
 def test_units_are_the_blocks_of_the_outermost_lists():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.accelerator import keeps_objects, move
+from lockstep.accelerator import is_on_meta, keeps_objects, move
 from lockstep.comm.collectives import Group, counted_wait
 
 
@@ -46,7 +46,8 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-    if not keeps_objects(device):  # otherwise `fully_shard` moves the units one by one
+    # Otherwise `fully_shard` moves the units one by one; what is on the meta device stays there.
+    if not keeps_objects(device) and not is_on_meta(root):
         move(root, device)
     mesh = DeviceMesh.from_group(group, device.type)
     divided = [*units, root]
@@ -92,6 +93,16 @@ def local_chunk(tensor: Any) -> tuple[tuple[int, ...], Tensor]:
     """Return this rank's part of a sharded tensor, which shares its memory, and at which offsets it begins."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets), tensor.to_local()
+
+
+@torch.no_grad()
+def copy_part(tensor: Any, source: Tensor) -> None:
+    """Copy to a tensor from one of its shape, or to this rank's part of a divided tensor."""
+    if is_sharded(tensor):
+        offsets, tensor = local_chunk(tensor)
+        for dim, (start, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
+            source = source.narrow(dim, start, length)
+    tensor.copy_(source)
 
 
 def whole(tensor: Any) -> Any:

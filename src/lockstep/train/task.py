@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from lockstep.accelerator import move
+from lockstep.accelerator import is_on_meta, move
+from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.errors import ConfigurationError
 
 
@@ -101,8 +103,8 @@ class Task:
                 raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
 
 
-def build_model(task: Task, device: torch.device | str = "cpu") -> nn.Module:
-    """Return a new model of ``task`` on ``device``.
+def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: bool = False) -> nn.Module:
+    """Return a new model of ``task`` on ``device``; one of the meta device is left there if ``keeps_meta``.
 
     Raises:
         ConfigurationError: What it returns is no module, or has nothing to train.
@@ -118,7 +120,52 @@ def build_model(task: Task, device: torch.device | str = "cpu") -> nn.Module:
             f"{type(model).__name__} has no trainable parameter: {found}.\n"
             "Leave requires_grad set on those that should be trained."
         )
-    return move(model, device)
+    if not is_on_meta(model):
+        return move(model, device)
+    return model if keeps_meta else initialize(model, device)
+
+
+def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Give the tensors of ``model`` that are on the meta device memory on ``device``, and initial values; return it.
+
+    The values are those of the modules' ``reset_parameters``. It runs on the CPU, on whole tensors, of which a rank
+    keeps its part: so the random numbers are the same on any number of ranks, and those of a model that was not made on
+    the meta device. It takes the memory of one module at a time.
+
+    Raises:
+        ConfigurationError: A module has tensors on the meta device, but no ``reset_parameters``.
+    """
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    unset = {module: own for module in _children_first(model) if (own := _names_on_meta(module))}
+    resets: dict[nn.Module, Any] = {
+        each: getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None) for each in unset
+    }
+    for module, own in unset.items():
+        if resets[module] is None:
+            raise ConfigurationError(
+                f"The model is on the meta device, but {names[module]} ({own_class(module).__name__}), which holds "
+                f"{', '.join(own)}, has no reset_parameters.\nDefine it: it must give them their initial values."
+            )
+    move(model, device)
+    for module, own in unset.items():
+        whole = {name: torch.empty(getattr(module, name).shape, dtype=getattr(module, name).dtype) for name in own}
+        with torch.no_grad(), stateless._reparametrize_module(module, whole):
+            resets[module]()
+        for name, value in whole.items():
+            copy_part(getattr(module, name), value)
+    return model
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in ``module``, and itself, in the order in which they are constructed."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _names_on_meta(module: nn.Module) -> list[str]:
+    own = {**module._parameters, **module._buffers}
+    return [name for name, tensor in own.items() if tensor is not None and tensor.is_meta]
 
 
 def build_optimizer(task: Task, model: nn.Module) -> Optimizer:

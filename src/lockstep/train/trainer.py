@@ -100,9 +100,10 @@ class Trainer:
         self.batches = BatchIterator(self.samples, self.plan.order, split, how, places)
 
         # The data set may have drawn any number of random numbers; all ranks get the same weights all the same. Under
-        # fsdp the whole model need not fit on a device.
+        # fsdp the whole model need not fit on a device; on the meta device it need not fit anywhere.
         self._seeds.all(step_parts.INIT)
-        self._model = build_model(task, "cpu" if strategy == "fsdp" else self.device).train()
+        is_divided = strategy == "fsdp"
+        self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided).train()
         objective = step_parts.Objective(task, settings.precision)
         self.strategy: strategies.Strategy
         if shards is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lockstep.accelerator import is_on_meta
 from lockstep.comm import fully_shard
 from lockstep.comm.fully_shard import fully_shard_units, local_part, sum_gradients
 from lockstep.comm.world import World
@@ -18,7 +19,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import refuse_difference, replica_of
 from lockstep.train.step import LossModule, Objective, Part, ShardedGradients
 from lockstep.train.strategies.strategy import Pass, Strategy, scaled
-from lockstep.train.task import build_model
+from lockstep.train.task import build_model, initialize
 
 
 @final
@@ -35,8 +36,9 @@ class FullyShard(Strategy):
         self.group = world.group
         self._task, self._device, self._num_ranks = objective.task, device, world.world_size
         # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
+        replica = replica_of(model, buffers="same")
         refuse_difference(
-            replica_of(model, buffers="same"),
+            {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()},
             group=world.group,
             device=world.device,
             now=" when they begin",
@@ -45,6 +47,8 @@ class FullyShard(Strategy):
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
         self._counts_waits = fully_shard_units(self._module, units, group=world.group, device=device)
+        if is_on_meta(model):
+            initialize(model, device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
         def local_gradients() -> list[Tensor]:
