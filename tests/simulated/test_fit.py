@@ -289,3 +289,26 @@ def test_figures_of_a_device(on_sim):
     ((num_bytes, line),) = on_sim(1)(run)
     assert line["memory_peak_bytes"] >= line["memory_bytes"] >= num_bytes
     assert line["gpu_percent"] is None
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4)).double()
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("strategy", soak(["single", "fsdp"]))
+def test_a_model_of_the_meta_device_gets_its_memory_on_the_device(on_sim, ranks, strategy, tmp_path):
+    """Also one that goes on from its checkpoint."""
+    task = make_task(model=on_meta, drop_last=True)
+
+    def fit(world, folder, steps):
+        return lockstep.fit(task, strategy=strategy, steps=steps, checkpoint=tmp_path / folder, quiet=True).losses
+
+    def both(world):
+        return fit(world, "whole", 6), fit(world, "parts", 3) + fit(world, "parts", 6)
+
+    ((expected, _),) = ranks(1)(lambda world: (steps_of(world, task, "single")[0], None))
+    for whole, parts in on_sim(1 if strategy == "single" else 2)(both):
+        assert whole == pytest.approx(expected, rel=1e-11) and parts == pytest.approx(whole, rel=1e-12)
