@@ -100,8 +100,7 @@ def copy_part(tensor: Any, source: Tensor) -> None:
     """Copy to a tensor from one of its shape, or to this rank's part of a divided tensor."""
     if is_sharded(tensor):
         offsets, tensor = local_chunk(tensor)
-        for dim, (start, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
-            source = source.narrow(dim, start, length)
+        source = source[tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))]
     tensor.copy_(source)
 
 

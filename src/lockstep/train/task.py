@@ -137,20 +137,17 @@ def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
     """
     names = {module: name or "the model" for name, module in model.named_modules()}
     unset = {module: own for module in _children_first(model) if (own := _names_on_meta(module))}
-    resets: dict[nn.Module, Any] = {
-        each: getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None) for each in unset
-    }
+    move(model, device)
     for module, own in unset.items():
-        if resets[module] is None:
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
             raise ConfigurationError(
                 f"The model is on the meta device, but {names[module]} ({own_class(module).__name__}), which holds "
                 f"{', '.join(own)}, has no reset_parameters.\nDefine it: it must give them their initial values."
             )
-    move(model, device)
-    for module, own in unset.items():
         whole = {name: torch.empty(getattr(module, name).shape, dtype=getattr(module, name).dtype) for name in own}
         with torch.no_grad(), stateless._reparametrize_module(module, whole):
-            resets[module]()
+            reset()
         for name, value in whole.items():
             copy_part(getattr(module, name), value)
     return model
