@@ -35,7 +35,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
-from unittest.mock import patch
 
 from lockstep.launcher import bootstrap
 
@@ -191,6 +190,9 @@ def forked_ranks(mode: str, target: str, num_ranks: int) -> Iterator[None]:
     if not _can_fork() or _needs_interpreters(mode, target) or (_server is None and num_ranks == 1):
         yield
         return
+    # Imported late, as what some commands do takes less time.
+    from unittest.mock import patch
+
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     server = _server or _interpreter()
