@@ -432,7 +432,7 @@ class Cluster:
                 total.update(took)
                 left.discard(each)
         after = self._store.cpu_times()
-        total["store_s"] = after.user + after.system - times.user - times.system
+        total["store_s"] = max(0.0, after.user + after.system - times.user - times.system)
         total["store_kib"] = (self._store.memory_info().rss - rss) // 1024
         total["seconds"] = time.perf_counter() - began_s
         return total
@@ -456,10 +456,12 @@ def simulate(num_ranks: int) -> dict[str, dict[str, float]]:
             each = {name: total[name] / repeats / num_ranks for name in ("requests", "polls", "kib", "store_kib")}
             each |= {f"{name}_ms": total[f"{name}_s"] * 1e3 / repeats / num_ranks for name in ("cpu", "store")}
             found[phase] = {"seconds": total["seconds"] / repeats - about.get("beyond_s", 0.0), **each}
-            print(
-                f"{phase:<10}{num_ranks:>6}" + "".join(f"{found[phase][name]:>16.2f}" for name in COLUMNS), flush=True
-            )
+            print(line(phase, num_ranks, found[phase]), file=sys.stderr)
     return found
+
+
+def line(phase: str, num_ranks: int, found: dict[str, float]) -> str:
+    return f"{phase:<10}{num_ranks:>6}" + "".join(f"{found[name]:>16.2f}" for name in COLUMNS)
 
 
 def growth(by_size: dict[int, dict[str, dict[str, float]]], phase: str) -> dict[str, float]:
@@ -481,7 +483,7 @@ def show(by_size: dict[int, dict[str, dict[str, float]]]) -> None:
     print(f"\nMedians\n{'':<10}{'ranks':>6}" + "".join(f"{name:>16}" for name in COLUMNS.values()))
     for phase in PHASES:
         for size, phases in by_size.items():
-            print(f"{phase:<10}{size:>6}" + "".join(f"{phases[phase][name]:>16.2f}" for name in COLUMNS))
+            print(line(phase, size, phases[phase]))
     print(f"\nGrowth from {min(by_size)} to {max(by_size)} ranks, as a power of their number; 1 is linear")
     for phase in PHASES:
         print(f"{phase:<10}" + "".join(f"   {name} {value:.2f}" for name, value in growth(by_size, phase).items()))
