@@ -2,10 +2,12 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
+from lockstep.comm import rendezvous
 from lockstep.comm.rendezvous import Participant, check_membership
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 from tests.requests import CountedStore
@@ -131,7 +133,7 @@ def test_a_rank_asks_the_store_as_often_in_a_large_job_as_in_a_small_one(size):
     ranks = [participant(rank, world_size=size) for rank in range(size)]
     assert whole.call(ranks) == [None] * size
     assert max(whole.requests) <= 7
-    # Nor if one is missing: the first to find that out asks for each of the others, and no other does.
+    # Nor if one is missing: the first to find that out asks for the others, in halves, and no other does.
     partial = Check(timeout_s=0.5)
     outcomes = partial.call(ranks[:-1])
     assert {str(outcome).partition("\n")[0] for outcome in outcomes} == {
@@ -139,4 +141,19 @@ def test_a_rank_asks_the_store_as_often_in_a_large_job_as_in_a_small_one(size):
     }
     *others, first = sorted(partial.requests)
     assert max(others) <= 12
-    assert size <= first <= size + 16
+    assert first <= 16 + 2 * size.bit_length()
+
+
+def test_what_takes_long_to_find_is_not_looked_for_by_all_at_once(monkeypatch):
+    monkeypatch.setattr(rendezvous, "FAREWELL_S", 0.2)
+    shared, calls = dist.HashStore(), []
+
+    def find():
+        calls.append(1)
+        time.sleep(0.5)
+        return "found"
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(lambda _: rendezvous.find_once(shared, "key", find, 32), range(32)))
+    assert found == ["found"] * 32
+    assert len(calls) < 12  # one more for each pause

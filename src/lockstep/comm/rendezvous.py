@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
@@ -265,12 +266,16 @@ def _describe_missing(store: Store, me: Participant, timeout_s: float) -> str:
 
 
 def find_once(store: Store, key: str, find: Callable[[], str], world_size: int) -> str:
-    """Return what ``find`` returns on the first rank that comes here: it takes a request for each rank of the job.
+    """Return what ``find`` returns on the first rank that comes here: it may take a request for each rank of the job.
 
-    Blocks until that rank has found it, or some seconds; then this one looks itself.
+    Blocks until that rank has found it. If that takes some seconds, as it is lost or the store is busy, one more looks,
+    and not all of them at once.
     """
-    if store.add(f"{key}/count", 1) == 1 or not await_key(store, key, FAREWELL_S, world_size):
-        store.set(key, find())
+    for attempt in count():
+        if store.add(f"{key}/count/{attempt}", 1) == 1:
+            store.set(key, find())
+        if await_key(store, key, FAREWELL_S, world_size):
+            break
     return store.get(key).decode()
 
 
