@@ -1,5 +1,6 @@
 """Fixtures that all tests share, and the time that `make soak` is given."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +82,11 @@ def sim_ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
         yield pool.ranks
     finally:
         pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of all later collections."""
+    gc.freeze()
 
 
 _BEGAN = time.monotonic()
