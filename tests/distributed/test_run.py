@@ -222,6 +222,7 @@ def test_of_ranks_killed_20_ms_apart_the_first_is_named(script):
         "(here / f'new-{rank}').write_text(str(os.getpid()))\n"
         "(here / f'new-{rank}').rename(here / f'pid-{rank}')\n"
         "while rank == '0' and len(list(here.glob('pid-*'))) < 4: time.sleep(0.01)\n"
+        "time.sleep(1)  # forked ranks are there before the launcher watches them\n"
         "for killed in '31' if rank == '0' else '':\n"
         "    os.kill(int((here / f'pid-{killed}').read_text()), signal.SIGKILL)\n"
         "    time.sleep(0.02)\n"

@@ -42,6 +42,7 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 MOST_BYTES = 1 << 20
 # Schedulers signal all processes of a job, terminals all of a group; the server ends with its launcher.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_CAUGHT = _SIGNALS[:4]  # those that the launcher, which has started by then, has handlers for
 _POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
 # Variables that a new interpreter, the loader, or a library reads when it is started or imported, for good.
 _READ_ONCE = re.compile(
@@ -279,7 +280,11 @@ def serve(connection: socket.socket) -> list[str]:
             reply = descriptors.pop()
             take_place(request, descriptors)
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                is_lost = (
+                    handler == signal.SIG_IGN and number in _CAUGHT
+                )  # an interpreter that is started now gets none
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, default if is_lost else handler)
             if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
                 _set_num_threads(threads)
             os.write(reply, str(os.getpid()).encode())
