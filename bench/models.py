@@ -44,23 +44,23 @@ class Recurrent(nn.Module):
         return logits
 
 
-def wide_mlp() -> nn.Module:
-    """Return a model with many parameters and little to compute: 7 million."""
-    hidden = [layer for _ in range(2) for layer in (nn.Linear(1792, 1792), nn.ReLU())]
-    return nn.Sequential(nn.Linear(256, 1792), nn.ReLU(), *hidden, nn.Linear(1792, 10))
+def mlp(width: int, num_hidden: int) -> nn.Module:
+    """Return a model with many parameters and little to compute."""
+    hidden = [layer for _ in range(num_hidden) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(256, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
 
 
-def convolutions() -> nn.Module:
+def convolutions(width: int, num_layers: int, stride: int = 1) -> nn.Module:
     """Return a model with buffers to broadcast."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
-    for _ in range(8):
-        layers += [nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, stride, padding=1)]
+    for _ in range(num_layers):
+        layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
 
 
-def tiny_layers() -> nn.Module:
-    """Return a model whose step is mostly bookkeeping: 400 small parameters."""
-    layers = [layer for _ in range(199) for layer in (nn.Linear(16, 16), nn.Tanh())]
+def tiny_layers(num_layers: int) -> nn.Module:
+    """Return a model whose step is mostly bookkeeping: two small parameters a layer."""
+    layers = [layer for _ in range(num_layers - 1) for layer in (nn.Linear(16, 16), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(16, 10))
 
 
@@ -86,11 +86,19 @@ class Workload:
 
 
 MODELS = {
-    "wide mlp": Workload(wide_mlp, numbers(32, 256)),
+    "wide mlp": Workload(lambda: mlp(1792, 2), numbers(32, 256)),
     "gpt": Workload(lambda: Language(192, 4, 64), characters(8, 64)),
-    "cnn": Workload(convolutions, numbers(16, 3, 16, 16)),
-    "tiny layers": Workload(tiny_layers, numbers(32, 16)),
+    "cnn": Workload(lambda: convolutions(32, 8), numbers(16, 3, 16, 16)),
+    "tiny layers": Workload(lambda: tiny_layers(200), numbers(32, 16)),
     "lstm": Workload(lambda: Recurrent(160), characters(16, 32)),
+}
+# Larger ones (but for the tiny layers), where more of a step is memory traffic.
+LARGE_MODELS = {
+    "mlp 25M": Workload(lambda: mlp(2048, 6), numbers(32, 256)),
+    "gpt 17M": Workload(lambda: Language(384, 9, 64), characters(4, 64)),
+    "cnn 1.6M": Workload(lambda: convolutions(128, 11, stride=2), numbers(16, 3, 16, 16)),
+    "100 tiny": Workload(lambda: tiny_layers(100), numbers(32, 16)),
+    "lstm 2M": Workload(lambda: Recurrent(350), characters(16, 32)),
 }
 SMALL = Workload(small_mlp, numbers(64, 64))
 

@@ -9,7 +9,7 @@ For each model: the median time of a step, and the time divided by that of no sy
 rounds' ratios, with the range that holds the true median with 90% certainty. The weights of all contenders that compute
 the same thing must agree at the end, or the script fails: a step that does less is no faster step.
 
-Usage: python -m bench.steps [--quick] [--rounds N] [--only MODEL] [--contender NAME] [--json FILE]
+Usage: python -m bench.steps [--quick] [--rounds N] [--fused] [--large] [--only MODEL] [--contender NAME] [--json FILE]
 """
 
 import functools
@@ -22,7 +22,7 @@ from torch import nn
 
 from bench.contenders import MAKE, Ranks, Trainee, join_ranks, make_trainee, missing
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize, timed
-from bench.models import MODELS
+from bench.models import LARGE_MODELS, MODELS
 from lockstep import init, launch
 
 NUM_RANKS = 2
@@ -41,14 +41,16 @@ class Plan:
     rounds: int
     turn_s: float
     contenders: list[str]
+    fused: bool = False
 
 
 def measure(name: str, plan: Plan) -> Rounds:
     """Return the seconds of a step on the slowest rank, a round each, by contender. Collective: every rank."""
     torch.set_num_threads(1)
     with init(backend="gloo") as world:
-        ranks = join_ranks(MODELS[name])
-        trainees = {contender: make_trainee(contender, MODELS[name], ranks) for contender in plan.contenders}
+        workload = {**MODELS, **LARGE_MODELS}[name]
+        ranks = join_ranks(workload, fused=plan.fused)
+        trainees = {contender: make_trainee(contender, workload, ranks) for contender in plan.contenders}
         for trainee in trainees.values():
             turn(trainee, ranks, WARM_UP_STEPS)
         count = max(3, math.ceil(plan.turn_s / turn(trainees[REFERENCE], ranks, 3)))
@@ -83,21 +85,24 @@ def require_equal(name: str, model: nn.Module, reference: nn.Module) -> None:
 
 def main() -> None:
     made = parser(__doc__, rounds=20)
-    made.add_argument("--only", choices=MODELS, action="append", help="this model, not all; may be repeated")
+    made.add_argument("--only", choices=[*MODELS, *LARGE_MODELS], action="append", help="this model; may be repeated")
     made.add_argument(
         "--contender", choices=MAKE, action="append", help=f"besides {REFERENCE}, not all; may be repeated"
     )
+    made.add_argument("--fused", action="store_true", help="the fused AdamW instead of torch's default")
+    made.add_argument("--large", action="store_true", help="the larger models instead")
     options = made.parse_args()
     absent = missing()
     wanted = [*(options.contender or MAKE), REFERENCE]
     contenders = [name for name in MAKE if name in wanted and name not in absent]
-    plan = Plan(3, 0.02, contenders) if options.quick else Plan(options.rounds, 0.25, contenders)
+    rounds, turn_s = (3, 0.02) if options.quick else (options.rounds, 0.25)
+    plan = Plan(rounds, turn_s, contenders, options.fused)
 
     def measure_all() -> dict[str, Any]:
         for name, reason in absent.items():
             print(f"{name} is missing: {reason}")
         figures = {}
-        for name in options.only or MODELS:
+        for name in options.only or (LARGE_MODELS if options.large else MODELS):
             # The ranks have measured the same, as the slowest one counts.
             seconds = launch(measure, name, plan, devices=NUM_RANKS, timeout_s=SECTION_TIMEOUT_S)[0]
             figures[name] = summarize(seconds)
