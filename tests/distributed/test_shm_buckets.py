@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.collectives import all_gather_slices, reduce_scatter_slices, wait_for
+from lockstep.comm.collectives import Pieces, all_gather_slices, all_reduce_work, reduce_scatter_slices, wait_for
 from lockstep.comm.shm import segment
 from tests.shm import empty_shared, shm_group
 
@@ -52,6 +52,55 @@ def test_slices_are_reduced_and_gathered_in_place(ranks, num_ranks):
         return results
 
     assert ranks(num_ranks)(body) == [[(True, True)] * 4] * num_ranks
+
+
+def reduce_both_ways(group, rank, flat, sizes, factor, alone):
+    """Return whether a reduction that fills a tensor from pieces gives the bits of one that finds it filled."""
+    numel, end = flat.numel(), flat.numel() // group.size() * group.size()
+    own = slice(rank * (end // group.size()), (rank + 1) * (end // group.size()))
+    pieces = Pieces([torch.randn(size, dtype=flat.dtype) for size in sizes], factor)
+    behind = torch.randn(numel - sum(sizes), dtype=flat.dtype)
+    filled = torch.cat([*(piece * factor for piece in pieces.tensors), behind])
+    results = []
+    for scatters in (False, True):
+        expected = filled.clone()
+        flat[sum(sizes) :] = behind
+        if scatters:
+            wait_for(reduce_scatter_slices(expected[:end], group=group, alone=alone))
+            wait_for(reduce_scatter_slices(flat[:end], group=group, alone=alone, pieces=pieces))
+            results += [torch.equal(flat[own], expected[own]), torch.equal(flat[end:], expected[end:])]
+        else:
+            wait_for(all_reduce_work(expected, group=group, alone=alone))
+            wait_for(all_reduce_work(flat, group=group, alone=alone, pieces=pieces))
+            results.append(torch.equal(flat, expected))
+    return all(results)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_reduction_fills_its_tensor_from_pieces(ranks, num_ranks):
+    """Small and large tensors, which lie in shared memory on all ranks, on some, on none; their ends too."""
+
+    def body(world):
+        bad = []
+        torch.manual_seed(world.rank)
+        with shm_group() as group:
+            for dtype in (torch.float32, torch.float64):
+                for sizes, rest in (
+                    ((1, 1), 1),
+                    ((100, 1, 7000), 3),
+                    ((30_000, 90_001, 1, 50_000), 200),
+                    ((5,), 90_000),
+                ):
+                    size = sum(sizes) + rest
+                    shared = empty_shared(size, dtype=dtype, group=group)
+                    ordinary = torch.empty(size, dtype=dtype)
+                    for flat in (shared, ordinary, shared if world.rank else ordinary):
+                        for factor, alone in ((1.0, False), (1 / 3, True)):
+                            if not reduce_both_ways(group, world.rank, flat, sizes, factor, alone):
+                                bad.append((dtype, size, factor, flat is shared))
+        return bad
+
+    assert ranks(num_ranks)(body) == [[]] * num_ranks
 
 
 def test_slices_may_lie_in_shared_memory_on_some_ranks_only(ranks):

@@ -13,9 +13,10 @@ size_t lockstep_segment_bytes(int, size_t, size_t);
 void lockstep_format(void *, size_t, size_t);
 Group *lockstep_join(void *, int, int, int, int, Interrupted);
 void lockstep_leave(Group *);
-int lockstep_all_reduce(Group *, char *, size_t, int, int, int, int64_t, size_t, char *const *, int64_t);
+int lockstep_all_reduce(Group *, char *, size_t, int, int, int, int64_t, size_t, char *const *, const char *const *,
+                        const uint64_t *, size_t, double, int, int64_t);
 int lockstep_reduce_scatter(Group *, char *const *, const uint64_t *, char *, int, int, int64_t, size_t,
-                            char *const *, int64_t);
+                            char *const *, const char *const *, const uint64_t *, size_t, double, int, int64_t);
 int lockstep_exchange(Group *, int, int, int, const char *const *, const uint64_t *, char *const *, const uint64_t *,
                       int64_t, size_t, char *const *, int64_t);
 uint32_t lockstep_bell(Group *);
@@ -37,9 +38,17 @@ static char *shares[MOST];
         }                                                                             \
     } while (0)
 
-static void reduce(Group *g, int rank, float *data, size_t count, int64_t alloc) {
-    for (size_t i = 0; i < count; i++) data[i] = (float)(rank + 1) * (float)(i % 7);
-    CHECK(lockstep_all_reduce(g, (char *)data, count, F32, SUM, -1, alloc, 0, shares, 60000) == OK);
+/* With `pieces`, all but the last element come out of two of them. */
+static void reduce(Group *g, int rank, float *data, size_t count, int64_t alloc, int pieces) {
+    float *values = pieces ? malloc(count * sizeof *values) : data;
+    const char *begins[] = {(char *)values, (char *)(values + count / 3)};
+    uint64_t counts[] = {count / 3, count - 1 - count / 3};
+    for (size_t i = 0; i < count; i++) values[i] = (float)(rank + 1) * (float)(i % 7) / (pieces ? 2 : 1);
+    if (pieces) memset(data, 0, count * sizeof *data), data[count - 1] = 2 * values[count - 1];
+    for (int phase = pieces ? BEGIN : WHOLE; phase <= (pieces ? REST : WHOLE); phase++)
+        CHECK(lockstep_all_reduce(g, (char *)data, count, F32, SUM, -1, alloc, 0, shares, begins, counts, pieces ? 2 : 0,
+                                  2, phase, 60000) == OK);
+    if (pieces) free(values);
     float factor = (float)(size * (size + 1)) / 2;
     for (size_t i = 0; i < count; i++) CHECK(data[i] == factor * (float)(i % 7));
 }
@@ -49,8 +58,8 @@ static void scatter(Group *g, int rank, float *data, float *output, int64_t allo
     uint64_t counts[MOST];
     for (int to = 0; to < size; to++) inputs[to] = (char *)(data + to * PIECE), counts[to] = PIECE;
     for (size_t i = 0; i < (size_t)size * PIECE; i++) data[i] = (float)(rank + (int)(i / PIECE));
-    CHECK(lockstep_reduce_scatter(g, inputs, counts, (char *)output, F32, SUM, alloc, 0, shares, 60000) ==
-          OK);
+    CHECK(lockstep_reduce_scatter(g, inputs, counts, (char *)output, F32, SUM, alloc, 0, shares, NULL, NULL, 0, 1,
+                                  WHOLE, 60000) == OK);
     for (size_t i = 0; i < PIECE; i++) CHECK(output[i] == (float)(size * (size - 1) / 2 + size * rank));
 }
 
@@ -103,11 +112,13 @@ static void *run(void *argument) {
     size_t most = (size_t)size * PIECE;
     float *data = malloc(most * sizeof *data), *output = malloc(most * sizeof *output);
     for (int round = 0; round < rounds; round++) {
-        reduce(g, rank, data, 100, -1);
-        reduce(g, rank, data, 25007, -1);
-        reduce(g, rank, data, most, -1);
-        reduce(g, rank, (float *)shares[rank], PIECE, 1);
-        reduce(g, rank, (float *)shares[rank], PIECE, rank == 0 ? -1 : 1);
+        for (int pieces = 0; pieces < 2; pieces++) {
+            reduce(g, rank, data, 100, -1, pieces);
+            reduce(g, rank, data, 25007, -1, pieces);
+            reduce(g, rank, data, most, -1, pieces);
+            reduce(g, rank, (float *)shares[rank], PIECE, 1, pieces);
+            reduce(g, rank, (float *)shares[rank], PIECE, rank == 0 ? -1 : 1, pieces);
+        }
         scatter(g, rank, data, output, -1);
         for (int who = 0; who < 2; who++) { /* all in place; all but one */
             float *shared = (float *)shares[rank];

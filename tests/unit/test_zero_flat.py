@@ -44,7 +44,7 @@ class Sharded:
     def __init__(self, made, optimizer_class, options, num_ranks):
         group_of = [0, 0, 1, 1, 0, 1]
         members = [(each, ShardRange(index, 0, each.numel(), group_of[index])) for index, each in enumerate(made)]
-        self.buffer = FlatBuffer(members, lambda numel, dtype, _: torch.empty(numel, dtype=dtype), num_ranks=num_ranks)
+        self.buffer = FlatBuffer(members, lambda numel, like: torch.empty(numel, dtype=like.dtype), num_ranks=num_ranks)
         self.shards = [
             ShardOptimizer(optimizer_class, options, [self.buffer], rank, [{}, {"lr": 0.003}], elementwise=True)
             for rank in range(num_ranks)

@@ -21,10 +21,17 @@ from lockstep import activity
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
+from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
-__all__ = ["Join", "JoinHook", "Joinable"]  # torch's protocol for uneven inputs, for the engines
+__all__ = [
+    "CommonMemory",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "Pieces",
+]  # torch's protocol for uneven inputs, for the engines
 
 Group = dist.ProcessGroup
 # A collective under way. Who started it keeps the tensors that it reads: not every backend does.
@@ -144,7 +151,12 @@ def _real(tensor: Tensor) -> Tensor:
     return real.view(-1) if tensor.dim() == 1 else real
 
 
-def all_reduce_async(tensor: Tensor, *, group: Group) -> Future[Any]:
+def takes_pieces(group: Group) -> bool:
+    """Return whether ``group`` fills a CPU tensor with `Pieces` while it reduces it."""
+    return isinstance(group, ShmProcessGroup)
+
+
+def all_reduce_async(tensor: Tensor, *, group: Group, pieces: Pieces | None = None) -> Future[Any]:
     """Start to replace ``tensor`` by its sum over all ranks; return a future.
 
     Collective: every rank, in the same order. Does not block; the tensor is valid after ``future.wait()``.
@@ -152,11 +164,14 @@ def all_reduce_async(tensor: Tensor, *, group: Group) -> Future[Any]:
     Args:
         tensor: Any shape, contiguous or sparse; same shape and dtype on every rank.
         group: The ranks that take part.
+        pieces: As in `all_reduce_work`.
     """
-    return all_reduce_work(tensor, group=group).get_future()
+    return all_reduce_work(tensor, group=group, pieces=pieces).get_future()
 
 
-def all_reduce_work(tensor: Tensor, *, group: Group, op: ReduceName = "sum", alone: bool = False) -> Work:
+def all_reduce_work(
+    tensor: Tensor, *, group: Group, op: ReduceName = "sum", alone: bool = False, pieces: Pieces | None = None
+) -> Work:
     """Start to replace ``tensor`` by its sum, maximum or minimum over all ranks. Collective: every rank.
 
     Args:
@@ -164,12 +179,14 @@ def all_reduce_work(tensor: Tensor, *, group: Group, op: ReduceName = "sum", alo
         group: The ranks that take part.
         op: What is computed, element by element.
         alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
+        pieces: What the tensor begins with, where `takes_pieces`; None: it is filled.
     """
     options = _with_async_op(dist.AllreduceOptions(), tensor, alone)
     # Here and below the methods of the group, not the functions of torch.distributed: these refuse groups that c10d
     # does not know, such as groups written in Python.
     options.reduceOp = _OPERATIONS[op]
-    return group.allreduce([_real(tensor)], options)
+    # c10d's own groups have no such argument.
+    return group.allreduce([_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
@@ -225,12 +242,12 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
         ) from error
 
 
-def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum") -> None:
+def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum", pieces: Pieces | None = None) -> None:
     """Replace ``tensor`` by its sum, maximum or minimum over all ranks, in place.
 
     Collective: every rank, in the same order. Blocks until complete (on CUDA: the current stream waits).
     """
-    _blocking("all_reduce", lambda: all_reduce_work(tensor, group=group, op=op, alone=True))
+    _blocking("all_reduce", lambda: all_reduce_work(tensor, group=group, op=op, alone=True, pieces=pieces))
 
 
 def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
@@ -396,6 +413,16 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def common_memory(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> CommonMemory | None:
+    """Return a flat tensor of which all ranks of ``group`` have one copy, or None where there is no such memory.
+
+    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all have come.
+    """
+    if device.type == "cpu" and isinstance(group, ShmProcessGroup) and group.size() > 1 and numel:
+        return group.shm_ops.common_memory(numel, dtype)
+    return None
+
+
 # --- Messages between two ranks: unlike collectives, they need not be started in the same order on all ranks
 
 
@@ -517,7 +544,7 @@ class _Exchange(Work):
         return True
 
 
-def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:
+def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pieces: Pieces | None = None) -> Work:
     """Start to replace this rank's slice of ``flat`` by its sum over all ranks; the other slices become arbitrary.
 
     Collective: every rank, in the same order. Does not block.
@@ -526,13 +553,15 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False) ->
         flat: One-dimensional, contiguous, its size a multiple of the number of ranks; the same on every rank.
         group: The ranks that take part, each with the slice of its number.
         alone: As in `all_reduce_work`.
+        pieces: As there; what goes beyond ``flat`` is copied to the memory behind it.
     """
     if flat.is_cpu and _is_gloo(group, flat.device):  # whose own reduce-scatter is an all-reduce
         own, received = _real(_own_slice(flat, group)), torch.empty_like(_real(flat))
-        pieces, places = (each.view(group.size(), own.numel()).unbind() for each in (_real(flat), received))
-        return _Exchange(pieces, places, group, lambda: sum_rows(received, own))
+        slices, places = (each.view(group.size(), own.numel()).unbind() for each in (_real(flat), received))
+        return _Exchange(slices, places, group, lambda: sum_rows(received, own))
     options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
-    return group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options)
+    given = {} if pieces is None else {"pieces": pieces}
+    return group._reduce_scatter_base(_real(_own_slice(flat, group)), _real(flat), options, **given)
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:

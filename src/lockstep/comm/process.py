@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -13,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 # --- Forks: a loader process must not hang before it has begun
@@ -61,20 +61,25 @@ def _thread_state(task: str) -> str:
 
 # --- Memory
 
-# The largest block that glibc learns from is 32 MiB, its own bookkeeping included.
-_ALMOST_32_MIB = 31 * 2**20
+# Numbers of glibc's malloc.h, and what is kept: blocks up to this size in the heap, and so much of it while it is free.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_BLOCK, _MOST_FREE = 2**28, 2**30
 
 
+@functools.cache
 def keep_freed_memory() -> None:
     """Have the C library keep the memory that a step frees, for the next step, from now on in this process."""
-    # glibc gives memory back to the system as soon as more is free than it expects to need, and the system zeroes it,
-    # page by page, when a step asks for it again. What it expects goes by the largest block that was freed so far, if
-    # that is below 32 MiB. A model of moderate size has it give back nearly all activations of a step: 9,000 page
-    # faults a step of an MLP with 7 million parameters, a fifth of its processor time; replicas in threads pay twice,
-    # since faults of one process wait for each other. So one block of nearly 32 MiB is allocated and freed, untouched:
-    # the limits are then where a larger model would have put them. The peak does not rise; other C libraries ignore it.
-    block = torch.empty(_ALMOST_32_MIB, dtype=torch.uint8, device="cpu")
-    del block
+    # By itself glibc gives free memory at the end of the heap back to the system, and every block above 32 MiB; and the
+    # system zeroes it, page by page, when a step asks for it again: 9,000 page faults a step of an MLP with 7 million
+    # parameters, a fifth of its processor time; replicas in threads pay twice, since faults of one process wait for
+    # each other. The peak does not rise; other C libraries have no such function, and who has set glibc wins.
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _MOST_FREE)
+        if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK):
+            mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that older versions take
 
 
 # --- A view as the only process

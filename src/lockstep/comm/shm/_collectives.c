@@ -84,22 +84,38 @@ static int part(Group *g, int64_t deadline_ms) {
     return OK;
 }
 
-/* All tensors lie in shared memory: each rank reads its slice of all, and writes the sum into all. */
-static int reduce_in_place(Group *g, char *const *parts, size_t count, size_t width, const Call *call,
-                           int64_t deadline_ms) {
-    size_t slice = ((count + (size_t)g->size - 1) / (size_t)g->size + 63) / 64 * 64;
-    size_t start = least((size_t)g->rank * slice, count), length = least(slice, count - start);
+/* The elements that this rank reduces where all tensors lie in shared memory. */
+typedef struct {
+    size_t start, end;
+} Slice;
+
+static Slice own_slice(const Group *g, size_t count) {
+    size_t length = ((count + (size_t)g->size - 1) / (size_t)g->size + 63) / 64 * 64;
+    size_t start = least((size_t)g->rank * length, count);
+    return (Slice){start, least(start + length, count)};
+}
+
+/* All tensors lie in shared memory: each rank reads its slice of all, and writes the sum into its own, or into all. */
+static int reduce_in_place(Group *g, char *const *parts, Slice slice, size_t width, const Call *call, bool into_all,
+                           Pieces *pieces, int64_t deadline_ms) {
     const void *sources[MAX_RANKS];
-    for (int rank = 0; rank < g->size; rank++) sources[rank] = parts[rank] + call->offset + start * width;
-    /* In blocks, so that what is written to the other ranks is still in the cache. */
-    for (size_t at = 0, block = 65536 / width; at < length; at += block) {
-        size_t now = least(block, length - at);
-        char *own = (char *)sources[g->rank];
-        lockstep_reduce(own, NULL, sources, g->size, now, call->dtype, call->op);
-        for (int rank = 0; rank < g->size; rank++) copy((void *)sources[rank], own, now * width);
-        for (int rank = 0; rank < g->size; rank++) sources[rank] = (const char *)sources[rank] + now * width;
+    char *own = parts[g->rank] + call->offset;
+    /* In blocks, so that what came from the pieces, or goes to the other ranks, is in the cache. */
+    for (size_t at = slice.start, block = 65536 / width; at < slice.end; at += block) {
+        size_t end = least(at + block, slice.end);
+        for (int rank = 0; rank < g->size; rank++) sources[rank] = parts[rank] + call->offset + at * width;
+        lockstep_fill(own, pieces, at, end, call->dtype);
+        lockstep_reduce((char *)sources[g->rank], NULL, sources, g->size, end - at, call->dtype, call->op);
+        for (int rank = 0; into_all && rank < g->size; rank++)
+            copy((void *)sources[rank], sources[g->rank], (end - at) * width);
     }
     return part(g, deadline_ms);
+}
+
+/* Fill what other ranks read of this rank's tensor, so that they can begin; `slice` is filled as it is reduced. */
+static void fill_for_others(char *data, Pieces *pieces, Slice slice, int dtype) {
+    lockstep_fill(data, pieces, 0, slice.start, dtype);
+    lockstep_fill(data, pieces, slice.end, SIZE_MAX, dtype);
 }
 
 typedef struct {
@@ -146,10 +162,7 @@ static int reduce_step(Group *g, uint32_t step, char *data, Span span, size_t wi
     return OK;
 }
 
-static int reduce_small(Group *g, char *data, size_t count, size_t width, const Call *call, int64_t deadline_ms) {
-    copy(outbox(g, g->rank, g->step), data, count * width);
-    announce(&me(g)->arrived, g->step);
-    TRY(meet(g, deadline_ms));
+static int reduce_small(Group *g, char *data, size_t count, const Call *call) {
     const void *sources[MAX_RANKS];
     for (int rank = 0; rank < g->size; rank++) sources[rank] = outbox(g, rank, g->step);
     if (call->root < 0 || call->root == g->rank)
@@ -158,21 +171,37 @@ static int reduce_small(Group *g, char *data, size_t count, size_t width, const 
     return OK;
 }
 
-/* `parts` are the ranks' shares of the allocation `alloc`, and `data` lies at `offset` in this rank's; or alloc < 0. */
+/* Wait until all ranks have begun what this one has begun; TIMED_OUT after at most so long. */
+int lockstep_have_all_begun(Group *g, int64_t timeout_ms) {
+    return await_all(g, ARRIVED, g->step, deadline_after(timeout_ms));
+}
+
+/* `parts` are the ranks' shares of the allocation `alloc`, and `data` lies at `offset` in this rank's; or alloc < 0.
+   `data` begins with what `pieces` hold, if there are any. In two calls with the same arguments, BEGIN returns when the
+   other ranks can read what they need; REST waits for theirs. */
 int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, int root, int64_t alloc, size_t offset,
-                        char *const *parts, int64_t timeout_ms) {
+                        char *const *parts, const char *const *pieces, const uint64_t *piece_counts, size_t num_pieces,
+                        double factor, int phase, int64_t timeout_ms) {
     int64_t deadline_ms = deadline_after(timeout_ms);
     size_t width = lockstep_element_bytes(dtype);
     Call call = {ALL_REDUCE, dtype, op, root, count, root < 0 ? alloc : -1, offset};
-    TRY(begin(g, &call, deadline_ms));
-    if (count * width <= SMALL_BYTES / (size_t)g->size && count * width <= g->head->chunk_bytes)
-        return reduce_small(g, data, count, width, &call, deadline_ms);
-    if (call.alloc >= 0)
-        announce(&me(g)->arrived, g->step);
-    else
-        publish_slices(g, g->step, data, span_of(g, 0, count, width), width);
+    Pieces own = {pieces, piece_counts, num_pieces, factor, 0, 0};
+    bool small = count * width <= SMALL_BYTES / (size_t)g->size && count * width <= g->head->chunk_bytes;
+    Slice slice = small || call.alloc < 0 ? (Slice){count, count} : own_slice(g, count);
+    if (phase != REST) {
+        TRY(begin(g, &call, deadline_ms));
+        fill_for_others(data, &own, slice, dtype);
+        if (small) copy(outbox(g, g->rank, g->step), data, count * width);
+        if (small || call.alloc >= 0)
+            announce(&me(g)->arrived, g->step);
+        else
+            publish_slices(g, g->step, data, span_of(g, 0, count, width), width);
+        if (phase == BEGIN) return OK;
+    }
     TRY(meet(g, deadline_ms));
-    if (all_in_place(g)) return reduce_in_place(g, parts, count, width, &call, deadline_ms);
+    if (small) return reduce_small(g, data, count, &call);
+    if (all_in_place(g)) return reduce_in_place(g, parts, slice, width, &call, true, &own, deadline_ms);
+    lockstep_fill(data, &own, slice.start, slice.end, dtype);
     if (any_in_place(g)) {
         TRY(begin_again(g, deadline_ms));
         publish_slices(g, g->step, data, span_of(g, 0, count, width), width);
@@ -201,9 +230,13 @@ static void publish_parts(Group *g, char *const *inputs, const uint64_t *counts,
 }
 
 /* Rank r gets the reduction of every rank's inputs[r], which has counts[r] elements. With alloc >= 0 the inputs lie one
-   after the other at `offset` in the ranks' shares of that allocation, `parts`, and the output is this rank's input. */
+   after the other at `offset` in the ranks' shares of that allocation, `parts`, and the output is this rank's input.
+   inputs[0] begins with what `pieces` hold, if there are any; the inputs then lie back to back. See lockstep_all_reduce
+   for `phase`. */
 int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *counts, char *output, int dtype, int op,
-                            int64_t alloc, size_t offset, char *const *parts, int64_t timeout_ms) {
+                            int64_t alloc, size_t offset, char *const *parts, const char *const *pieces,
+                            const uint64_t *piece_counts, size_t num_pieces, double factor, int phase,
+                            int64_t timeout_ms) {
     int64_t deadline_ms = deadline_after(timeout_ms);
     size_t width = lockstep_element_bytes(dtype), longest = 0, total = 0;
     for (int rank = 0; rank < g->size; rank++) {
@@ -212,16 +245,20 @@ int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *count
     }
     size_t room = g->head->chunk_bytes / width / (size_t)g->size / 64 * 64;
     Call call = {REDUCE_SCATTER, dtype, op, -1, total, alloc, offset};
+    Pieces own = {pieces, piece_counts, num_pieces, factor, 0, 0};
+    size_t start = alloc < 0 ? 0 : (size_t)(output - inputs[0]) / width;
+    Slice slice = {start, alloc < 0 ? 0 : start + counts[g->rank]};
     const void *sources[MAX_RANKS];
-    TRY(begin(g, &call, deadline_ms));
-    if (alloc < 0) publish_parts(g, inputs, counts, 0, room, width);
-    announce(&me(g)->arrived, g->step);
-    TRY(meet(g, deadline_ms));
-    if (all_in_place(g)) {
-        for (int rank = 0; rank < g->size; rank++) sources[rank] = parts[rank] + (output - parts[g->rank]);
-        lockstep_reduce(output, NULL, sources, g->size, counts[g->rank], dtype, op);
-        return part(g, deadline_ms);
+    if (phase != REST) {
+        TRY(begin(g, &call, deadline_ms));
+        fill_for_others(inputs[0], &own, slice, dtype);
+        if (alloc < 0) publish_parts(g, inputs, counts, 0, room, width);
+        announce(&me(g)->arrived, g->step);
+        if (phase == BEGIN) return OK;
     }
+    TRY(meet(g, deadline_ms));
+    if (all_in_place(g)) return reduce_in_place(g, parts, slice, width, &call, false, &own, deadline_ms);
+    lockstep_fill(inputs[0], &own, slice.start, slice.end, dtype);
     if (any_in_place(g)) {
         TRY(begin_again(g, deadline_ms));
         publish_parts(g, inputs, counts, 0, room, width);

@@ -143,3 +143,35 @@ void lockstep_reduce(void *first, void *second, const void *const *sources, int 
         INTEGER_CASE(U64, u64, uint64_t)
     }
 }
+
+FAST static void scale_f32(float *to, const float *from, float factor, size_t count) {
+    for (size_t i = 0; i < count; i++) to[i] = from[i] * factor;
+}
+
+FAST static void scale_f64(double *to, const double *from, double factor, size_t count) {
+    for (size_t i = 0; i < count; i++) to[i] = from[i] * factor;
+}
+
+static void scale(char *to, const char *from, double factor, size_t count, int dtype) {
+    if (factor == 1)
+        memcpy(to, from, count * lockstep_element_bytes(dtype));
+    else if (dtype == F32)
+        scale_f32((float *)to, (const float *)from, (float)factor, count);
+    else
+        scale_f64((double *)to, (const double *)from, factor, count);
+}
+
+void lockstep_fill(char *to, Pieces *pieces, size_t start, size_t end, int dtype) {
+    size_t width = lockstep_element_bytes(dtype);
+    if (start < pieces->offset) pieces->at = pieces->offset = 0;
+    while (start < end && pieces->at < pieces->num_pieces) {
+        size_t piece_end = pieces->offset + pieces->counts[pieces->at];
+        if (start < piece_end) {
+            size_t stop = piece_end < end ? piece_end : end;
+            const char *from = pieces->pieces[pieces->at] + (start - pieces->offset) * width;
+            scale(to + start * width, from, pieces->factor, stop - start, dtype);
+            start = stop;
+        }
+        if (start >= piece_end) pieces->offset = piece_end, pieces->at++;
+    }
+}

@@ -71,6 +71,8 @@ typedef struct {
 
 enum { OK = 0, TIMED_OUT = 1, DIED = 2, WENT = 3, BROKEN = 4, MISMATCH = 5, INTERRUPTED = 6, STOPPED = 7 };
 
+enum { WHOLE = 0, BEGIN = 1, REST = 2 }; /* the phases of a call */
+
 enum { ALL_REDUCE = 1, REDUCE_SCATTER = 2 }; /* the other kinds are exchanges, named by the caller */
 
 /* The bits of a float, and back. */
@@ -87,6 +89,19 @@ static inline float float_of(uint32_t bits) {
 }
 
 size_t lockstep_element_bytes(int dtype);
+
+/* Where the elements of a tensor come from: pieces, back to back, each multiplied by `factor`. No pieces: they are there
+   already. The kernel looks from piece `at` on, which begins at element `offset`. */
+typedef struct {
+    const char *const *pieces;
+    const uint64_t *counts;
+    size_t num_pieces;
+    double factor;
+    size_t at, offset;
+} Pieces;
+
+/* Write the elements `start` to `end` of `pieces` to their places in `to`, which begins at element 0. */
+void lockstep_fill(char *to, Pieces *pieces, size_t start, size_t end, int dtype);
 
 /* first[i] = sources[0][i] op sources[1][i] op ..., in this order; second gets a copy. Either may be NULL. */
 void lockstep_reduce(void *first, void *second, const void *const *sources, int num_sources, size_t count, int dtype,

@@ -5,7 +5,7 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -38,6 +38,9 @@ class CallRecord(ctypes.Structure):
 
 _LOCATION = (c_int64, c_size_t, POINTER(c_void_p))  # allocation, offset, where the ranks' shares lie
 _TENSORS = (POINTER(c_void_p), POINTER(c_uint64))  # addresses, sizes
+_PIECES = (*_TENSORS, c_size_t, c_double)  # and how many, and a factor
+# Of a call that is made in two: until the other ranks can read what they need, and all that waits for theirs.
+WHOLE, BEGIN, REST = range(3)
 _SIGNATURES = {
     "segment_bytes": (c_size_t, [c_int, c_size_t, c_size_t]),
     "format": (None, [c_void_p, c_size_t, c_size_t]),
@@ -55,8 +58,9 @@ _SIGNATURES = {
     "await_bell": (None, [c_void_p, c_uint32, c_int64]),
     "ring_write": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
     "ring_read": (c_size_t, [c_void_p, c_int, c_void_p, c_size_t]),
-    "all_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, *_LOCATION, c_int64]),
-    "reduce_scatter": (c_int, [c_void_p, *_TENSORS, c_void_p, c_int, c_int, *_LOCATION, c_int64]),
+    "have_all_begun": (c_int, [c_void_p, c_int64]),
+    "all_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, *_LOCATION, *_PIECES, c_int, c_int64]),
+    "reduce_scatter": (c_int, [c_void_p, *_TENSORS, c_void_p, c_int, c_int, *_LOCATION, *_PIECES, c_int, c_int64]),
     "exchange": (c_int, [c_void_p, c_int, c_int, c_int, *_TENSORS, *_TENSORS, *_LOCATION, c_int64]),
 }
 
@@ -245,8 +249,17 @@ class Communicator:
         """
         self.ensure_usable(operation)
         code = function(self.handle, *args, int(timeout_s * 1000))
-        if code == OK:
-            return
+        if code != OK:
+            self._fail(code, operation, timeout_s)
+
+    def have_all_begun(self, operation: str, patience_s: float) -> bool:
+        """Return whether all ranks have begun the call that this one has begun; wait for that a moment."""
+        code = self.native.lockstep_have_all_begun(self.handle, int(patience_s * 1000))
+        if code not in (OK, TIMED_OUT):
+            self._fail(code, operation, patience_s)
+        return bool(code == OK)
+
+    def _fail(self, code: int, operation: str, timeout_s: float) -> None:
         if code == INTERRUPTED:
             assert self._signal is not None
             error, self._signal = self._signal, None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,30 @@ NativeCall = Callable[..., None]
 # Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie.
 BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
 PRIVATE_MEMORY: BufferLocation = (-1, 0, None)
+# Addresses and sizes of tensors, how many, and a factor.
+_Pieces = tuple[ctypes.Array[ctypes.c_void_p] | None, ctypes.Array[ctypes.c_uint64] | None, int, float]
+_NO_PIECES: _Pieces = (None, None, 0, 1.0)
+# How long a call waits for ranks that are a little late before a thread does.
+_PATIENCE_S = 0.005
 _Row = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
-_PAGE_BYTES = 4096
+
+
+class Pieces(NamedTuple):
+    """What a flat tensor begins with when a reduction reads it: ``tensors``, back to back, times ``factor``.
+
+    They are copied to their places within the call, and what this rank reduces only when it is reduced, so that it
+    crosses memory once less. Contiguous, of the tensor's dtype, which is float32 or float64, and on the CPU. None of
+    them: the tensor is filled. A call with pieces begins in the thread that makes it, see `ShmOps.begin_at_once`.
+    """
+
+    tensors: Sequence[Tensor] = ()
+    factor: float = 1.0
+
+    def for_c(self) -> _Pieces:
+        """Return them for C; the tensors must outlive the call."""
+        count = len(self.tensors)
+        sizes = (ctypes.c_uint64 * count)(*map(Tensor.numel, self.tensors))
+        return (ctypes.c_void_p * count)(*map(Tensor.data_ptr, self.tensors)), sizes, count, self.factor
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,76 @@ class SharedBuffers:
             if known.start <= address < known.end and known.memory() is not None:
                 return known.number, address - known.start, known.parts
         return PRIVATE_MEMORY
+
+
+class CommonMemory:
+    """A flat tensor of which the ranks of a machine have one copy, that each of them may write to as if it had its own.
+
+    [Note: one copy for all ranks]
+    All ranks map the same memory twice. Through ``own`` a rank reads it; the first write to a page gives that rank a
+    page of its own, with what was there, and the others see nothing of it (copy-on-write). What a rank writes through
+    ``shared`` all ranks read in their ``own``, but for pages of their own. The kernel tells which these are
+    (/proc/self/pagemap), so no write of a script is missed, whatever it goes through: `publish` hands this rank's
+    part of them to all, `forget_changes` gives them back. Who writes when is the caller's to order.
+    """
+
+    def __init__(self, segment: Segment, numel: int, dtype: torch.dtype) -> None:
+        self._segment = segment
+        self._mapping = mmap.mmap(segment.fd, len(segment.memory), access=mmap.ACCESS_COPY)
+        self.own = torch.frombuffer(self._mapping, dtype=dtype, count=numel)
+        self.shared = torch.frombuffer(segment.memory, dtype=dtype, count=numel)
+        self._changed: list[tuple[int, int]] = []  # ranges of bytes
+
+    def publish(self, start: int, stop: int) -> None:
+        """Copy what this rank has changed of the elements ``start`` to ``stop`` to where all ranks read it."""
+        self._changed = self._own_pages()
+        width = self.own.itemsize
+        for first, end in self._changed:
+            part = slice(max(start, first // width), min(stop, end // width))
+            if part.start < part.stop:
+                self.shared[part] = self.own[part]
+
+    def forget_changes(self) -> None:
+        """Read from now on what all ranks share, in place of what this rank had changed before `publish`."""
+        for first, end in self._changed:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, end - first)
+        self._changed = []
+
+    def _own_pages(self) -> list[tuple[int, int]]:
+        """Return where this rank has pages of its own, as ranges of bytes."""
+        entries = torch.empty(len(self._mapping) // mmap.PAGESIZE, dtype=torch.int64, device="cpu")
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(self.own.data_ptr() // mmap.PAGESIZE * 8)
+            file.readinto(entries.numpy().data)
+        # The upper bits say whether a page is in memory, is swapped out, and belongs to a file, which is shared.
+        kinds = (entries >> 61) & 7
+        pages = ((kinds != 0) & (kinds & 1 == 0)).nonzero().view(-1)
+        if not len(pages):
+            return []
+        is_gap = (pages.diff() > 1).nonzero().view(-1).tolist()
+        firsts, lasts = pages[[0, *(gap + 1 for gap in is_gap)]], pages[[*is_gap, len(pages) - 1]]
+        return list(zip((firsts * mmap.PAGESIZE).tolist(), ((lasts + 1) * mmap.PAGESIZE).tolist(), strict=True))
+
+    def objection(self) -> str:
+        """Return why it cannot be used here; nothing if it can."""
+        end, common = len(self._mapping), self._segment.memory[-1]
+        try:
+            self._mapping[-1] = 1 - common  # one of the zeros that the memory begins with, not of the token
+            self.publish(0, 0)
+            is_seen = self._changed == [(end - mmap.PAGESIZE, end)] and self._segment.memory[-1] == common
+            self.forget_changes()
+            works = is_seen and self._mapping[-1] == common
+            return "" if works else "the kernel does not tell which pages are this rank's own"
+        except OSError as error:
+            return str(error)
+
+
+def _for_c(pieces: Pieces | None) -> _Pieces:
+    return _NO_PIECES if pieces is None else pieces.for_c()
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def contiguous(tensor: Tensor) -> Tensor:
@@ -148,10 +240,45 @@ class ShmOps:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
         return seconds if seconds > 0 else self.comm.timeout_s
 
+    def begin_at_once(
+        self, name: str, function: Callable[..., int], arguments: Sequence[Any], tensors: Sequence[Any], opts: Any
+    ) -> ShmWork | None:
+        """Make a call in this thread, if nothing is queued; else return ``None``.
+
+        Ranks with the same work come to a call at nearly the same time. To wait for the others then costs less than a
+        thread that takes turns with backward for a core. If one is late, as its data or its graph differs, the rest of
+        the call is queued, and this rank goes on. So nobody waits here for a rank that waits for this one elsewhere.
+
+        Args:
+            name: For messages.
+            function: Of the C library, with `WHOLE`, `BEGIN` or `REST` as the argument before the time-out.
+            arguments: Those before that.
+            tensors: What has to live until the end.
+            opts: c10d's.
+        """
+        # Calls run in the order in which they were made, so what is queued comes first.
+        if not self.queue.take_turn():
+            return None
+        call = partial(self.comm.call, name, self._timeout_s(opts), function, *arguments)
+        try:
+            with activity.waiting(name):
+                if not getattr(opts, "asyncOp", True):
+                    call(c.WHOLE)
+                    return ENDED
+                call(c.BEGIN)
+                if self.comm.have_all_begun(name, _PATIENCE_S):
+                    call(c.REST)
+                    return ENDED
+            rest = ShmWork(name, self.queue, partial(call, c.REST), tensors)
+            self.queue.add(rest, is_async=True)
+            return rest
+        finally:
+            self.queue.end_turn()
+
     # --- Reductions
 
-    def all_reduce_at_once(self, tensor: Tensor, opts: Any) -> ShmWork | None:
-        """Reduce in this thread, if nothing is queued and the tensor needs no copy; else return ``None``.
+    def all_reduce_at_once(self, tensor: Tensor, opts: Any, pieces: Pieces | None = None) -> ShmWork | None:
+        """Begin to reduce in this thread, if nothing is queued and the tensor needs no copy; else return ``None``.
 
         Does the same as `allreduce` with less Python around it: at few bytes that is most of the time.
         """
@@ -159,21 +286,16 @@ class ShmOps:
         if dtype is None or not tensor.is_contiguous() or tensor.is_neg():
             return None
         number = c.reduction_of(c.operation_of(opts), tensor.dtype)
-        # Calls run in the order in which they were made, so what is queued comes first.
-        if not self.queue.take_turn():
-            return None
-        try:
-            location = self.buffers.find(tensor)
-            arguments = (tensor.data_ptr(), tensor.numel(), dtype, number, -1, *location)
-            with activity.waiting("all_reduce"):
-                self.comm.call("all_reduce", self._timeout_s(opts), self.comm.native.lockstep_all_reduce, *arguments)
-        finally:
-            self.queue.end_turn()
-        return ENDED
+        arguments = (tensor.data_ptr(), tensor.numel(), dtype, number, -1, *self.buffers.find(tensor), *_for_c(pieces))
+        function = self.comm.native.lockstep_all_reduce
+        return self.begin_at_once("all_reduce", function, arguments, (tensor, pieces), opts)
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> ShmWork:
-        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
-        return self._reduce("all_reduce", tensors, opts, root=-1)
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
+        """Replace each tensor by its reduction over all ranks. Collective: every rank.
+
+        ``pieces``: what the only one of them, which is contiguous, begins with.
+        """
+        return self._reduce("all_reduce", tensors, opts, root=-1, pieces=pieces)
 
     allreduce_coalesced = allreduce
 
@@ -181,7 +303,9 @@ class ShmOps:
         """Replace rank ``opts.rootRank``'s tensors by the reduction over all ranks. Collective: every rank."""
         return self._reduce("reduce", tensors, opts, root=opts.rootRank)
 
-    def _reduce(self, name: str, tensors: Sequence[Tensor], opts: Any, *, root: int) -> ShmWork:
+    def _reduce(
+        self, name: str, tensors: Sequence[Tensor], opts: Any, *, root: int, pieces: Pieces | None = None
+    ) -> ShmWork:
         op = c.operation_of(opts)
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self.submit(name, partial(self._reduce_sparse, tensors=tensors, op=op), tensors, opts)
@@ -194,7 +318,7 @@ class ShmOps:
                 data = c.as_numbers(staged)
                 dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
                 function = self.comm.native.lockstep_all_reduce
-                call(function, data.data_ptr(), data.numel(), dtype, number, root, *location)
+                call(function, data.data_ptr(), data.numel(), dtype, number, root, *location, *_for_c(pieces), c.WHOLE)
                 if root in (-1, self.rank):
                     copy_back(staged, tensor)
 
@@ -247,12 +371,29 @@ class ShmOps:
             outputs, lambda index: self._cut(contiguous(inputs[index]), own=outputs[index]), opts
         )
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
-        """Fill ``output`` with this rank's part of the reduced ``tensor``. Collective: every rank."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, opts: Any = None, pieces: Pieces | None = None
+    ) -> ShmWork:
+        """Fill ``output`` with this rank's part of the reduced ``tensor``. Collective: every rank.
+
+        With ``pieces``, which ``tensor`` begins with, it is contiguous, and ``output`` is a part of it.
+        """
+        if pieces is None:
+            return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        _check_sizes("reduce_scatter_tensor", tensor, output, self.size)
+        parts, location = self._cut(tensor, own=output)
+        counts = (ctypes.c_uint64 * self.size)(*[output.numel()] * self.size)
+        result = output.data_ptr(), c.NUMBERS[output.dtype], c.reduction_of(c.operation_of(opts), output.dtype)
+        arguments = (_pointers(parts), counts, *result, *location, *_for_c(pieces))
+        function, tensors = self.comm.native.lockstep_reduce_scatter, (tensor, pieces)
+        work = self.begin_at_once("reduce_scatter", function, arguments, tensors, opts)
+        return work or self.submit("reduce_scatter", lambda call: call(function, *arguments, c.WHOLE), tensors, opts)
 
     def _reduce_scatter(
-        self, outputs: Sequence[Tensor], parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]], opts: Any
+        self,
+        outputs: Sequence[Tensor],
+        parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]],
+        opts: Any,
     ) -> ShmWork:
         """Queue a reduce-scatter for each output; ``parts_of`` gives its contiguous inputs, and where they lie."""
         op = c.operation_of(opts)
@@ -265,7 +406,8 @@ class ShmOps:
                 inputs, target = [c.as_numbers(part) for part in parts], c.as_numbers(staged)
                 counts = (ctypes.c_uint64 * len(inputs))(*(part.numel() for part in inputs))
                 function, dtype = self.comm.native.lockstep_reduce_scatter, c.NUMBERS[target.dtype]
-                call(function, _pointers(inputs), counts, target.data_ptr(), dtype, numbers[index], *location)
+                result = target.data_ptr(), dtype, numbers[index]
+                call(function, _pointers(inputs), counts, *result, *location, *_NO_PIECES, c.WHOLE)
                 copy_back(staged, output)
 
         return self.submit("reduce_scatter", action, outputs, opts)
@@ -424,19 +566,8 @@ class ShmOps:
         return made[0]
 
     def _allocate(self, call: NativeCall, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        share_bytes = -(-math.prod(sizes) * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
-
-        def broadcast(offer: bytes) -> bytes:
-            data = torch.frombuffer(bytearray(offer), dtype=torch.uint8)
-            sends, receives = self._from_root(data, 0)
-            self._exchange(call, Kind.EMPTY_SHARED, sends, receives, root=0, same=True)
-            return data.numpy().tobytes()
-
-        def agree(objection: str) -> str:
-            flags = self._gather(call, torch.tensor([bool(objection)], device="cpu"), [1] * self.size)
-            return "A rank has no room." if any(flags) else ""
-
-        segment, _ = share_segment(self.rank, share_bytes * self.size, broadcast, agree)
+        share_bytes = _whole_pages(math.prod(sizes) * dtype.itemsize)
+        segment = self._share(call, share_bytes * self.size)
         if segment is None:
             return torch.empty(sizes, dtype=dtype, device="cpu")
         segment.close_file()  # the mapping stays
@@ -444,3 +575,36 @@ class ShmOps:
         self.buffers.add(segment, share_bytes)
         count, offset = math.prod(sizes), self.rank * share_bytes
         return torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset).view(sizes)
+
+    def common_memory(self, numel: int, dtype: torch.dtype) -> CommonMemory | None:
+        """Return memory of which all ranks have one copy, with arbitrary values; None on all ranks: it cannot be had.
+
+        Collective: every rank, with the same arguments. Blocks until all have come.
+        """
+        made: list[CommonMemory | None] = []
+
+        def make(call: NativeCall) -> None:
+            segment = self._share(call, _whole_pages(numel * dtype.itemsize))
+            if segment is not None:
+                memory = CommonMemory(segment, numel, dtype)
+                segment.close_file()
+                made.append(None if self._object(call, memory.objection()) else memory)
+
+        self.submit("common_memory", make, []).wait()
+        return made[0] if made else None
+
+    def _share(self, call: NativeCall, num_bytes: int) -> Segment | None:
+        """Return memory that all ranks have mapped; None: a rank has no room."""
+
+        def broadcast(offer: bytes) -> bytes:
+            data = torch.frombuffer(bytearray(offer), dtype=torch.uint8)
+            sends, receives = self._from_root(data, 0)
+            self._exchange(call, Kind.EMPTY_SHARED, sends, receives, root=0, same=True)
+            return data.numpy().tobytes()
+
+        return share_segment(self.rank, num_bytes, broadcast, partial(self._object, call))[0]
+
+    def _object(self, call: NativeCall, objection: str) -> str:
+        """Return an objection on all ranks if any of them has one."""
+        flags = self._gather(call, torch.tensor([bool(objection)], device="cpu"), [1] * self.size)
+        return "A rank has no room." if any(flags) else ""

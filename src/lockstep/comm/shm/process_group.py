@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lockstep import activity
 from lockstep.comm.shm.communicator import MAX_RANKS, OK, WENT, Communicator, library
-from lockstep.comm.shm.ops import ShmOps, contiguous, copy_back
+from lockstep.comm.shm.ops import Pieces, ShmOps, contiguous, copy_back
 from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import STOP_TIMEOUT_S, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -153,14 +153,15 @@ class ShmProcessGroup(CpuProcessGroup):
         self._p2p = P2PEngine(comm)
         self._is_open = True
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: Any = None, pieces: Pieces | None = None) -> Any:  # type: ignore[override]
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
-        if not getattr(opts, "asyncOp", True) and len(tensors) == 1 and tensors[0].is_cpu:
-            work = self.shm_ops.all_reduce_at_once(tensors[0], opts)
+        at_once = pieces is not None or not getattr(opts, "asyncOp", True)
+        if at_once and len(tensors) == 1 and tensors[0].is_cpu:
+            work = self.shm_ops.all_reduce_at_once(tensors[0], opts, pieces)
             if work is not None:
                 activity.now.num_calls += 1
                 return work
-        return super().allreduce(tensors, opts)
+        return super().allreduce(tensors, opts, pieces)  # type: ignore[arg-type]  # torch's stubs know other groups
 
     @override
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:

@@ -328,6 +328,8 @@ class LocalGradientMonitor:
         elif kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
             # A reduced gradient shows that it is not finite, but not by which rank: the part of this rank is
             # gone by then. One pass over the bucket, whose result stays on the device until it is needed.
+            if bucket.pieces is not None:
+                bucket.fill()
             self._totals.append(total(bucket.gradients))
 
     def saw_nonfinite(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lockstep.comm.collectives import Group, all_gather_different, empty_buffer
+from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import view_like
 
@@ -126,7 +126,7 @@ _LARGE_NUMEL = 2**15
 # Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way.
 _OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
 
-_grad_of = operator.attrgetter("grad")
+_grad_of, _dtype_of = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
 
 class GradientScale(NamedTuple):
@@ -187,6 +187,11 @@ class DenseBucket(_Members):
     This rank does so alone, so the new memory is ordinary; shm reduces buckets of which only some lie in shared memory
     as it reduces any other tensor.
 
+    [Note: gradients that are copied late]
+    To copy gradients into the bucket, and to read them there again for the reduction, takes a third of what a step of a
+    wide model adds. So a reduction that can (`BucketReduction.takes_pieces`) gets them where autograd left them, as
+    `pieces`, and copies what the other ranks need first. Whoever looks at the bucket before calls `fill`.
+
     Args:
         spec, parameters, names: See `BucketSet`.
         keep_held_gradients: See [Note: held gradients].
@@ -208,6 +213,10 @@ class DenseBucket(_Members):
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
         self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
+        # C multiplies these two. Gradients of parameters that are not contiguous may lie in another order.
+        is_known = spec.dtype in (torch.float32, torch.float64)
+        self._may_wait = is_known and all(each.is_contiguous() for each in self.parameters)
+        self.pieces: Pieces | None = None
         self._large = {place for place, each in enumerate(self.parameters) if each.numel() >= _LARGE_NUMEL}
         self._allocate(group)
 
@@ -242,12 +251,13 @@ class DenseBucket(_Members):
         if value.data_ptr() != self.gradients.data_ptr() or value.dtype != self.gradients.dtype:
             self.gradients.copy_(value.reshape(-1)[: self.gradients.numel()])
 
-    def gather(self, used: Sequence[int], scale: GradientScale) -> None:
+    def gather(self, used: Sequence[int], scale: GradientScale, *, late: bool = False) -> None:
         """Bring this rank's gradients in.
 
         Args:
             used: At place k, whether that parameter received a gradient since the last step.
             scale: What they are multiplied by.
+            late: Whether they may be left in `pieces`; see [Note: gradients that are copied late].
         """
         gradients = list(map(_grad_of, self.parameters))
         is_none = map(operator.is_, gradients, repeat(None))
@@ -257,10 +267,35 @@ class DenseBucket(_Members):
             self.missing = {}
             if self._keep_held_gradients and self._is_held(range(len(self._views))):
                 self._renew()
-            self._copy_in(cast("list[Tensor]", gradients), scale.factor)
+            present = cast("list[Tensor]", gradients)
+            if late and self._can_wait(present):
+                self.pieces = Pieces(present, scale.factor)
+            else:
+                self._copy_in(present, scale.factor)
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.grad = view
         self._fill_tail(scale)
+
+    def _can_wait(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether C can read them as they are: hooks of the script may have put anything in ``param.grad``."""
+        return (
+            self._may_wait
+            and set(map(type, gradients)) == {Tensor}
+            and all(map(Tensor.is_contiguous, gradients))
+            and not any(map(Tensor.is_neg, gradients))
+            and set(map(_dtype_of, gradients)) == {self.spec.dtype}
+        )
+
+    def fill(self) -> None:
+        """Copy the gradients in, if they are still in `pieces`."""
+        pieces, self.pieces = self.pieces, None
+        if pieces is not None:
+            self._copy_in(list(pieces.tensors), pieces.factor)
+
+    def take_pieces(self) -> Pieces | None:
+        """Return the gradients that are to be copied in, and forget them."""
+        pieces, self.pieces = self.pieces, None
+        return pieces or Pieces()
 
     def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], scale: GradientScale) -> None:
         """Gather where gradients are missing or in the bucket already."""
@@ -377,6 +412,7 @@ class SparseBucket(_Members):
     """The gradient of one embedding with ``sparse=True``; it has no fixed size and so neither buffer nor tail."""
 
     holds_all = False
+    pieces = None
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
         super().__init__(spec, parameters, names)
@@ -397,8 +433,8 @@ class SparseBucket(_Members):
         """Take what a communication hook has made of `gradients`."""
         self.gradients = self.payload = value
 
-    def gather(self, used: Sequence[int], scale: GradientScale) -> None:
-        """Take this rank's gradient, coalesced and multiplied."""
+    def gather(self, used: Sequence[int], scale: GradientScale, *, late: bool = False) -> None:
+        """Take this rank's gradient, coalesced and multiplied; there is nothing to copy late."""
         gradient = self._parameter.grad
         self.missing = {} if gradient is not None and used[0] else {0: gradient}
         if gradient is None:
@@ -418,6 +454,12 @@ class SparseBucket(_Members):
         self.replace_gradients(self._empty())
         if not self.missing or reduced._nnz() > 0:
             self._parameter.grad = reduced
+
+    def fill(self) -> None:
+        """Do nothing, as `adopt`."""
+
+    def take_pieces(self) -> None:
+        """Do nothing, as `adopt`."""
 
     def adopt(self) -> None:
         """Do nothing: the parameter's gradient is a tensor of its own."""

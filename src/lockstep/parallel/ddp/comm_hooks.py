@@ -30,6 +30,9 @@ class BucketReduction(ABC):
     # Whether every rank then has all of the reduced gradients, and not only a part.
     leaves_whole = True
 
+    # Whether `start` brings the gradients of a bucket in itself, see `DenseBucket.pieces`.
+    takes_pieces = False
+
     # Whether `finish` may be called as soon as a future is done, which is at another time on each rank.
     finishes_alone = True
 
@@ -67,16 +70,16 @@ class AllReduceMean(BucketReduction):
     """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self._group, self.takes_pieces = group, collectives.takes_pieces(group)
         self._may_block = collectives.is_native(group)  # a group written in Python may return before it is done
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
-        payload = bucket.payload
-        if not (alone and payload.is_cpu and self._may_block):
-            return all_reduce_async(payload, group=self._group)  # on CUDA a future that other streams can wait for
+        payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
+        if not (alone and payload.is_cpu and self._may_block):  # on CUDA a future that other streams can wait for
+            return all_reduce_async(payload, group=self._group, pieces=pieces)
         # A blocking call runs in this thread, which has nothing else to do: that saves two hand-overs between threads.
-        all_reduce(payload, group=self._group)
+        all_reduce(payload, group=self._group, pieces=pieces)
         done: Future[Any] = Future()
         done.set_result(None)
         return done

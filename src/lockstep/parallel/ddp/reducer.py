@@ -364,7 +364,7 @@ class Reducer:
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
         if self._skip_unused_buckets and not any(used):  # the caller has promised that this is so on all ranks
             return
-        bucket.gather(used, scale)
+        bucket.gather(used, scale, late=self.reduction.takes_pieces)
         if bucket.missing and is_capturing(bucket.spec.device):
             raise ConfigurationError(
                 f"Parameter {bucket.names[min(bucket.missing)]} received no gradient in a step that is captured in a "

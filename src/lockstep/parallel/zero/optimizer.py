@@ -15,7 +15,16 @@ from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, Work
+from lockstep.comm.collectives import (
+    CommonMemory,
+    Group,
+    Join,
+    Joinable,
+    JoinHook,
+    Pieces,
+    Work,
+    reduce_scatter_slices,
+)
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.consistency import check_models_agree
@@ -161,21 +170,42 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # some optimizers change theirs.
         for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
             group.update(options)
+        trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
+        self._begin_writing(trained)
         self.optim.step(**kwargs)
         self._adopt_options()
         self._drop_gradients()
         if self._reducer is not None:  # see [Note: what is in param.grad]
             for parameter in self._reducer.bucket_set.parameters:
                 parameter.grad = None
-        trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
         for buffer in trained:  # autograd must notice that what it has saved has changed
             torch.autograd.graph.increment_version(buffer.parameters)
+        self._end_writing(trained)
         self._gathers = partition.start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
         # What was loaded has been used: from now on the state is the optimizer's own.
         self._loaded = None
         if not self.overlaps:
             self.wait()
         return loss
+
+    def _begin_writing(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Make buffers of which the ranks have one copy this rank's to write: its shard. Collective: every rank."""
+        common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
+        if common:
+            self._await_all()  # another rank may still read what this one is about to change
+        for memory, shard in common:
+            memory.publish(*shard)
+
+    def _end_writing(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Let all ranks read what each has written. Collective: every rank."""
+        common = [each.common for each in buffers if each.common is not None]
+        for memory in common:
+            memory.forget_changes()
+        if common:
+            self._await_all()
+
+    def _await_all(self) -> None:
+        collectives.all_reduce(torch.zeros(1), group=self.process_group)
 
     def wait(self) -> None:
         """Block until the parameters that the last `step` updated are there (on CUDA: let the current stream wait)."""
@@ -372,8 +402,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._build()
         self._shard.load(read, options_of(self.param_groups))
 
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return collectives.empty_buffer(numel, dtype=dtype, device=device, group=self.process_group)
+    def _allocate(self, numel: int, like: nn.Parameter) -> Tensor | CommonMemory:
+        where: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "group": self.process_group}
+        # Frozen parameters are never exchanged, so each rank keeps its own. An optimizer that is not element-wise
+        # writes to the parameters themselves.
+        common = collectives.common_memory(numel, **where) if like.requires_grad and self.is_elementwise else None
+        return collectives.empty_buffer(numel, **where) if common is None else common
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -545,6 +579,7 @@ class ReduceScatterMean(BucketReduction):
     def __init__(self, reducer: Reducer, group: Group) -> None:
         self._bucket_set, self._group = reducer.bucket_set, group
         self._first_step = AllReduceMean(group)
+        self.takes_pieces = self._first_step.takes_pieces
         self._reduced: set[int] = set()
         self._watched: set[int] = set()
 
@@ -554,9 +589,14 @@ class ReduceScatterMean(BucketReduction):
             return self._first_step.start(bucket, alone=alone)
         # All slices of a reduce-scatter are equal.
         end = partition.even_end(bucket.gradients.numel(), self._group.size())
-        works = [collectives.reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone)] if end else []
+        works: list[Work] = []
+        pieces = bucket.take_pieces() if self.takes_pieces else None
+        if end:
+            works.append(reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone, pieces=pieces))
+            pieces = pieces and Pieces()  # they are in
         # The remainder has fewer elements than there are ranks; the tail behind it is what every rank must know.
-        works.append(collectives.all_reduce_work(bucket.payload[end:], group=self._group, alone=alone))
+        tail = bucket.payload[end:]
+        works.append(collectives.all_reduce_work(tail, group=self._group, alone=alone, pieces=pieces))
         pending = _Works(works)
         if alone and bucket.payload.is_cpu:
             pending.wait()

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, Work, all_gather_slices, broadcast_async, gather_states, has_all_gather
+from lockstep.comm.collectives import (
+    CommonMemory,
+    Group,
+    Work,
+    all_gather_slices,
+    broadcast_async,
+    gather_states,
+    has_all_gather,
+)
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
 
@@ -39,8 +47,8 @@ class ShardRange(NamedTuple):
 # A parameter, and the range of all of its elements.
 Member = tuple[nn.Parameter, ShardRange]
 
-# Returns a flat tensor of so many elements.
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+# Returns memory for so many elements of the kind of a parameter, flat.
+Allocate = Callable[[int, nn.Parameter], Tensor | CommonMemory]
 
 
 def shard_bounds(numel: int, num_ranks: int) -> list[tuple[int, int]]:
@@ -81,7 +89,8 @@ class FlatBuffer:
     the buffer: a slice of equal size, the remainder at the end belongs to the last rank; or, for optimizers that need
     whole parameters, a region that holds whole ones. A `ShardRange` says which elements of which parameter lie where in
     it. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's
-    shard of the parameters and its slice of the reduced gradients are the same elements.
+    shard of the parameters and its slice of the reduced gradients are the same elements. Where all ranks are on one
+    machine, they have one copy of the buffer (`CommonMemory`): what an optimizer writes into its shard needs no gather.
 
     Args:
         members: The parameters in their order, of one device and dtype. Their ``data`` become views of ``flat``; what
@@ -100,8 +109,10 @@ class FlatBuffer:
         bounds: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
-        first, numel = self.parameters[0], sum(whole.numel for whole in self.ranges)
-        self.flat = allocate(numel, first.dtype, first.device)
+        numel = sum(whole.numel for whole in self.ranges)
+        memory = allocate(numel, self.parameters[0])
+        self.common = memory if isinstance(memory, CommonMemory) else None
+        self.flat, self._written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
         self.has_equal_slices = bounds is None
         # Ranges are cut once, as every step needs them.
         self.bounds = bounds or shard_bounds(numel, num_ranks)
@@ -139,6 +150,10 @@ class FlatBuffer:
         """Return the shard of ``rank``, of this buffer or of another ``flat`` tensor with its layout."""
         start, stop = self.bounds[rank]
         return (self.flat if flat is None else flat)[start:stop]
+
+    def written_shard_of(self, rank: int) -> Tensor:
+        """Return the shard of ``rank`` as its optimizer writes it."""
+        return self.shard_of(rank, self._written)
 
     def gradients_of(self, rank: int) -> Tensor:
         """Return a copy of the gradients of what lies in the shard of ``rank``; arbitrary numbers where there is none.
@@ -212,13 +227,13 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
     All ranks then have the same bits, since each element comes from one rank.
 
     Args:
-        buffers: The same on every rank.
+        buffers: The same on every rank; those of which the ranks have one copy are there already.
         group: The ranks that take part.
         alone: Whether the caller waits next, and has nothing else to do meanwhile.
     """
     works: list[Work] = []
     last = group.size() - 1
-    for buffer in buffers if last else ():
+    for buffer in (each for each in buffers if last and each.common is None):
         if buffer.has_equal_slices and has_all_gather(group, buffer.flat.device):
             end = even_end(buffer.flat.numel(), group.size())
             sources = [(last, buffer.flat[end:])]  # the remainder: fewer elements than ranks
@@ -356,7 +371,7 @@ class ShardOptimizer:
     ) -> None:
         self._optimizer_class, self._defaults, self._elementwise = optimizer_class, defaults, elementwise
         self._segments: list[Segment] = []
-        self._shards = [buffer.shard_of(rank) for buffer in buffers]
+        self._shards = [buffer.written_shard_of(rank) for buffer in buffers]
         self._parameters = {
             whole.parameter: parameter
             for buffer in buffers
