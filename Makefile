@@ -53,9 +53,9 @@ format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure against torch and its peers (half an hour), or ONLY=name; QUICK=1 to see that it runs
+bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; CHECK=1: what got slower
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[bench]'
-	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(ONLY)
+	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(CHECK),--check) $(ONLY)
 
 wheels:  ## Build wheels for x86_64 and aarch64 from the last commit, and check them (the head of tools/wheels.sh says with what)
 	tools/wheels.sh

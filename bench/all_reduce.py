@@ -9,6 +9,9 @@ all alike. A turn lasts as long as its slowest rank takes.
     shm       torch.distributed.all_reduce on shm
     in place  the same, of a tensor from lockstep's empty_buffer, which all ranks map
 
+Up to 16 kB also *cold*: each call comes after a pause of 1 ms and a barrier on Gloo, so that ranks which sleep while
+they wait have to be woken; the time is that of the slowest rank.
+
 For each size: the median time of a call and, from the rounds' ratios with the range that holds the true median with 90%
 certainty, how many times as fast as Gloo shm is, and what part of the copy's speed it reaches. The sums are checked.
 
@@ -19,6 +22,7 @@ import argparse
 import json
 import math
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +41,7 @@ from lockstep.telemetry.provenance import gather
 SIZES = [1000, 4000, 16_000, 64_000, 250_000, 1_000_000, 4_000_000, 16_000_000, 100_000_000, 256_000_000]
 CONTENDERS = ("copy", "gloo", "shm", "in place")
 TURN_S = 0.05
+COLD_BYTES, NUM_COLD, PAUSE_S = 16_000, 20, 0.001
 
 
 def measure(sizes: list[int], rounds: int) -> dict[int, dict[str, list[float]]]:
@@ -70,11 +75,15 @@ def of_size(size_bytes: int, rounds: int, group: dist.ProcessGroup) -> dict[str,
         call()
         counts[name] = max(1, min(1000, math.ceil(TURN_S / turn(call, 3))))
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    if size_bytes <= COLD_BYTES:
+        seconds |= {f"{name}, cold": [] for name in CONTENDERS[1:]}
     for index in range(rounds):
         shift = index // 2 % len(CONTENDERS)
         order = [*CONTENDERS[shift:], *CONTENDERS[:shift]]
         for name in order[::-1] if index % 2 else order:
             seconds[name].append(turn(calls[name], counts[name]))
+            if f"{name}, cold" in seconds:
+                seconds[f"{name}, cold"].append(cold_turn(calls[name]))
     return seconds
 
 
@@ -89,6 +98,15 @@ def turn(call: Callable[[], object], count: int) -> float:
     return float(took)
 
 
+def cold_turn(call: Callable[[], object]) -> float:
+    """Return the median seconds of a call on the slowest rank, each behind a pause. Collective: every rank."""
+    took = []
+    for _ in range(NUM_COLD):
+        time.sleep(PAUSE_S)
+        took.append(turn(call, 1))
+    return statistics.median(took)
+
+
 def show(size_bytes: int, seconds: dict[str, list[float]]) -> dict[str, object]:
     medians = {name: Spread.of(values) for name, values in seconds.items()}
     against_gloo = {name: paired_ratio(seconds["gloo"], seconds[name]) for name in ("shm", "in place")}
@@ -98,6 +116,12 @@ def show(size_bytes: int, seconds: dict[str, list[float]]) -> dict[str, object]:
         ratio, part = against_gloo[name], against_copy[name]
         line += f"   {ratio.median:5.1f}x ({ratio.low:.1f} to {ratio.high:.1f}) {part.median:4.0%}"
     print(line, flush=True)
+    if "gloo, cold" in seconds:
+        for name in ("shm", "in place"):
+            against_gloo[f"{name}, cold"] = paired_ratio(seconds["gloo, cold"], seconds[f"{name}, cold"])
+        times = "".join(f"{medians[f'{name}, cold'].median * 1e6:>12.1f}" for name in CONTENDERS[1:])
+        ratio = against_gloo["shm, cold"]
+        print(f"{'cold':>11}{'':>12}{times}   {ratio.median:5.1f}x ({ratio.low:.1f} to {ratio.high:.1f})", flush=True)
     return {
         "seconds": {name: asdict(spread) for name, spread in medians.items()},
         "times_as_fast_as_gloo": {name: asdict(ratio) for name, ratio in against_gloo.items()},

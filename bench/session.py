@@ -4,12 +4,15 @@
     python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
     python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
     python tools/bench.py --report    the page and the README's table once more, from the newest run
+    python tools/bench.py --check     the training steps alone, against the newest run: which of our ratios got worse,
+                                      beyond both ranges? Keeps nothing; exit status 1 if one did
 
 A session is kept as bench/results/run-<time>.json; bench/results/index.html and the README show the newest.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import shlex
 import signal
@@ -26,12 +29,23 @@ from rich.console import Console
 
 from bench.report import page, table
 from bench.report.goals import judge
-from bench.report.run import RESULTS, Run, newest
+from bench.report.run import RESULTS, Run, models, newest, ratio, rounds
 from lockstep.telemetry.provenance import Provenance, gather
 
 REPO = Path(__file__).parents[1]
 QUICK_RESULTS = REPO / "runs" / "bench"
-PARTS = ("all_reduce", "steps", "ranks", "one_rank", "memory", "launch", "import_time")
+FUSED = ("none", "torch-shm", "torch-zero", "ours", "ours-zero", "dp")
+PARTS = {
+    "all_reduce": ["all_reduce"],
+    "steps": ["steps"],
+    "steps_fused": ["steps", "--fused", "--large", *(word for name in FUSED for word in ("--contender", name))],
+    "ranks": ["ranks"],
+    "one_rank": ["one_rank"],
+    "memory": ["memory"],
+    "launch": ["launch"],
+    "import_time": ["import_time"],
+}
+"""What is measured, by the name that it is kept under: a script of bench/ and its options."""
 TIMEOUT_S = 1800.0
 GRACE_S = 20.0
 NO_SCRIPTS = {"session", "harness", "models", "contenders"}
@@ -40,12 +54,18 @@ NO_SCRIPTS = {"session", "harness", "models", "contenders"}
 def main(arguments: Sequence[str]) -> int:
     """Run what was asked for; return the exit status."""
     options = parse(arguments)
-    if options.report:
+    if options.report or options.check:
         run = newest()
         if run is None:
             print("There is no run in bench/results yet: run `make bench`.", file=sys.stderr)
             return 1
-        return report(run)
+        if options.report:
+            return report(run)
+        try:
+            parts = measure([name for name in PARTS if name.startswith("steps")], options.quick)
+        except KeyboardInterrupt:
+            return 130
+        return 1 if parts is None or show_worse(run, {"parts": parts}) else 0
     scripts = {path.stem for path in (REPO / "bench").glob("*.py")} - NO_SCRIPTS
     unknown = sorted(set(options.names) - scripts)
     if unknown:
@@ -67,21 +87,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
     parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
     parser.add_argument("--report", action="store_true", help="write the page and the table from the newest run")
+    parser.add_argument("--check", action="store_true", help="compare the training steps with those of the newest run")
     return parser.parse_args(arguments)
 
 
 def whole(quick: bool, command: str) -> int:
     """Run all parts and keep them as one run, if all succeeded."""
     provenance, start = gather(), time.monotonic()
-    parts: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(PARTS, 1):
-            head(f"{number}/{len(PARTS)} {name}, {(time.monotonic() - start) / 60:.0f} minutes so far")
-            kept = Path(folder, f"{name}.json")
-            if run_script([name, "--json", str(kept), *(["--quick"] if quick else [])], None):
-                print(f"{name} failed, so there is no run to keep.", file=sys.stderr)
-                return 1
-            parts[name] = json.loads(kept.read_text())
+    parts = measure(list(PARTS), quick)
+    if parts is None:
+        return 1
     run: Run = {
         "command": command,
         "provenance": asdict(provenance),
@@ -97,6 +112,40 @@ def whole(quick: bool, command: str) -> int:
     path.write_text(json.dumps(run) + "\n")
     print(f"\nkept as {path.relative_to(REPO)}")
     return report(run)
+
+
+def measure(names: Sequence[str], quick: bool) -> dict[str, Any] | None:
+    """Run these parts and return what they recorded; None if one failed."""
+    parts: dict[str, Any] = {}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(names, 1):
+            head(f"{number}/{len(names)} {name}, {(time.monotonic() - start) / 60:.0f} minutes so far")
+            kept = Path(folder, f"{name}.json")
+            if run_script([*PARTS[name], "--json", str(kept), *(["--quick"] if quick else [])], None):
+                print(f"{name} failed, so there is no run to keep.", file=sys.stderr)
+                return None
+            parts[name] = json.loads(kept.read_text())
+    return parts
+
+
+def show_worse(before: Run, now: Run) -> int:
+    """Print which of our ratios over no synchronisation got worse beyond both ranges; return how many."""
+    worse = compared = 0
+    for part, contender in itertools.product(now["parts"], ("ours", "ours-zero", "dp")):
+        for name in models(now, part):
+            old, new = (ratio(rounds(run, part, "models", name), contender, "none") for run in (before, now))
+            if old is None or new is None:
+                continue
+            compared += 1
+            if new.low > old.high:
+                worse += 1
+                print(
+                    f"worse: {part}, {name}, {contender}: {new.median:.3f} ({new.low:.3f} to {new.high:.3f}) times "
+                    f"no synchronisation, was {old.median:.3f} ({old.low:.3f} to {old.high:.3f})"
+                )
+    print(f"{worse} of {compared} ratios got worse than in the run of {before['provenance']['when'][:10]}.")
+    return worse
 
 
 def report(run: Run) -> int:

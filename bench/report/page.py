@@ -43,8 +43,10 @@ certainty. docs/speed.md says how it is measured, bench/contenders.py what the c
 <div class="plots">
 {"".join(figure(drawing.heading, drawing.caption, drawing.svg()) for drawing in draw(run))}
 </div>
-<h2>Steps of two ranks (ms)</h2>
-{steps(run)}
+<h2>Steps of two ranks, AdamW as it comes (ms)</h2>
+{steps(run, "steps")}
+<h2>Steps of two ranks, AdamW(fused=True), larger models (ms)</h2>
+{steps(run, "steps_fused")}
 <footer>
 <p><code>{escape(run["command"])}</code>, {run["seconds"] / 60:.0f} minutes</p>
 <p>{told}</p>
@@ -64,17 +66,16 @@ def verdict(run: Run) -> str:
     return table(("ratio", "goal", "measured", ""), rows)
 
 
-def steps(run: Run) -> str:
+def steps(run: Run, part: str) -> str:
     rows = []
-    for name in models(run):
-        seconds = rounds(run, "steps", "models", name)
+    for name in models(run, part):
+        seconds = rounds(run, part, "models", name)
         for contender, values in seconds.items():
             cells = [spread_text(Spread.of([value * 1e3 for value in values]), 2)]
             cells += [spread_text(paired_ratio(values, seconds[other]), 3) for other in ("none", "torch")]
             rows.append([escape(f"{name}: {contender}"), *cells])
     rows += [
-        [escape(name), escape(reason), "", ""]
-        for name, reason in run["parts"].get("steps", {}).get("missing", {}).items()
+        [escape(name), escape(reason), "", ""] for name, reason in run["parts"].get(part, {}).get("missing", {}).items()
     ]
     return table(("", "ms", "over no synchronisation", "over torch DDP"), rows)
 

@@ -74,12 +74,13 @@ def draw(run: Run) -> list[Drawing]:
 
 
 def steps(run: Run) -> Iterator[Drawing]:
-    for name in models(run):
-        yield bars(
-            f"Step of {name}",
-            "Time of a step over that of no synchronisation at all, two ranks; shorter is better.",
-            over(rounds(run, "steps", "models", name), "none"),
-        )
+    for part, optimizer in (("steps", "AdamW as it comes"), ("steps_fused", "AdamW(fused=True)")):
+        for name in models(run, part):
+            yield bars(
+                f"Step of {name}, {optimizer}",
+                "Time of a step over that of no synchronisation at all, two ranks; shorter is better.",
+                over(rounds(run, part, "models", name), "none"),
+            )
 
 
 def sums(run: Run) -> Iterator[Drawing]:

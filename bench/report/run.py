@@ -53,9 +53,9 @@ def geometric_mean(spreads: list[Spread | None]) -> Spread | None:
     return Spread(*(math.exp(math.fsum(map(math.log, values)) / len(values)) for values in ends))
 
 
-def mean_ratio(run: Run, over: str, under: str) -> Spread | None:
+def mean_ratio(run: Run, over: str, under: str, part: str = "steps") -> Spread | None:
     """Return the geometric mean over the models of how many times as long a step of the first takes."""
-    return geometric_mean([ratio(rounds(run, "steps", "models", name), over, under) for name in models(run)])
+    return geometric_mean([ratio(rounds(run, part, "models", name), over, under) for name in models(run, part)])
 
 
 def memory_ratio(run: Run, name: str, over: str, under: str, kind: str) -> Spread | None:

@@ -27,27 +27,30 @@ SHOWN = {
 
 def block(run: Run | None) -> str:
     """Return what stands between the marks."""
-    return UNMEASURED if run is None else "\n".join([*steps(run), "", *others(run)])
+    if run is None:
+        return UNMEASURED
+    fused = steps(run, "steps_fused", "AdamW(fused=True)") if models(run, "steps_fused") else []
+    return "\n".join([*steps(run, "steps", "AdamW as it comes"), "", *fused, "", *others(run)])
 
 
-def steps(run: Run) -> list[str]:
-    names = models(run)
+def steps(run: Run, part: str, optimizer: str) -> list[str]:
+    names = models(run, part)
     lines = [
-        f"| step time, 2 ranks, AdamW (ms) | {' | '.join(names)} | over torch DDP |",
+        f"| step time, 2 ranks, {optimizer} (ms) | {' | '.join(names)} | over torch DDP |",
         f"|---|{'---:|' * (len(names) + 1)}",
     ]
-    absent = run["parts"]["steps"]["missing"]
+    absent = run["parts"][part]["missing"]
     for contender, label in SHOWN.items():
-        if contender in absent:
+        if part == "steps" and contender in absent:
             lines.append(f"| {label} |{' |' * len(names)} {absent[contender]} |")
-            continue
-        cells = [f"{milliseconds(run, name, contender):.1f}" for name in names]
-        lines.append(f"| {label} | {' | '.join(cells)} | {text(mean_ratio(run, contender, 'torch'))} |")
+        elif contender in run["parts"][part]["models"][names[0]]["seconds"]:
+            cells = [f"{milliseconds(run, part, name, contender):.1f}" for name in names]
+            lines.append(f"| {label} | {' | '.join(cells)} | {text(mean_ratio(run, contender, 'torch', part))} |")
     return lines
 
 
-def milliseconds(run: Run, name: str, contender: str) -> float:
-    return float(run["parts"]["steps"]["models"][name]["seconds"][contender]["median"]) * 1e3
+def milliseconds(run: Run, part: str, name: str, contender: str) -> float:
+    return float(run["parts"][part]["models"][name]["seconds"][contender]["median"]) * 1e3
 
 
 def others(run: Run) -> list[str]:
@@ -64,7 +67,8 @@ def others(run: Run) -> list[str]:
             faster = {name: Spread(**found) for name, found in sizes[size]["times_as_fast_as_gloo"].items()}
             lines.append(
                 f"- all_reduce of {words} on `shm`: {faster['shm'].median:.1f} times as fast as Gloo, "
-                f"{faster['in place'].median:.1f} times where the tensor is shared, as buckets are."
+                f"{faster['in place'].median:.1f} times where the tensor is shared, as buckets are"
+                + (f"; {faster['shm, cold'].median:.1f} times after a pause." if "shm, cold" in faster else ".")
             )
     for name in run["parts"].get("memory", {}).get("mib", {}):
         found = text(memory_ratio(run, name, "ours", "torch", "PSS"))

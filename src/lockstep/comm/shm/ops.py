@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -266,7 +267,10 @@ class ShmOps:
                     call(c.WHOLE)
                     return ENDED
                 call(c.BEGIN)
-                if self.comm.have_all_begun(name, _PATIENCE_S):
+                waits_from_s = time.perf_counter()
+                have_all_begun = self.comm.have_all_begun(name, _PATIENCE_S)
+                activity.now.waited_s += time.perf_counter() - waits_from_s  # it is no work of this rank
+                if have_all_begun:
                     call(c.REST)
                     return ENDED
             rest = ShmWork(name, self.queue, partial(call, c.REST), tensors)
