@@ -32,8 +32,13 @@ facts = {
     "streams": [[each.name, each.encoding, each.errors, each.write_through, each.line_buffering] for each in streams],
     "unbuffered": [type(each.buffer).__name__ for each in streams[1:]],
     "leads": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
-    "threads": torch.get_num_threads(), "files": len(os.listdir("/proc/self/fd")),
+    "threads": torch.get_num_threads(),
 }
+counts = []
+for _ in range(10):  # the heartbeat has a file open for a moment
+    counts.append(len(os.listdir("/proc/self/fd")))
+    time.sleep(0.02)
+facts["files"] = min(counts)
 numbers = [random.random(), numpy.random.random(), torch.rand(1).item()]
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump({"was_forked": was_forked, "numbers": numbers, "hash": hash("text"), "facts": facts}, file)
