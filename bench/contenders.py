@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
 from bench.models import Batch, Workload, loss_of
+from lockstep.comm.shm.process_group import ShmProcessGroup
 
 LEARNING_RATE = 1e-4
 TIMEOUT = timedelta(seconds=60)
@@ -183,7 +184,7 @@ def join_ranks(workload: Workload, *, fused: bool = False) -> Ranks:
     gloo = shm = dist.group.WORLD
     if dist.get_world_size() > 1:
         shm = dist.new_group(backend="shm", timeout=TIMEOUT)
-        if dist.get_backend(shm) != "shm":
+        if not isinstance(shm, ShmProcessGroup):
             raise RuntimeError("The ranks cannot share memory here, so there is nothing to measure.")
     assert gloo is not None and shm is not None
     batches = []
