@@ -153,7 +153,11 @@ def main() -> None:
     measured = launch(measure, sizes, rounds, devices=options.ranks)[0]
     figures = {size: show(size, seconds) for size, seconds in measured.items()}
     if options.json:
-        record = {"command": shlex.join(["python", *sys.argv]), "provenance": asdict(provenance), "sizes": figures}
+        record = {
+            "command": shlex.join(["python", "-m", "bench.all_reduce", *sys.argv[1:]]),
+            "provenance": asdict(provenance),
+            "sizes": figures,
+        }
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
