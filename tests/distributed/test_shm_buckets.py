@@ -103,6 +103,29 @@ def test_a_reduction_fills_its_tensor_from_pieces(ranks, num_ranks):
     assert ranks(num_ranks)(body) == [[]] * num_ranks
 
 
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_a_rank_goes_on_if_others_are_late_for_a_call_that_it_has_begun(ranks, is_scattered):
+    """The late one comes only behind a barrier that waits for the first: to wait for it here would be a deadlock."""
+
+    def body(world):
+        with shm_group() as group:
+            flat = empty_shared(200_000, dtype=torch.float32, group=group)
+            pieces = Pieces([torch.full((200_000,), world.rank + 1.0)], 0.5)
+            if world.rank == 1:
+                dist.barrier()
+            start = reduce_scatter_slices if is_scattered else all_reduce_work
+            work = start(flat, group=group, pieces=pieces)
+            was_left_open = not work.is_completed()
+            if world.rank == 0:
+                dist.barrier()
+            wait_for(work)
+            own = flat[world.rank * 100_000 :][:100_000] if is_scattered else flat
+            return was_left_open, own.unique().tolist()
+
+    (was_left_open, first), (_, second) = ranks(2)(body)
+    assert was_left_open and first == second == [1.5]
+
+
 def test_slices_may_lie_in_shared_memory_on_some_ranks_only(ranks):
     def body(world):
         with shm_group() as group:

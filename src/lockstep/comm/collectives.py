@@ -25,13 +25,8 @@ from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
-__all__ = [
-    "CommonMemory",
-    "Join",
-    "JoinHook",
-    "Joinable",
-    "Pieces",
-]  # torch's protocol for uneven inputs, for the engines
+# For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.
+__all__ = ["CommonMemory", "Join", "JoinHook", "Joinable", "Pieces"]
 
 Group = dist.ProcessGroup
 # A collective under way. Who started it keeps the tensors that it reads: not every backend does.

@@ -188,9 +188,10 @@ class DenseBucket(_Members):
     as it reduces any other tensor.
 
     [Note: gradients that are copied late]
-    To copy gradients into the bucket, and to read them there again for the reduction, takes a third of what a step of a
-    wide model adds. So a reduction that can (`BucketReduction.takes_pieces`) gets them where autograd left them, as
-    `pieces`, and copies what the other ranks need first. Whoever looks at the bucket before calls `fill`.
+    Gradients that are copied into the bucket first cross memory once more when they are reduced, which is most of what
+    synchronisation costs a wide model. So a reduction that can (`BucketReduction.takes_pieces`) gets them where
+    autograd left them, as `pieces`, and copies what the other ranks need first. Whoever looks at the bucket before
+    calls `fill`.
 
     Args:
         spec, parameters, names: See `BucketSet`.
