@@ -5,7 +5,10 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEVELOPED := $(VENV)/.developed
 CONSTRAINTS := $(VENV)/constraints.txt
+# Python compiles what it imports; to compile all of torch takes longer than the demo's training.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 DEVICES ?= 2
 MINUTES ?= 30
 PYTHON ?=
@@ -13,30 +16,35 @@ export DEVICES PYTHON VENV
 unexport PYTHONDONTWRITEBYTECODE  # what one process of the tests has compiled, hundreds of others need
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check docs format bench wheels clean
+.PHONY: help setup demo test soak check docs gallery format bench wheels clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED)  ## Create .venv with the pinned versions and the package (quick when nothing changed)
+setup: $(DEVELOPED)  ## Create .venv with the pinned versions and the package (quick when nothing changed)
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/lockstep/comm/shm/*.[ch])
 	@set -e; if [ ! -x $(BIN)/python ]; then python=$$(tools/find_python.sh); "$$python" -m venv $(VENV); fi
-	@echo "Installing the pinned versions into $(VENV); the first time this takes minutes."
+	@echo "Installing the pinned versions into $(VENV); the first time this takes a minute or two."
 	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt >$(CONSTRAINTS)
 	@rm -f src/lockstep/comm/shm/_native.*.so  # of earlier versions, with a name that Python would prefer
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(PIP) torch --editable '.[examples]'
 	@touch $@
 
-demo: setup  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
+$(DEVELOPED): $(INSTALLED)
+	@echo "Installing the tools for tests, checks and documentation."
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
 	@$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 10 --ignore tests/contract
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --ignore tests/contract
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'
 	SOAK_MINUTES=$$(( $(MINUTES) / 2 )) $(BIN)/python -m pytest -m soak -n 2 --dist loadfile --durations 10
 	$(BIN)/python bench/chaos.py --minutes $$(( $(MINUTES) / 2 )) --seed $$(date +%s)
 
@@ -49,12 +57,15 @@ check: setup  ## Run the gates: lint, format, types, and the contracts (layers, 
 docs: setup  ## Build the documentation into site/; it opens from disk
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+gallery: setup  ## Take the pictures of docs/gallery.md again (five minutes; on a quiet machine)
+	$(BIN)/python -m tools.gallery
+
 format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; CHECK=1: what got slower
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[bench]'
+	$(PIP) --editable '.[bench]'
 	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(CHECK),--check) $(ONLY)
 
 wheels:  ## Build wheels for x86_64 and aarch64 from the last commit, and check them (the head of tools/wheels.sh says with what)

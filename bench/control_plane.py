@@ -304,7 +304,7 @@ class _Machine:
     def finish_hang(self) -> None:
         assert self.found.verdict is Verdict.HANGS, self.found
         assert f"; ranks 0, 2-{self.size - 1} wait" in self.found.text, self.found
-        assert "machines could be seen" not in self.found.text, self.found
+        assert "machines are known here" not in self.found.text, self.found
 
     def failure(self) -> None:
         mine = NodeFailure(self.ranks[0], self.node != 1, f"machine {self.node}")

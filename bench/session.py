@@ -1,13 +1,14 @@
-"""The whole benchmark in one session: every part after the other, then the record, the page and the README's table.
+"""The whole benchmark in one session: every part after the other, then the record, the page and the tables.
 
     python tools/bench.py             all parts of the session; about half an hour on two cores
     python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
     python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
-    python tools/bench.py --report    the page and the README's table once more, from the newest run
+    python tools/bench.py --report    the page and the tables once more, from the newest run
     python tools/bench.py --check     the training steps alone, against the newest run: which of our ratios got worse,
                                       beyond both ranges? Keeps nothing; exit status 1 if one did
 
-A session is kept as bench/results/run-<time>.json; bench/results/index.html and the README show the newest.
+A session is kept as bench/results/run-<time>.json; bench/results/index.html, README.md and docs/speed.md show the
+newest.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
     parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
-    parser.add_argument("--report", action="store_true", help="write the page and the table from the newest run")
+    parser.add_argument("--report", action="store_true", help="write the page and the tables from the newest run")
     parser.add_argument("--check", action="store_true", help="compare the training steps with those of the newest run")
     return parser.parse_args(arguments)
 
@@ -149,7 +150,7 @@ def show_worse(before: Run, now: Run) -> int:
 
 
 def report(run: Run) -> int:
-    """Print the verdict, and write the page; of a run that was not quick also the README's table."""
+    """Print the verdict, and write the page; of a run that was not quick also the tables."""
     for judgement in judge(run):
         print(f"  {judgement.word:<12} {judgement.text}: {judgement.measured or '-'}; {judgement.limit}")
     path = (QUICK_RESULTS if run["quick"] else RESULTS) / "index.html"
@@ -157,7 +158,7 @@ def report(run: Run) -> int:
     print(f"\nwritten: {path.relative_to(REPO)}")
     if not run["quick"]:
         table.write(run)
-        print("written: the table in README.md")
+        print("written: the tables in README.md and docs/speed.md")
     return 0
 
 

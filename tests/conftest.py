@@ -16,7 +16,7 @@ from tests.pool_process import Templates
 if TYPE_CHECKING:
     import torch  # not at once: the process that only distributes the tests does not need it
 
-forking.install(commands.connection_for_children)
+forking.install(commands.connection_for_children, for_single_ranks=True)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -22,6 +22,9 @@ from lockstep.launcher import bootstrap, fork_server
 
 # An environment variable: the folder of a forked process, and what it calls first.
 PLACE = "FORKED_PLACE"
+# Environment variables that lockstep.cli and torch._dynamo set when they are imported. The server has imported both;
+# the tests' own process does so at some point, and what it starts after that can be forked all the same.
+SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")
 
 interpreter = fork_server._interpreter
 _execute_child = subprocess.Popen._execute_child
@@ -32,14 +35,36 @@ class Server(fork_server.ForkServer):
 
     def __init__(self, connection, environ):
         super().__init__(connection, None)
-        self._environ = environ
+        self._environ = _without_imports(environ)
+
+    def _has_read_others(self, environ):
+        return super()._has_read_others(_without_imports(environ))
 
     def close(self):
         pass
 
 
-def install(connect):
-    """Have `subprocess`, and `lockstep.launch`, ask the server behind ``connect()``, which returns the socket to it."""
+def _without_imports(environ):
+    return {name: value for name, value in environ.items() if name not in SET_BY_IMPORTS}
+
+
+class WhenNeeded:
+    """What ``make()`` returns, made when it is first used."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __getattr__(self, name):
+        return getattr(self._make(), name)
+
+
+def install(connect, *, for_single_ranks=False):
+    """Have `subprocess`, and `lockstep.launch`, ask the server behind ``connect()``, which returns the socket to it.
+
+    Args:
+        connect: Called when something is started for the first time.
+        for_single_ranks: Whether also a single rank is forked, for which `launch` starts no server.
+    """
     before = dict(os.environ)
 
     @functools.cache
@@ -83,6 +108,8 @@ def install(connect):
 
     subprocess.Popen._execute_child = execute_child
     fork_server._interpreter = server
+    if for_single_ranks:
+        fork_server._server = WhenNeeded(server)
 
 
 def _can_fork(args):

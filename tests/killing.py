@@ -1,6 +1,7 @@
 """A process that ends in the middle of a save: nothing reaches the disk from some byte or operation on."""
 
 import contextlib
+import io
 import os
 import shutil
 import threading
@@ -20,35 +21,40 @@ class Killer:
     def __init__(self, monkeypatch, limit):
         self.count, self.has_killed = 0, False
         self._limit, self._lock = limit, threading.Lock()
-        real = {name: getattr(os, name) for name in (*OPERATIONS, "open", "write")}
+        real = {name: getattr(os, name) for name in OPERATIONS}
+        spend, write, open_file = self._spend, self._write, io.open
 
         def operation(name):
             def run(*args, **kwargs):
-                self._spend(1)
+                spend(1)
                 return real[name](*args, **kwargs)
 
             return run
 
-        def create(path, flags, *args, **kwargs):
-            if flags & os.O_CREAT:
-                self._spend(1)
-            return real["open"](path, flags, *args, **kwargs)
+        class Counted(io.FileIO):
+            def write(self, piece):
+                return write(super().write, piece)
 
-        def write(descriptor, piece):
-            with self._lock:
-                left = self._limit - self.count
-                self.count += min(left, len(piece))
-            if len(piece) > left:
-                real["write"](descriptor, piece[:left])
-                self._kill()
-            return real["write"](descriptor, piece)
+        def create(path, mode="r", *args, **kwargs):
+            if not set(mode) & set("wx"):
+                return open_file(path, mode, *args, **kwargs)
+            spend(1)
+            return Counted(path, mode.replace("b", ""))
 
         for name in OPERATIONS:
             monkeypatch.setattr(os, name, operation(name))
-        monkeypatch.setattr(os, "open", create)
-        monkeypatch.setattr(os, "write", write)
+        monkeypatch.setattr(io, "open", create)
         # As this changes nothing that the process can see, it need not be counted, nor cost time.
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+    def _write(self, write, piece):
+        with self._lock:
+            left = self._limit - self.count
+            self.count += min(left, len(piece))
+        if len(piece) > left:
+            write(piece[:left])
+            self._kill()
+        return write(piece)
 
     def _spend(self, number):
         with self._lock:

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Trains handwritten digits on $DEVICES devices, checks that this is the training run of one device, then compares one
-# device, both engines and torch's own on the same task.
+# device, both engines and torch's own on the same task. Ends with three sentences: what each of them has shown.
 # With fewer GPUs than that, the ranks are CPU processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 devices=${DEVICES:-2} venv=${VENV:-.venv}
+found=$(mktemp -d)
+trap 'rm -rf "$found"' EXIT
 
 num_gpus=$("$venv/bin/python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$num_gpus" -lt "$devices" ]; then
@@ -15,6 +17,18 @@ show() {
     printf '\n$ lockstep %s\n' "$*"
     "$venv/bin/lockstep" "$@"
 }
-show train examples/digits.py --strategy ddp --devices "$devices"
-show verify examples/digits.py --devices "$devices"
-show compare examples/digits.py --devices "$devices"
+show train examples/digits.py --strategy ddp --devices "$devices" --run-dir "$found/run"
+show verify examples/digits.py --devices "$devices" --json "$found/verify.json"
+show compare examples/digits.py --devices "$devices" --json "$found/compare.json"
+"$venv/bin/python" - "$found" "$devices" <<'END'
+import json, pathlib, sys
+
+found, devices = pathlib.Path(sys.argv[1]), sys.argv[2]
+lines = [json.loads(line) for line in (found / "run/rank-0.jsonl").read_text().splitlines()]
+accuracy = [line["metrics"]["accuracy"] for line in lines if line.get("event") == "evaluation"][-1]
+steps = sum(line["num_steps"] for line in lines if line["kind"] == "step")
+print(f"\nTraining: after {steps} steps on {devices} devices, {accuracy:.1%} of the test digits are read right.")
+for name in ("verify", "compare"):
+    verdict = json.loads((found / f"{name}.json").read_text())["verdict"]
+    print(f"{name.capitalize()}: {(verdict['sentences'] if isinstance(verdict, dict) else verdict)[0]}")
+END

@@ -67,7 +67,8 @@ def findings_sections() -> str:
         for check in CHECKS:
             if check.section == section:
                 explanation = check.explanation.replace("``", "`")
-                lines += [f"### {check.kind}", explanation, "", f"{check.cost} {check.fix}", ""]
+                found = check.finding
+                lines += [f"### {found.kind}", explanation, "", f"{found.cost} {found.fix}", ""]
     return "\n".join(lines)
 
 

@@ -1,12 +1,14 @@
-"""The benchmark's table in the README, written between two marks from the newest run."""
+"""The benchmark's tables in docs/speed.md and the short one in README.md, written between marks from the newest run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report.run import Run, mean_ratio, memory_ratio, models, ratio, rounds
 from lockstep.study.common import Spread
 
 BEGIN, END = "<!-- benchmark: written by `make bench` -->", "<!-- end of benchmark -->"
-README = Path(__file__).parents[2] / "README.md"
+REPO = Path(__file__).parents[2]
+README, SPEED = REPO / "README.md", REPO / "docs" / "speed.md"
 UNMEASURED = "Nothing measured yet: run `make bench`."
 SHOWN = {
     "none": "no synchronisation (the bound)",
@@ -23,24 +25,35 @@ SHOWN = {
     "single": "one core, all samples",
 }
 """What the contenders are called, in the order of the rows."""
+SHORT = ("none", "torch", "ours", "ours-zero", "dp")
+"""The rows of the README's table."""
 
 
-def block(run: Run | None) -> str:
-    """Return what stands between the marks."""
+def blocks(run: Run | None) -> dict[Path, str]:
+    """Return what stands between the marks of each page."""
     if run is None:
-        return UNMEASURED
-    fused = steps(run, "steps_fused", "AdamW(fused=True)") if models(run, "steps_fused") else []
-    return "\n".join([*steps(run, "steps", "AdamW as it comes"), "", *fused, "", *others(run)])
+        return dict.fromkeys((README, SPEED), UNMEASURED)
+    default, fused = steps(run, "steps", tuple(SHOWN)), steps(run, "steps_fused", tuple(SHOWN))
+    short = steps(run, "steps_fused", SHORT) or steps(run, "steps", SHORT)
+    return {
+        README: "\n".join([*short, "", measured_on(run)]),
+        SPEED: "\n".join([*default, "", *fused, "", measured_on(run), "", *others(run)]),
+    }
 
 
-def steps(run: Run, part: str, optimizer: str) -> list[str]:
+def steps(run: Run, part: str, contenders: Sequence[str]) -> list[str]:
+    """Return the table of step times; no line where the part was not measured."""
     names = models(run, part)
+    if not names:
+        return []
+    optimizer = "AdamW(fused=True)" if part == "steps_fused" else "AdamW()"
     lines = [
         f"| step time, 2 ranks, {optimizer} (ms) | {' | '.join(names)} | over torch DDP |",
         f"|---|{'---:|' * (len(names) + 1)}",
     ]
     absent = run["parts"][part]["missing"]
-    for contender, label in SHOWN.items():
+    for contender in contenders:
+        label = SHOWN[contender]
         if part == "steps" and contender in absent:
             lines.append(f"| {label} |{' |' * len(names)} {absent[contender]} |")
         elif contender in run["parts"][part]["models"][names[0]]["seconds"]:
@@ -53,21 +66,26 @@ def milliseconds(run: Run, part: str, name: str, contender: str) -> float:
     return float(run["parts"][part]["models"][name]["seconds"][contender]["median"]) * 1e3
 
 
-def others(run: Run) -> list[str]:
+def measured_on(run: Run) -> str:
     provenance = run["provenance"]
-    lines = [
-        "Over torch DDP: the geometric mean over the models of the rounds' median ratios; below 1 is faster. "
+    return (
+        "The last column is the geometric mean, over the models, of the median ratio of step times to torch DDP; "
+        "below 1 is faster. "
         f"{provenance['machine']['cpu']}, {provenance['machine']['cores']} cores, "
         f"torch {provenance['versions']['torch']}, "
-        f"{provenance['when'][:10]}, commit {provenance['commits'].get('lockstep', 'unknown')[:12]}.",
-    ]
+        f"{provenance['when'][:10]}, commit {provenance['commits'].get('lockstep', 'unknown')[:12]}."
+    )
+
+
+def others(run: Run) -> list[str]:
+    lines = []
     sizes = run["parts"].get("all_reduce", {}).get("sizes", {})
     for size, words in (("4000", "4 kB"), ("100000000", "100 MB")):
         if size in sizes:
             faster = {name: Spread(**found) for name, found in sizes[size]["times_as_fast_as_gloo"].items()}
             lines.append(
                 f"- all_reduce of {words} on `shm`: {faster['shm'].median:.1f} times as fast as Gloo, "
-                f"{faster['in place'].median:.1f} times where the tensor is shared, as buckets are"
+                f"{faster['in place'].median:.1f} times if the tensor is in shared memory, as buckets are"
                 + (f"; {faster['shm, cold'].median:.1f} times after a pause." if "shm, cold" in faster else ".")
             )
     for name in run["parts"].get("memory", {}).get("mib", {}):
@@ -78,7 +96,7 @@ def others(run: Run) -> list[str]:
         for name in models(run, "one_rank")
     ]
     if alone:
-        lines.append(f"- One rank, over the bare loop: {', '.join(alone)}.")
+        lines.append(f"- Step time of one rank, relative to a loop without Lockstep: {', '.join(alone)}.")
     return lines
 
 
@@ -86,24 +104,25 @@ def text(spread: Spread | None) -> str:
     return "" if spread is None else f"{spread.median:.2f}"
 
 
-def between_marks(readme: str) -> str:
+def between_marks(page: str) -> str:
     """Return what stands between the marks now."""
-    return readme.split(BEGIN, 1)[1].split(END, 1)[0].strip("\n")
+    return page.split(BEGIN, 1)[1].split(END, 1)[0].strip("\n")
 
 
-def with_block(readme: str, content: str) -> str:
-    """Return the README with ``content`` between its marks.
+def with_block(page: str, content: str) -> str:
+    """Return the page with ``content`` between its marks.
 
     Raises:
         ValueError: The marks are not there, once each and in order.
     """
-    before, found, rest = readme.partition(BEGIN)
+    before, found, rest = page.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not found or not ended or BEGIN in rest or END in after:
-        raise ValueError(f"The README needs the lines {BEGIN!r} and {END!r}, once each.")
+        raise ValueError(f"The page needs the lines {BEGIN!r} and {END!r}, once each.")
     return f"{before}{BEGIN}\n{content}\n{END}{after}"
 
 
 def write(run: Run | None) -> None:
-    """Write the table into the README."""
-    README.write_text(with_block(README.read_text(), block(run)))
+    """Write the tables into the pages."""
+    for page, content in blocks(run).items():
+        page.write_text(with_block(page.read_text(), content))

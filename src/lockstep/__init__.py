@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from lockstep.parallel.local_sgd import LocalSGD as LocalSGD
     from lockstep.parallel.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from lockstep.study.compare.benchmark import compare as compare
+    from lockstep.study.report.run_page import report as report
+    from lockstep.study.tune import tune as tune
+    from lockstep.study.verify.diagnose import verify as verify
     from lockstep.train.checkpoints.checkpoint import load as load
     from lockstep.train.checkpoints.checkpoint import save as save
     from lockstep.train.fit import fit as fit
@@ -44,6 +48,10 @@ _HOMES = {
     "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
     "parallel.sync_batchnorm": ["SyncBatchNorm"],
     "parallel.zero.optimizer": ["ZeroRedundancyOptimizer"],
+    "study.compare.benchmark": ["compare"],
+    "study.report.run_page": ["report"],
+    "study.tune": ["tune"],
+    "study.verify.diagnose": ["verify"],
     "train.checkpoints.checkpoint": ["load", "save"],
     "train.fit": ["fit"],
     "train.task": ["Loss", "Task"],

@@ -36,8 +36,8 @@ def check_count(wanted: int) -> None:
         variable = VISIBLE_DEVICES.get("cuda" if found is None else found.type)
         hidden = "" if variable is None else f", or hide the GPUs to use the CPU, as with {variable}= "
         raise ConfigurationError(
-            f"{wanted} devices were asked for, but this machine has {there} GPU{'s' if there > 1 else ''}.\n"
-            f"Ask for at most {there}{hidden}."
+            f"{wanted} devices were requested, but this machine has {there} GPU{'s' if there > 1 else ''}.\n"
+            f"Request at most {there}{hidden}."
         )
 
 

@@ -92,8 +92,8 @@ _MAIN_THREAD = main_thread().ident
 class waiting:
     """Mark, within, that the main thread waits for other ranks in ``operation``; the watchdog reports that name.
 
-    Other threads mark nothing: two of them that leave in another order than they came would leave a mark behind, and a
-    rank that seems to wait for ever.
+    Other threads mark nothing: if two of them left in another order than they entered, a mark would stay, and the
+    rank would seem to wait forever.
     """
 
     __slots__ = ("_operation", "_outer")

@@ -1,5 +1,7 @@
 """Errors that Lockstep raises: the cause on the first line, what to do on those that follow."""
 
+import os
+import traceback
 from signal import SIGINT
 from typing import Any
 
@@ -9,6 +11,13 @@ EXIT_CODE = 1
 
 class LockstepError(RuntimeError):
     """Base of all errors that Lockstep raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the caller's lines and the message, which tells the cause without our frames."""
+        hidden = (os.path.dirname(__file__), "/IPython/", "<string>")  # a dataclass's own methods have no file
+        frames = traceback.extract_tb(self.__traceback__)
+        callers = [frame for frame in frames if not any(part in frame.filename for part in hidden)]
+        return [*traceback.format_list(callers), f"{type(self).__name__}: {self}"]
 
 
 class ConfigurationError(LockstepError, ValueError):

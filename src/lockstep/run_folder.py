@@ -71,11 +71,6 @@ def write_failure(folder: str | os.PathLike[str], rank: int | str, failure: dict
         replace_file(rank_file(folder, FAILURE, rank), json.dumps(failure))
 
 
-def read_failure(folder: Path, rank: int | str) -> dict[str, Any]:
-    """Return why a rank failed; empty if it left nothing."""
-    return read_object(rank_file(folder, FAILURE, rank))
-
-
 # Graceful stop: a rank that can stop and save announces it; the launcher requests it; each rank then reports what it
 # did.
 
@@ -120,7 +115,7 @@ def stop_reason(folder: Path) -> str | None:
 
 
 def is_stopped_by_signal(folder: Path) -> bool:
-    """Return whether the launcher wants the ranks to stop for good."""
+    """Return whether the launcher wants the ranks to stop and not to be restarted."""
     return stop_reason(folder) not in (None, ANOTHER_MACHINE)
 
 
@@ -176,8 +171,8 @@ class TerminalRegion:
     def locked(self) -> Iterator[int]:
         """Give the rows that the view takes now, which nobody else changes meanwhile; -1 while a line is unfinished.
 
-        Blocks half a second at most: a rank that is stopped (SIGSTOP) in the midst of a refresh must not hold the
-        launcher up.
+        Blocks half a second at most: a rank that is stopped (SIGSTOP) during a refresh must not block the
+        launcher.
         """
         deadline, is_locked = time.monotonic() + _LOCK_S, False
         while not is_locked and time.monotonic() < deadline:
@@ -203,7 +198,7 @@ class TerminalRegion:
 
 
 def erase_rows(rows: int) -> str:
-    """Return what erases so many rows above the cursor on a terminal, and puts the cursor where they began."""
+    """Return the escape codes that erase this number of rows above the cursor, and move the cursor to the first."""
     return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""
 
 

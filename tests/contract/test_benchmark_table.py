@@ -1,8 +1,11 @@
-"""The README's table of figures is that of the newest run in bench/results."""
+"""The tables of figures in the README and docs/speed.md are those of the newest run in bench/results."""
+
+import pytest
 
 from bench.report.run import newest
-from bench.report.table import README, between_marks, block
+from bench.report.table import README, SPEED, between_marks, blocks
 
 
-def test_the_table_is_that_of_the_newest_run():
-    assert between_marks(README.read_text()) == block(newest())
+@pytest.mark.parametrize("page", [README, SPEED], ids=lambda page: page.name)
+def test_the_table_is_that_of_the_newest_run(page):
+    assert between_marks(page.read_text()) == blocks(newest())[page]

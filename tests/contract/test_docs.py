@@ -142,7 +142,7 @@ def test_what_the_pages_take_from_the_source():
     assert [name for name, text in pages.items() if "from the source -->" in text] == []
     assert "| `global_batch_size` |" in pages["api"]
     assert "| `Duplicate GPU detected` | Two ranks use the same GPU. |" in pages["messages"]
-    assert "| `exposed_s` | of a step: communication that nothing hid" in pages["metrics"]
+    assert "| `exposed_s` | of a step: communication without overlap" in pages["metrics"]
     assert "| `train/loss` | `lockstep_train_loss` |" in pages["metrics"]
     assert "### threads-too-many\n" in pages["doctor"]
 
@@ -166,4 +166,4 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
     assert {url for page in pages.values() for url in loads.findall(page)} == set()
     assert "files/tests/distributed/test_ddp_parity.py.txt" in pages["promises.html"]
     assert "<code>global_batch_size</code>" in pages["reference/api.html"]
-    assert "No files are named." in pages["reference/messages.html"]
+    assert "No files are given." in pages["reference/messages.html"]

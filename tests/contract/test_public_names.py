@@ -21,13 +21,17 @@ PUBLIC_NAMES = {
     "ZeroRedundancyOptimizer",
     "adopt",
     "backward",
+    "compare",
     "errors",
     "fit",
     "init",
     "launch",
     "load",
     "monitor",
+    "report",
     "save",
+    "tune",
+    "verify",
 }
 
 

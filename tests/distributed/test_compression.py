@@ -102,9 +102,9 @@ def refusals(world):
     codec = compression.make("int8")
     flat = torch.zeros(10)
     for residual in (None, torch.zeros(9), torch.zeros(10, dtype=torch.float64)):
-        with pytest.raises(ConfigurationError, match="residual cannot be compressed as it is"):
+        with pytest.raises(ConfigurationError, match="residual cannot be compressed"):
             compressed_all_reduce(flat, group=world.group, codec=codec, residual=residual)
-    with pytest.raises(ConfigurationError, match="flat cannot be compressed as it is"):
+    with pytest.raises(ConfigurationError, match="flat cannot be compressed"):
         compressed_all_reduce(flat[::2], group=world.group, codec=codec, residual=torch.zeros(5))
 
 
@@ -174,7 +174,7 @@ def beside_oracle(world, name, method, num_steps, num_micro=1, group=None):
         ("mlp", "powersgd:2", 3, 1),
         ("sparse", "int4", 2, 1),
         ("complex", "int8", 2, 1),
-        ("channels_last", "powersgd:1", 2, 2),
+        *soak([("channels_last", "powersgd:1", 2, 2)]),
         *soak([(name, method, 2, 1) for name in ("cnn", "lstm", "checkpoint", "reentrant") for method in METHODS]),
     ],
 )
@@ -309,7 +309,7 @@ def overflow(world, method):
     return finite, kept, all(bool(each.isfinite().all()) for each in residuals), model.module.weight.detach()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["int8", *soak(["int4", "powersgd:1"]), "powersgd:4"])
 def test_an_infinite_gradient_reaches_all_ranks_and_spoils_no_later_step(ranks, method):
     first, second = ranks(2)(overflow, method)
     for finite, kept, residuals_are_finite, _ in (first, second):
@@ -394,7 +394,7 @@ def fit(world, folder, steps, method, **settings):
     return torch.cat([each.flatten() for each in state["model"].values()]), state["compression"]["residuals"]
 
 
-@pytest.mark.parametrize("method", ["int8", "powersgd:2"])
+@pytest.mark.parametrize("method", [*soak(["int8"]), "powersgd:2"])
 def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, method):
     (whole, _), _ = ranks(2)(fit, tmp_path / "whole", 7, method)
     ranks(2)(fit, tmp_path / "parts", 3, method)

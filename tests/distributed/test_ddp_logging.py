@@ -60,5 +60,5 @@ def test_a_hook_that_returns_no_future(ranks):
     for outcome in ranks(2).each(not_a_future):
         assert str(outcome.error) == (
             "A communication hook: the callback must return a torch.futures.Future object, but got <class 'int'>.\n"
-            "For a result that is there already, make a torch.futures.Future() and call its set_result."
+            "If the result is ready, create a torch.futures.Future() and call set_result()."
         )

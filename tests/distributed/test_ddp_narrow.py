@@ -164,8 +164,7 @@ def test_a_hook_decides_alone_what_travels(ranks):
     with pytest.raises(ConfigurationError) as caught:
         ranks(2)(with_a_hook)
     assert str(caught.value) == (
-        "A communication hook decides itself how gradients travel, but compression='bf16' was given.\n"
-        "Leave one of the two out."
+        "A communication hook sends the gradients itself, but compression='bf16' was given.\nLeave one of the two out."
     )
 
 

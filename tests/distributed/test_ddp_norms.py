@@ -101,7 +101,7 @@ def test_fit_clips_by_the_same_norm_whatever_the_buckets(ranks, cap_mb):
 
 
 def ask_on_one_rank(world, strategy, settings):
-    """Only rank 0 looks whether gradients are finite; were that a collective, it would wait for ever."""
+    """Only rank 0 looks whether gradients are finite; were that a collective, it would wait forever."""
     loop = Trainer(make_task(), settings, world, strategy=strategy, devices=[torch.device("cpu")])
     loop.step()
     gradients = loop._gradients

@@ -195,7 +195,7 @@ def test_stepping_by_hand_is_an_error(ranks):
     with pytest.raises(ConfigurationError) as caught:
         ranks(1)(stepped_by_hand)
     assert str(caught.value) == (
-        "SGD.step() was called, but it steps within backward since overlap_optimizer() was called.\nLeave the call out."
+        "SGD.step() was called, but overlap_optimizer() makes it step during backward.\nLeave the call out."
     )
 
 
@@ -208,7 +208,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(ranks):
     with pytest.raises(ConfigurationError) as caught:
         ranks(1)(with_closure)
     assert str(caught.value) == (
-        "LBFGS computes the loss anew within its step, so it cannot step within backward.\n"
+        "LBFGS computes the loss again in its step, so it cannot step during backward.\n"
         "Call its step(closure) after backward."
     )
 
@@ -226,7 +226,7 @@ def divided(world, what):
     [
         (
             "overlap",
-            "overlap_optimizer() cannot be had with ZeroRedundancyOptimizer, which divides a step among ranks.\n"
+            "overlap_optimizer() does not work with ZeroRedundancyOptimizer, which divides a step among ranks.\n"
             "Call optimizer.step() after backward.",
         ),
         (
@@ -264,8 +264,8 @@ def test_fit_refuses_losses_whose_divisor_comes_late(ranks):
     with pytest.raises(ConfigurationError) as caught:
         ranks(2)(partial(train, loss=token_loss), "ddp", Settings(overlap_optimizer=True))
     assert str(caught.value) == (
-        "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss: its gradient is "
-        "divided by all ranks' count after backward.\nReturn the mean, or leave overlap_optimizer out."
+        "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss, whose gradient is "
+        "divided by the count of all ranks after backward.\nReturn the mean, or omit overlap_optimizer."
     )
 
 
@@ -281,4 +281,4 @@ def test_other_engines_refuse_it(ranks, setting, value, allowed):
     with pytest.raises(ConfigurationError) as caught:
         train(None, "single", Settings(**{setting: value}))
     cause = f"{setting} is for strategy {allowed}, but the strategy is single."
-    assert str(caught.value) == f"{cause}\nLeave {setting} out."
+    assert str(caught.value) == f"{cause}\nOmit {setting}."

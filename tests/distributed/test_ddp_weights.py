@@ -62,7 +62,7 @@ def run_micro_batch(model, optimizer, family, part, setting, *, n, zeroes):
     if setting.when == "after":
         model.weight(torch.tensor(n))
     if setting.when == "backward":
-        lockstep.backward(loss, count=n)
+        lockstep.backward(loss, mean_over=n)
     else:
         loss.backward()
 
@@ -202,7 +202,7 @@ def token_weighted(world, clip):
         for index, (inputs, outputs) in enumerate(parts):
             with contextlib.nullcontext() if index == len(parts) - 1 else model.no_sync():
                 loss = mean_over_tokens(model, inputs, outputs)
-                lockstep.backward(loss, count=(outputs != -100).sum())
+                lockstep.backward(loss, mean_over=(outputs != -100).sum())
         mean_over_tokens(oracle, tokens, targets).backward()
         assert_gradients_equal(model.module, oracle)
         norms = [nn.utils.clip_grad_norm_(each.parameters(), clip) for each in (model, oracle)]
@@ -230,7 +230,7 @@ def scaled(world):
         for index, (part, n) in enumerate(zip(parts, mine, strict=True)):
             with contextlib.nullcontext() if index == len(mine) - 1 else model.no_sync():
                 loss = squared_error(model, part) * (float("inf") if step == 1 and index == world.rank == 0 else 1.0)
-                lockstep.backward(scaler.scale(loss), count=n)
+                lockstep.backward(scaler.scale(loss), mean_over=n)
         scaler.unscale_(optimizer)
         if step != 1:
             oracle.load_state_dict(model.module.state_dict())
@@ -262,7 +262,7 @@ def train_joined(world, sizes_by_rank, divide_by_initial_world_size):
             batch = global_batch("mlp", sum(itertools.chain(*sizes)), seed=step)
             (part,) = parts_of(batch, sizes)[world.rank]
             optimizers[0].zero_grad()
-            lockstep.backward(squared_error(model, part), count=len(part[0]))
+            lockstep.backward(squared_error(model, part), mean_over=len(part[0]))
             optimizers[0].step()
     for step in range(num_steps):
         optimizers[1].zero_grad()
@@ -288,7 +288,7 @@ def end_in_the_middle_of_a_step(world):
     with model.join():
         for index, part in enumerate(parts):
             with contextlib.nullcontext() if index == 1 else model.no_sync():
-                lockstep.backward(squared_error(model, part), count=len(part[0]))
+                lockstep.backward(squared_error(model, part), mean_over=len(part[0]))
     squared_error(oracle, batch).backward()
     assert_gradients_equal(model.module, oracle)
 

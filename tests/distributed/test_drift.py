@@ -9,11 +9,12 @@ import lockstep
 from lockstep.errors import NonFiniteGradient, ReplicasDiffer
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
+from tests.shm import shm_group
 from tests.training import make_task, mean_loss, network, samples
 
 ADVICE = (
     "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a device or "
-    "its memory is faulty. Go on from a checkpoint that was written before."
+    "its memory is faulty. Resume from an earlier checkpoint."
 )
 
 
@@ -206,6 +207,27 @@ def test_a_script_learns_whose_gradient_is_not_finite(ranks):
         f"The gradient is not finite on rank {rank}: first that of parameter 0.weight.\n{advice}" for rank in (1, 0)
     ]
     assert ranks(2)(run) == [([True, False, False, True, True], expected)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_reduction_sees_an_element_that_is_not_finite_wherever_it_is(ranks, dtype):
+    def run(world):
+        numel, found = 40_000, []  # several blocks in the slice of each rank
+        with shm_group() as group:
+            model = lockstep.DistributedDataParallel(nn.Embedding(numel, 1, dtype=dtype), process_group=group)
+            saw_nonfinite = model.monitor_local_gradients()
+            for step, place in enumerate([0, 0, 1, numel // 2 - 1, numel // 2, 30_001, numel - 1]):
+                model.zero_grad()
+                inputs = torch.ones(numel, 1, dtype=dtype)
+                if world.rank == step % 2:
+                    inputs[place] = float("nan") if step < 3 else float("-inf")
+                (model(torch.arange(numel)) * inputs).sum().backward()
+                found.append(saw_nonfinite())
+            assert model._monitor._flags  # the reduction has looked, and nobody before it
+        return found
+
+    for rank, found in enumerate(ranks(2)(run)):
+        assert found == [step % 2 == rank for step in range(7)]
 
 
 def test_fit_never_checks_if_told_so(ranks):

@@ -89,5 +89,5 @@ def test_etcd_may_be_away_for_a_while_and_a_failure_is_named_on_all_machines(tmp
             launcher.communicate()
     assert [launcher.returncode for launcher in launchers] == [1, 1], told
     for _, err in told:
-        assert "machines came or left; the ranks start again" in err
+        assert "machines joined or left; the ranks start again" in err
         assert "lockstep: Rank 1 failed: ValueError: boom" in err

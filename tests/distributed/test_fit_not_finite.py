@@ -39,12 +39,10 @@ def fit(world, strategy, **changes):
 
 
 HEAD = "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 0.weight.\n"
-SAMPLES = (
-    f"Samples of that micro-batch 2 of 2 of rank 1: {BAD}, {BATCH[7]}.\nNot finite before the model saw them: {BAD}.\n"
-)
+SAMPLES = f"Samples of that micro-batch 2 of 2 of rank 1: {BAD}, {BATCH[7]}.\nNot finite in the input: {BAD}.\n"
 ADVICE = (
-    "Look at these samples, at the learning rate and at the parameter's layer; or go on without such steps and have "
-    'them counted: on_nan="skip" (--on-nan skip).'
+    "Check these samples, the learning rate and the parameter's layer; or skip and count such steps: "
+    'on_nan="skip" (--on-nan skip).'
 )
 TRACED = "The loss was nan. The first module whose output is not finite is 0 (Linear).\n"
 
@@ -92,7 +90,7 @@ def with_zero():
 def test_a_gradient_that_goes_wrong_in_backward_is_traced_to_its_micro_batch(ranks):
     text = (
         "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 5.weight.\n"
-        "The loss was finite: it arose in backward.\n"
+        "The loss was finite: the error arose in backward.\n"
         f"Samples of that micro-batch 2 of 2 of rank 1: {BAD}, {BATCH[7]}.\n{ADVICE}"
     )
     for outcome in ranks(2).each(partial(fit, loss=root_loss, dataset=with_zero), "ddp"):
@@ -102,7 +100,7 @@ def test_a_gradient_that_goes_wrong_in_backward_is_traced_to_its_micro_batch(ran
         fit(None, "dp", devices=2, loss=root_loss, dataset=with_zero, accumulate=1)
     assert str(error.value) == (
         "The gradient is not finite (epoch 1, step 3): first that of parameter 5.weight.\n"
-        "The loss was finite: it arose in backward.\n"
+        "The loss was finite: the error arose in backward.\n"
         f"Samples of that batch: {', '.join(map(str, BATCH))}.\n{ADVICE}"
     )
 
@@ -115,7 +113,7 @@ def test_virtual_shards_name_the_rank_too(ranks):
         assert outcome.error.ranks == (1,)
         assert str(outcome.error) == (
             "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 5.weight.\n"
-            "The loss was finite: it arose in backward.\n"
+            "The loss was finite: the error arose in backward.\n"
             f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.\n{ADVICE}"
         )
 
@@ -196,7 +194,7 @@ def test_what_happened_is_shown(capfd):
     headline = "The gradient is not finite (epoch 1, step 3): first that of parameter 0.weight."
     lines = capfd.readouterr().out.splitlines()
     assert f"step 3  skipped  {headline}" in lines
-    assert "1 step skipped, as the gradient was not finite" in lines
+    assert "1 step skipped: the gradient was not finite" in lines
 
 
 def always_nan(model, batch):
@@ -209,14 +207,14 @@ def test_too_many_of_them_end_the_run(ranks):
         assert (outcome.error.step, outcome.error.ranks) == (5, (0, 1))
         lines = str(outcome.error).splitlines()
         assert lines[:3] == [
-            "6 steps in a row had a gradient that is not finite, which is no accident any more.",
+            "6 steps in a row had a gradient that is not finite, which is too many to skip.",
             "The last of them: The gradient is not finite on ranks 0, 1 (epoch 1, step 6): "
             "first that of parameter 0.weight.",
             "The loss was nan.",
         ]
         everything = ORDER.batch(5).tolist()
         assert lines[4] == (f"On rank 1 too: first parameter 0.weight, samples {', '.join(map(str, everything[4:6]))}.")
-        assert lines[-1] == "Lower the learning rate, clip the gradient (--clip), or mend the data or the loss."
+        assert lines[-1] == "Decrease the learning rate, clip the gradient (--clip), or correct the data or the loss."
 
 
 def test_so_do_too_many_of_the_last_hundred():
@@ -224,7 +222,7 @@ def test_so_do_too_many_of_the_last_hundred():
     with pytest.raises(NonFiniteGradient) as error:
         fit(None, "single", on_nan="skip", steps=300, accumulate=1)
     assert str(error.value).startswith("11 of the last ")
-    assert " steps had a gradient that is not finite, which is no accident any more.\n" in str(error.value)
+    assert " steps had a gradient that is not finite, which is too many to skip.\n" in str(error.value)
 
 
 def test_a_verdict_that_is_looked_at_later_goes_by_the_losses(ranks):
@@ -262,7 +260,7 @@ def test_a_rank_that_was_looked_at_in_the_step_is_named_whatever_comes_later(ran
 
     lines = [
         "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter 5.weight.",
-        "The loss was finite: it arose in backward.",
+        "The loss was finite: the error arose in backward.",
         f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}.",
     ]
     assert ranks(2)(stop) == [(lines, (1,))] * 2
@@ -283,7 +281,8 @@ def test_what_computes_to_something_finite_again_is_said_to(ranks):
     for outcome in ranks(2).each(flaky):
         assert str(outcome.error) == (
             "The gradient is not finite (epoch 1, step 2): first that of parameter 0.weight.\n"
-            "Computed again, it was finite on every rank. The sum over the ranks overflowed (compression=fp16?), a "
+            "Recomputed, the gradient was finite on every rank. The sum over the ranks overflowed "
+            "(compression=fp16?), a "
             "kernel is not deterministic, or a device or its memory is faulty.\n" + ADVICE
         )
 
@@ -292,15 +291,16 @@ def test_with_an_optimizer_in_backward_no_step_can_be_skipped():
     with pytest.raises(ConfigurationError) as error:
         Settings(on_nan="skip", overlap_optimizer=True)
     assert str(error.value) == (
-        "With on_nan=skip no parameter can be stepped before the whole gradient is known to be finite, so "
-        "overlap_optimizer cannot be had with it.\nLeave one of the two out."
+        "overlap_optimizer cannot be combined with on_nan=skip: parameters are updated before "
+        "the whole gradient is known.\n"
+        "Omit one of the two."
     )
 
 
 def test_with_an_optimizer_in_backward_rank_parameter_and_samples_are_named_all_the_same(ranks):
     """Nothing can be computed again, as the parameters have been updated."""
     head = "The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter"
-    arose = "The loss was finite: it arose in backward.\n"
+    arose = "The loss was finite: the error arose in backward.\n"
     all_samples = f"Samples of that step of rank 1: {', '.join(map(str, BATCH[4:]))}.\n"
     ways = {
         f"{head} 5.weight.\n{arose}{all_samples}{ADVICE}": {"loss": root_loss, "dataset": with_zero},

@@ -63,7 +63,9 @@ def test_it_trains_as_in_full_precision_and_the_ranks_stay_alike(ranks, precisio
         assert 0 < (weights - exact).norm() / exact.norm() < 0.01
         assert (losses, scaler) == (other[0], other[3])
         assert torch.equal(weights, other[2])
-        expected = {"scale": 2.0**16, "num_good_steps": NUM_STEPS} if precision == "fp16" else None
+        expected = (
+            {"scale": 2.0**16, "num_good_steps": NUM_STEPS, "growth_interval": 2000} if precision == "fp16" else None
+        )
         assert scaler == expected
 
 
@@ -85,6 +87,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, num_ranks):
     results = ranks(num_ranks)(overflow)
     for _, updated, weights, scaler in results:
         assert updated == [True, False, True, True]
-        assert scaler == {"scale": 2.0**15, "num_good_steps": 2}
+        assert scaler == {"scale": 2.0**15, "num_good_steps": 2, "growth_interval": 2000}
         assert torch.equal(weights, results[0][2])
         assert weights.isfinite().all()

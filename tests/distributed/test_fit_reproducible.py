@@ -8,6 +8,7 @@ import torch
 import lockstep
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
+from tests.models import soak
 from tests.reproducing import TASKS, Alone, bits, train
 from tests.training import make_task, read_state, relative_error, token_loss, whole_batch
 from tests.training import train as train_small
@@ -28,13 +29,13 @@ def test_the_tasks_learn_and_differ_from_an_ordinary_run(alone):
         assert ordinary[0] != norms, f"{name} needs no virtual shards"
 
 
-@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("num_devices", [*soak([2]), 3])
 def test_dp_has_the_bits_of_one_device(alone, num_devices):
     for name, expected in alone.items():
         assert train(Alone, name, "dp", num_devices, reproducible=NUM_SHARDS) == expected, name
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [*soak([1]), 3])
 def test_ddp_has_the_bits_of_one_device(ranks, alone, num_ranks):
     def all_tasks(world):
         return {name: train(world, name, "ddp", 1, reproducible=NUM_SHARDS) for name in TASKS}
@@ -177,10 +178,10 @@ def test_it_says_that_ranks_or_a_checkpoint_are_from_other_hardware(ranks, monke
             module.describe_machine = describe
 
     for caveats in ranks(2)(told):
-        assert caveats == ["rank 1 computes elsewhere than rank 0: device Abacus instead of Slide rule"]
+        assert caveats == ["rank 1 has another machine than rank 0: device Abacus instead of Slide rule"]
     for rank, (_, caveats) in enumerate(ranks(2)(other_device)):
         name = "Abacus" if rank else "Slide rule"
-        assert caveats == [f"the run was begun elsewhere: device Quipu instead of {name}"]
+        assert caveats == [f"the run was started on another machine: device Quipu instead of {name}"]
 
 
 def test_loader_processes_use_the_threads_of_the_mode():

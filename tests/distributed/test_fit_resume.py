@@ -185,7 +185,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigurationError) as error:
             fit_plain(**settings)
-        assert str(error.value) == (f"{text}\nResume with what the run was started with, or start anew (resume=False).")
+        assert str(error.value) == (
+            f"{text}\nResume with the same settings, or start a new run with resume=False (--no-resume)."
+        )
     other = make_task(model=lambda: nn.Linear(6, 4, dtype=torch.float64))
     with pytest.raises(ConfigurationError, match="The checkpoint does not fit the task's model or optimizer: "):
         lockstep.fit(other, strategy="single", steps=2, checkpoint=tmp_path, quiet=True)
@@ -196,24 +198,24 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 @pytest.mark.parametrize(("strategy", "failing"), [("ddp", 0), ("ddp-zero1", 1)])
 def test_a_write_that_fails_ends_the_run_on_all_ranks_and_leaves_the_one_before(ranks, tmp_path, strategy, failing):
     def run(world):
-        write, calls = os.write, []
+        fsync, calls = os.fsync, []
 
-        def full(descriptor, piece):
+        def full(descriptor):
             if world.rank == failing and "step-0000000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
                 raise OSError(28, "No space left on device")
-            return write(descriptor, piece)
+            return fsync(descriptor)
 
         def loss(model, batch):
             calls.append(None)
             return mean_loss(model, batch)
 
         task = make_task(loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
-        with patch("os.write", full), pytest.raises(CheckpointError) as caught:
+        with patch("os.fsync", full), pytest.raises(CheckpointError) as caught:
             lockstep.fit(task, strategy=strategy, checkpoint=tmp_path, checkpoint_every=2, steps=50, quiet=True)
         return str(caught.value), len(calls)
 
     newest = tmp_path / "step-0000000004"
-    text = f"Cannot write the checkpoint {newest}: No space left on device.\nThe one before it is as it was."
+    text = f"Cannot write the checkpoint {newest}: No space left on device.\nEarlier checkpoints were not changed."
     outcomes = ranks(2)(run)
     assert [outcome[0] for outcome in outcomes] == [f"Rank {failing}: {text}" if failing else text] * 2
     assert all(4 < outcome[1] < 50 for outcome in outcomes), "at one of the next steps, not at the end"
@@ -242,9 +244,9 @@ def test_folders_that_are_not_shared_are_noticed(ranks, tmp_path):
     host = socket.gethostname()
     assert ranks(2)(run, tmp_path / "run", 0.1) == [
         f"Rank 1 on {host} does not see the folder {tmp_path / 'run'} of rank 0 on {host}.\n"
-        "Checkpoints are read by every rank: name a folder on a drive that all machines share.",
+        "Every rank reads checkpoints: name a folder on a drive that all machines share.",
         f"Rank 1 on {host} does not see the folder {tmp_path / 'run-elsewhere'} of rank 0 on {host}.\n"
-        "Checkpoints are read by every rank: name a folder on a drive that all machines share.",
+        "Every rank reads checkpoints: name a folder on a drive that all machines share.",
     ]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 

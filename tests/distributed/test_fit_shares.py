@@ -97,13 +97,13 @@ def test_what_does_not_fit_is_an_error_on_every_rank(ranks):
         assert isinstance(outcome.error, ConfigurationError)
         assert str(outcome.error) == (
             "shares=1,1,1 is for 3 devices, but this run has 2.\n"
-            "Give one number for each device, or leave shares out to make them all the same."
+            "Give one number for each device, or omit shares for equal shares."
         )
     with pytest.raises(ConfigurationError) as error:
         Trainer(make_task(), Settings(shares=(1, 2)), None, strategy="torch-dp", devices=[torch.device("cpu")] * 2)
     assert str(error.value) == (
-        "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
-        "Use strategy dp, or leave shares out."
+        "Strategy torch-dp does not support shares: torch.nn.DataParallel divides a batch evenly.\n"
+        "Use strategy dp, or omit shares."
     )
 
 

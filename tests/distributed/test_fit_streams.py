@@ -170,12 +170,16 @@ def test_a_run_goes_on_with_the_next_sample_wherever_it_stopped_on_whatever_it_g
     _, whole = train(make_dataset, num_steps, strategy="single")
     stops = [*sorted(chance.sample(range(1, num_steps), 2)), num_steps]
     seen = []
+
+    def resume(world, stop, workers, strategy="ddp"):
+        return train(make_dataset, stop, workers=workers, checkpoint=tmp_path / "run", strategy=strategy)
+
     for first, stop in zip([0, *stops], stops, strict=False):
-        results = ranks(chance.randint(1, 3))(
-            lambda world, stop, workers: train(make_dataset, stop, workers=workers, checkpoint=tmp_path / "run"),
-            stop,
-            chance.randint(0, 2),
-        )
+        num_ranks, workers = chance.randint(1, 3), chance.randint(0, 2)
+        if kind == "parquet-stream":  # each rank would take a second to import the library
+            results = [resume(None, stop, max(1, workers), "single")]
+        else:
+            results = ranks(num_ranks)(resume, stop, workers)
         assert {first_step for first_step, _ in results} == {first}
         seen += joined(results)
     assert seen == whole
@@ -232,7 +236,7 @@ def test_a_stream_that_differs_between_ranks_is_an_error_on_every_rank(ranks):
         train(Own, 3)
 
     text = (
-        "The stream of Task.dataset gave other samples on ranks 2, 3 than on rank 0, in step 0.\n"
+        "The stream of Task.dataset gave different samples on ranks 2, 3 than on rank 0, in step 0.\n"
         "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
         "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
     )
@@ -251,7 +255,7 @@ def test_a_stream_that_comes_to_differ_later_is_found_too(ranks):
 
     for outcome in ranks(2).each(run):
         assert str(outcome.error).startswith(
-            "The stream of Task.dataset gave other samples on rank 1 than on rank 0, in step 8.\n"
+            "The stream of Task.dataset gave different samples on rank 1 than on rank 0, in step 8.\n"
         )
 
 

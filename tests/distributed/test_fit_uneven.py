@@ -72,7 +72,7 @@ def test_more_micro_batches_than_samples_are_refused():
         fit(None, "single", global_batch_size=3, accumulate=4)
     assert str(error.value) == (
         "A global batch of 3 samples does not have a sample for each of 1 device in each of 4 micro-batches.\n"
-        "Set the global batch size to 4 or more, or make accumulate smaller."
+        "Set the global batch size to 4 or more, or decrease accumulate."
     )
 
 

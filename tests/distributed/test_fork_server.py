@@ -1,5 +1,6 @@
 """Ranks that are forked are what new interpreters would be; where they cannot be, new interpreters are started."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -74,10 +75,21 @@ def test_a_forked_rank_is_what_a_new_interpreter_is(tmp_path):
     assert not set(one["numbers"]) & set(other["numbers"])
 
 
+def test_what_tests_start_is_forked_whatever_they_have_imported(tmp_path):
+    """Without it the suite takes twice as long: each process would import torch."""
+    (tmp_path / "script.py").write_text("import sys; print('torch._dynamo' in sys.modules)")
+    for name in ("lockstep.cli", "torch._dynamo"):  # they set environment variables
+        importlib.import_module(name)
+    words = [sys.executable, str(tmp_path / "script.py")]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=100, check=True).stdout == "True\n"
+    assert launch(lambda: "torch._dynamo" in sys.modules, devices=1) == [True]
+
+
 def test_ranks_of_launch_are_forked_off_an_interpreter_that_knows_nothing_of_the_caller(monkeypatch):
     def work():
         return "torch._dynamo" in sys.modules, "pytest" in sys.modules, str(torch.get_default_dtype())
 
+    monkeypatch.setattr(fork_server, "_server", None)
     monkeypatch.setattr(fork_server, "_interpreter", forking.interpreter)
     torch.set_default_dtype(torch.float64)
     try:

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 import lockstep
 from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed
@@ -65,7 +67,7 @@ def test_time_is_limited():
     with pytest.raises(LaunchTimeout) as raised:
         lockstep.launch(time.sleep, 60, devices=2, timeout_s=3)
     assert str(raised.value) == (
-        "The 2 ranks had not finished within 3 s and were ended.\n"
+        "The 2 ranks did not finish within 3 s and were ended.\n"
         "Pass a longer timeout_s, or look for a rank that waits for another."
     )
     assert time.monotonic() - start < 20
@@ -103,7 +105,7 @@ def test_what_cannot_be_sent():
         lockstep.launch(lambda: lock, devices=1)
     assert str(raised.value) == (
         "The function or one of its arguments cannot be sent to the ranks: cannot pickle '_thread.lock' object\n"
-        "Make what cannot be pickled, such as locks, open files and CUDA tensors, inside the function."
+        "Create what cannot be pickled, such as locks, open files and CUDA tensors, inside the function."
     )
 
 
@@ -118,7 +120,7 @@ def test_what_cannot_be_sent_back():
 
 @pytest.mark.parametrize("devices", [0, 2.5, "many"])
 def test_devices_that_make_no_sense(devices):
-    with pytest.raises(ConfigurationError, match=r"Ask for at least one|Pass a number, 'gpu', 'cpu' or 'auto'"):
+    with pytest.raises(ConfigurationError, match=r"Use at least one|Pass a number, 'gpu', 'cpu' or 'auto'"):
         lockstep.launch(print, devices=devices)
 
 
@@ -131,3 +133,64 @@ def test_not_from_inside_a_rank(monkeypatch):
         "launch() was called inside rank 1 of 4, which has been launched already.\n"
         "Call the function itself, or run the script with plain python instead of `lockstep run` or torchrun."
     )
+
+
+CELL = """
+import torch, lockstep
+
+class Net(torch.nn.Linear):
+    pass
+
+task = lockstep.Task(
+    model=lambda: Net(6, 3, dtype=torch.float64),
+    dataset=lambda: torch.utils.data.TensorDataset(torch.arange(240.0, dtype=torch.float64).view(40, 6) / 240),
+    loss=lambda model, batch: model(batch[0]).square().mean(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    global_batch_size=7,
+)
+result = lockstep.fit(task, devices=2, quiet=True)
+"""
+
+
+def test_fit_starts_ranks_from_a_cell_and_returns_what_rank_zero_returns():
+    names = {"__name__": "__main__"}
+    exec(compile(CELL, "<cell>", "exec"), names)
+    alone = lockstep.fit(names["task"], quiet=True)
+    assert names["result"].num_steps == alone.num_steps == 6
+    assert names["result"].losses == pytest.approx(alone.losses, rel=1e-12)
+    assert (names["result"].stopped, names["result"].exit_code) == (None, 0)
+
+
+def test_fit_refuses_what_its_ranks_would_before_it_starts_them(monkeypatch):
+    names = {}
+    exec(CELL.rpartition("result")[0], names)
+    monkeypatch.setattr("lockstep.launcher.api.launch", None)
+    with pytest.raises(ConfigurationError, match="reproducible=1 leaves 1 of 2 devices"):
+        lockstep.fit(names["task"], devices=2, reproducible=1)
+
+
+def test_ctrl_c_while_ranks_are_being_started_leaves_none(monkeypatch, tmp_path):
+    started = []
+
+    def work():
+        (tmp_path / "runs").touch()
+        time.sleep(60)
+
+    start = SubprocessHandler.__init__
+
+    def start_one(self, *args, **kwargs):
+        if started:
+            while not (tmp_path / "runs").exists():
+                time.sleep(0.02)
+            signal.raise_signal(signal.SIGINT)
+        start(self, *args, **kwargs)
+        started.append(self.proc.pid)
+
+    monkeypatch.setattr(SubprocessHandler, "__init__", start_one)
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.launch(work, devices=2)
+    deadline = time.monotonic() + 5
+    (pid,) = started
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)  # the reaper has been told to end it; else it sleeps for a minute
+        assert time.monotonic() < deadline

@@ -94,8 +94,10 @@ def assert_nothing_left(pids, scratch):
 @pytest.mark.parametrize(
     ("number", "code", "text"),
     [
-        (signal.SIGINT, 130, "lockstep: Stopped by Ctrl-C; no rank is left.\n"),
-        pytest.param(signal.SIGTERM, 143, "lockstep: Stopped by SIGTERM; no rank is left.\n", marks=pytest.mark.soak),
+        (signal.SIGINT, 130, "lockstep: Stopped by Ctrl-C; all ranks have ended.\n"),
+        pytest.param(
+            signal.SIGTERM, 143, "lockstep: Stopped by SIGTERM; all ranks have ended.\n", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_signals_end_everything(job, number, code, text):

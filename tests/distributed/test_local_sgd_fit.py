@@ -275,29 +275,29 @@ def test_after_another_strategy_it_begins_with_what_that_has_left(ranks, tmp_pat
         (
             "diloco",
             {"reproducible": 4},
-            "Strategy diloco cannot be reproducible: what its ranks learn by themselves depends on how many there are."
-            "\nUse strategy ddp, or leave reproducible out.",
+            "Strategy diloco cannot be reproducible: its ranks train independently, so the result depends on "
+            "their number."
+            "\nUse strategy ddp, or omit reproducible.",
         ),
         (
             "ddp",
             {"sync_every": 4},
-            "sync_every is for strategy local-sgd, diloco, but the strategy is ddp.\nLeave sync_every out.",
+            "sync_every is for strategy local-sgd, diloco, but the strategy is ddp.\nOmit sync_every.",
         ),
         (
             "local-sgd",
             {"outer_lr": 0.5},
-            "outer_lr is for strategy diloco, but the strategy is local-sgd.\nLeave outer_lr out.",
+            "outer_lr is for strategy diloco, but the strategy is local-sgd.\nOmit outer_lr.",
         ),
         (
             "diloco",
             {"overlap_optimizer": True},
-            "overlap_optimizer is for strategy ddp, but the strategy is diloco.\nLeave overlap_optimizer out.",
+            "overlap_optimizer is for strategy ddp, but the strategy is diloco.\nOmit overlap_optimizer.",
         ),
         (
             "diloco",
             {"across": "machines"},
-            "across=machines is for several machines, but all ranks are on one.\n"
-            "Leave across out, or use strategy ddp.",
+            "across=machines needs several machines, but all ranks are on one.\nOmit across, or use strategy ddp.",
         ),
     ],
 )
@@ -318,7 +318,8 @@ def test_synchronised_layers_are_refused(ranks):
 
     for outcome in ranks(2).each(run):
         assert str(outcome.error).startswith(
-            "SyncBatchNorm exchanges statistics in every step, which strategy local-sgd saves."
+            "SyncBatchNorm exchanges statistics in every step, but strategy local-sgd does not communicate in "
+            "every step."
         )
 
 
@@ -328,8 +329,8 @@ def test_verify_reports_another_run_by_design(ranks, monkeypatch, capsys):
     flags = ["--devices", "2", "--strategy", "diloco", "--fragments", "2"]
     assert main(["verify", str(FAULTS / "sound.py"), *flags]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "Another run by design: with diloco ranks train by themselves between exchanges." in words
-    assert "What must hold all the same does." in words
+    assert "The run differs by design: with diloco, ranks train independently between exchanges." in words
+    assert "All rules hold." in words
     assert words.count(" holds ") >= 3
 
 

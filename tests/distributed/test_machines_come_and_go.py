@@ -213,7 +213,7 @@ def test_with_checkpoints_machines_come_and_leave_without_a_step_done_twice(outc
     assert alone < first <= together < second <= later
     assert (
         "lockstep: another machine waits to join; the ranks stop after this step, and start again with it\n"
-        "lockstep: machines came or left; the ranks start again\n"
+        "lockstep: machines joined or left; the ranks start again\n"
     ) in told[0][1]
     assert f"lockstep: Stopped by SIGTERM after step {second} of 200, saved in ck/" in told[1][1]
     passes = (outcomes[1]["guest"] / "steps").read_text().splitlines()
@@ -225,7 +225,7 @@ def test_the_machine_at_the_endpoint_is_lost_and_the_others_wait_until_it_is_bac
     codes, told, (killed_in, together) = outcomes[0]["endpoint"]
     assert codes == [-signal.SIGKILL, 0, 0], told
     assert same_weights(outcomes[1], "endpoint")
-    assert "lockstep: the store at 10.78.0.1:29600, where the machines meet, is lost\n" in told[1][1]
+    assert "lockstep: the store at 10.78.0.1:29600, where the machines meet, does not respond any more\n" in told[1][1]
     assert killed_in - 1 <= resumed(told[1][0], told[2][0])[-1] <= together
 
 
@@ -235,7 +235,7 @@ def test_a_lost_store_stops_no_rank_and_the_machines_meet_in_the_next_one(outcom
     assert codes == [-signal.SIGKILL, 0], told
     assert same_weights(outcomes[1], "store")
     for _, err in told:
-        assert err.count("where the machines meet, is lost\n") == 1
+        assert err.count("where the machines meet, does not respond any more\n") == 1
     assert lost_in + 20 < back_in < together
     # The machine that was killed may have taken its last lines with it, such as that of the start before.
     *before, after_the_machine = resumed(told[0][0], told[1][0])

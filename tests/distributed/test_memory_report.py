@@ -23,8 +23,8 @@ def test_each_rank_has_a_line(tmp_path):
     said = done.err[done.err.index("lockstep: Rank 1 failed") :].splitlines()
     assert said[0] == "lockstep: Rank 1 failed: MemoryError: no room for 8 GiB"
     assert re.fullmatch(r"At .*train\.py:4, on \S+\.", said[1])
-    assert said[2] == "Memory of the ranks of this machine, as last seen:"
+    assert said[2] == "Last known memory of the ranks of this machine:"
     size = r"(\d+ MiB|\d+\.\d GiB)"
     for rank in range(2):
         assert re.fullmatch(rf"rank {rank}: {size} on the host \(at most {size}\)", said[3 + rank])
-    assert re.fullmatch(r"At the worst, \d+\.\d GiB of the host's \d+\.\d GiB were free\.", said[5])
+    assert re.fullmatch(r"The minimum of free memory was \d+\.\d GiB of the host's \d+\.\d GiB\.", said[5])

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.cli.run import start
-from lockstep.errors import ConfigurationError
-from lockstep.study.report.figures import find_traffic
+from lockstep.errors import ConfigurationError, RankFailed
 from lockstep.study.report.view import sentences, view_run
 from tests.distributed.commands import lockstep as command
 
@@ -66,7 +65,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
     # Rank 1 is late, so rank 0 waits for it, and rank 1 for the wire alone.
     assert view.figures.knows_waits
     assert view.figures.by_rank[0].peers_s > SLOW_S / 2 > view.figures.by_rank[1].peers_s
-    assert (find_traffic(view.run) is not None) == (engine == "ddp")
+    assert any(each.buckets for each in view.run.zero.timelines) == (engine == "ddp")
     session = view.run.last
     assert (session["settings"]["strategy"], session["backend"]) == (engine, "gloo")
     assert (session["global_batch_size"], session["num_steps"]) == (8, 12)
@@ -182,8 +181,9 @@ def check_record(folder, last_event, last_text):
     for record in view.run.ranks.values():
         assert [step.step for step in record.steps] == list(range(16))
         assert [step.samples for step in record.steps] == [8] * 16
-        assert all(min(step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s) > 0 for step in record.steps)
-        assert all(step.data_wait_s > 0 for step in record.steps[1:])
+        for part in ("data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_s"):
+            times = [getattr(step, part) for step in record.steps]
+            assert min(times) >= 0 and sum(times) > 0  # of a step, it may all have been waiting for a core
         assert [step.learning_rate for step in record.steps] == [0.01] * 8 + [0.005] * 8
         events = [(event.event, event.step) for event in record.events]
         assert events == [("evaluation", 8), ("evaluation", 16), (last_event, 16)]
@@ -256,7 +256,9 @@ def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path, monke
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigurationError) as error:
         start(["--devices", "1", "--no-python", "--monitor", "runs", "true"])
-    assert str(error.value) == ("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
+    assert str(error.value) == (
+        "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
+    )
 
 
 OTHERS = """
@@ -290,5 +292,13 @@ def test_that_nothing_was_recorded_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lockstep.launcher.cli.supervise", lambda *_, **__: None)
     (tmp_path / "idle.py").touch()
     start(["--devices", "1", "--monitor", "none", "idle.py"])
+
+    def fail(*_, **__):
+        raise RankFailed("Rank 0 failed: boom")
+
+    # A rank that fails before its first step has a cause of its own.
+    with monkeypatch.context() as context, pytest.raises(RankFailed):
+        context.setattr("lockstep.launcher.cli.supervise", fail)
+        start(["--devices", "1", "--monitor", "none", "idle.py"])
     reason = "no rank ran forward and backward of a torch model that could be seen"
     assert capsys.readouterr().err == f"lockstep: nothing was recorded in none: {reason}\n"

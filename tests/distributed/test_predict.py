@@ -37,17 +37,17 @@ broken = lambda: task(fail)
 NUM_PARAMETERS = 6 * (256 * 256 + 256)
 
 
-def measured(world, request):
+def measured(world, *request):
     before = torch.get_num_threads()
     try:
-        return prediction.measure(request, world)
+        return prediction.measure(*request, world)
     finally:
         torch.set_num_threads(before)
 
 
-def run_in_pool(ranks, request):
+def run_in_pool(ranks, *request):
     """Return what the ranks measured; raise what rank zero raised, and the others then, too."""
-    outcomes = sorted(ranks.each(measured, request), key=lambda outcome: outcome.rank)
+    outcomes = sorted(ranks.each(measured, *request), key=lambda outcome: outcome.rank)
     if (error := outcomes[0].error) is not None:
         assert "Rank 0 could not train a step of the task: " + str(error) in str(outcomes[1].error)
         raise error
@@ -58,7 +58,7 @@ def run_in_pool(ranks, request):
 def task_file(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(
-        prediction, "run_ranks", lambda _, request, devices, backend: run_in_pool(ranks(devices), request)
+        prediction, "run_ranks", lambda _, *request, devices, backend: run_in_pool(ranks(devices), *request)
     )
     monkeypatch.setattr(prediction, "_TURN_S", 0.02)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -99,14 +99,20 @@ def test_a_task_is_measured_and_predicted(task_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["tiny.py", "--machines", "0", "--link", "1Gb"], "0 is not in the range x>=1"),
+        (["tiny.py", "--ranks-per-machine", "0"], "0 is not in the range x>=1"),
+        (["tiny.py", "--machines", "2", "--link", "100"], "'100' is not the rate"),
         (["tiny.py", "--machines", "2"], "There is no link to predict for.\n"),
-        (["tiny.py", "--machines", "20", "--link", "1Gb"], "A global batch of 16 samples leaves some of 20 ranks"),
+        (
+            ["tiny.py", "--machines", "20", "--link", "1Gb"],
+            "A global batch of 16 is too small: each of 20 devices needs a sample",
+        ),
         (["other.py", "--link", "1Gb"], "other.py does not exist.\n"),
         ([".", "--link", "1Gb"], "No run was recorded in ."),
     ],
 )
 def test_what_cannot_be_predicted_is_one_clear_error(task_file, capsys, args, message):
-    assert cli.main(["predict", *args]) == 1
+    assert cli.main(["predict", *args]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -82,8 +82,7 @@ def test_replicas_have_their_phases_in_their_own_threads(ranks, tmp_path):
     (text,) = ranks(1)(train)
     if not torch.cuda.is_available():
         assert text == (
-            "NVTX ranges are for NVIDIA's tools, and this run is on CPUs.\n"
-            "Leave nvtx out (--nvtx), or use profile (--profile)."
+            "NVTX ranges need NVIDIA GPUs, but this run is on CPUs.\nOmit nvtx (--nvtx), or use profile (--profile)."
         )
     spans = spans_of(tmp_path / "traces" / "rank-0.steps-4-6.pt.trace.json")
     threads = {name: {span[3] for span in spans if span[2] == name} for name in ("replicas", "forward", "backward")}
@@ -98,7 +97,7 @@ def test_a_run_that_is_over_too_soon_says_so_and_one_cut_short_writes_what_there
         return [event.text for event in read_run(tmp_path).events if event.event in ("remark", "profile")]
 
     (text,) = ranks(1)(train, 3, (9, 1))[0]
-    assert text == "no step was profiled: the first was to be step 9 of this start, which had 3"
+    assert text == "no step was profiled: profiling begins at step 9 of this start, which had 3"
     (text,) = ranks(1)(train, 5, (4, 9))[0]
     assert text.startswith("steps 4 to 5 profiled: ")
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0.steps-4-5.pt.trace.json"]

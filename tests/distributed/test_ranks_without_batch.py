@@ -135,8 +135,8 @@ def test_torchs_engine_refuses_such_a_batch_on_every_rank(ranks):
     for outcome in ranks(3).each(plain_torch):
         assert type(outcome.error) is ConfigurationError
         assert str(outcome.error) == (
-            "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever.\n"
-            "Use strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
+            "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait forever.\n"
+            "Use strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
         )
 
 
@@ -155,8 +155,8 @@ def test_torchs_engine_refuses_the_layers_on_the_cpu(ranks):
     for outcome in ranks(2).each(run):
         assert type(outcome.error) is ConfigurationError
         assert str(outcome.error) == (
-            "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-            "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
+            "torch's DistributedDataParallel does not support SyncBatchNorm layers on the CPU.\n"
+            "Use strategy ddp, and omit torch-ddp from a comparison (--strategies dp,ddp)."
         )
 
 
@@ -332,13 +332,13 @@ def two_backwards(model, data):
         (
             two_forwards,
             "Rank 0: a forward began before the backward of the last one was run, while other ranks have no batch.\n"
-            "They follow the SyncBatchNorm layers of one forward and its backward at a time: run backward after each "
-            "forward, or leave steps out on all ranks.",
+            "They can follow the SyncBatchNorm layers of one forward and its backward only: run backward after each "
+            "forward, or skip steps on all ranks.",
         ),
         (
             two_backwards,
             "Rank 0: a second backward through SyncBatchNorm 4, or one after another forward, while other ranks have "
-            "no batch.\nThey follow the SyncBatchNorm layers of one forward and one backward at a time.",
+            "no batch.\nThey can follow the SyncBatchNorm layers of one forward and one backward only.",
         ),
     ],
 )
@@ -368,7 +368,7 @@ def test_a_layer_over_another_group_cannot_be_followed(ranks):
     for outcome in ranks(2).each(run):
         assert type(outcome.error) is ConfigurationError
         assert str(outcome.error) == (
-            "1 is synchronised over another group than the gradients, so ranks without a batch cannot take part in "
+            "1 uses another process group than the gradients, so ranks without a batch cannot take part in "
             "it.\nGive the layer and the wrapper the same process_group, or leave incomplete batches out (drop_last)."
         )
 
@@ -392,7 +392,7 @@ def test_ranks_with_a_batch_that_do_different_things_are_named_on_every_rank(ran
     for outcome in ranks(3).each(run):
         assert type(outcome.error) is CollectiveError
         assert str(outcome.error) == (
-            "The ranks do different things: rank 0 comes to the forward of SyncBatchNorm layers.1, rank 1 to the end "
+            "The ranks run different code: rank 0 comes to the forward of SyncBatchNorm layers.1, rank 1 to the end "
             "of a forward that a backward follows.\n"
             "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
         )

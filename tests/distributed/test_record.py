@@ -1,8 +1,12 @@
 """What `fit` records on every rank: steps as they were, whom all waited for, events; and what the report says of it."""
 
 import json
+import os
 import time
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from unittest import mock
@@ -14,9 +18,10 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.comm import clocks
 from lockstep.errors import ConfigurationError
-from lockstep.study.report.figures import find_traffic
+from lockstep.study.report.figures import find_costs
 from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
+from lockstep.telemetry import resources
 from tests.training import make_task, mean_loss, samples
 
 NUM_STEPS = 24
@@ -76,9 +81,11 @@ def test_every_rank_records_its_steps_and_what_it_waited_for(ranks, tmp_path):
     assert view.figures.straggler.rank == 1
     assert view.figures.by_rank[0].peers_s > 0.01 > view.figures.by_rank[1].peers_s
     assert view.advice[0].cause.startswith("Rank 1 is slow in forward (")
-    traffic = find_traffic(view.run)
-    assert len(traffic.sizes_bytes) == 1
-    (trips_s,) = traffic.times_s.values()
+    # A bucket's trip is that of the rank that sent it last.
+    pairs = zip(*(record.timelines for record in view.run.ranks.values()), strict=True)
+    buckets = [[timeline.buckets for timeline in pair] for pair in pairs]
+    assert {len(each) for pair in buckets for each in pair} == {1}
+    trips_s = [min(each.done_s - each.sent_s for (each,) in pair) for pair in buckets]
     assert min(trips_s) > 0 and median(trips_s) < 0.02  # not rank 1's delay; a busy machine may hold up one of them
     begins = [[step.time for step in record.steps] for record in view.run.ranks.values()]
     assert median(abs(one - other) for one, other in zip(*begins, strict=True)) < 0.2
@@ -98,7 +105,7 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_fresh_one_begins_them_anew(ran
     run = read_run(tmp_path / "run")
     assert [[step.step for step in record.steps] for record in run.ranks.values()] == [list(range(9))] * 2
     assert [session["first_step"] for session in run.sessions] == [0, 6]
-    assert [event.text for event in run.events if event.event == "resume"] == ["went on after step 6"]
+    assert [event.text for event in run.events if event.event == "resume"] == ["resumed after step 6"]
 
     def again(world):
         fit(world, tmp_path / "run", steps=3)
@@ -107,6 +114,50 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_fresh_one_begins_them_anew(ran
     run = read_run(tmp_path / "run")
     assert (len(run.sessions), [len(record.steps) for record in run.ranks.values()]) == (1, [3, 3])
     assert not (tmp_path / "run" / "rank-7.jsonl").exists()
+
+
+def set_joules(folder: Path, joules: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, text in (("name", "package-0"), ("max_energy_range_uj", 10**10), ("energy_uj", joules * 10**6)):
+        (folder / "new").write_text(f"{text}\n")
+        os.replace(folder / "new", folder / name)  # the other rank may read it at any time
+
+
+def test_a_run_says_what_it_used_and_the_report_sums_its_starts(ranks, tmp_path):
+    powercap = tmp_path / "powercap"
+    powercap.mkdir()
+    set_joules(powercap / "intel-rapl:0", 5)
+
+    def train(world, steps, begin_j):
+        joules = [begin_j]
+
+        def loss(model, batch):
+            if world.rank == 0:
+                joules[0] += 200
+                set_joules(powercap / "intel-rapl:0", joules[0])
+            return mean_loss(model, batch)
+
+        shown = StringIO()
+        task = make_task(loss=loss)
+        # As a launcher sets it, so that the ranks know which of them are of one job.
+        job = {"RANK": str(world.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        patched = mock.patch.object(resources, "POWERCAP", powercap), mock.patch.dict(os.environ, job)
+        with patched[0], patched[1], redirect_stdout(shown):
+            settings = {"run_dir": tmp_path / "run", "checkpoint": tmp_path / "kept", "price": "9000 EUR"}
+            lockstep.fit(task, steps=steps, view="lines", **settings)
+        return shown.getvalue().splitlines()[-1:]
+
+    port = 40000 + os.getpid() % 20000
+    (first,), none = ranks(2)(train, 6, 5)
+    (second,), _ = ranks(2)(train, 9, 1205)
+    # Both ranks read the counter of the machine, which counts once: 200 J in each step, or 1/18 Wh.
+    assert (none, first.partition(" EUR, ")[2]) == ([], "energy 0.333 Wh (whole devices)")
+    assert second.startswith("used ") and second.endswith(" EUR, energy 0.167 Wh (whole devices)")
+    whole, epoch = find_costs(read_run(tmp_path / "run"), None, None)
+    assert whole.startswith("The run (starts: 2) used ") and whole.endswith(" EUR, energy 0.5 Wh (whole devices).")
+    assert epoch.endswith(" EUR, energy 0.167 Wh (whole devices).")  # 3 of 9 steps
+    hours = [float(text.split("used ")[1].split()[0]) for text in (first, second, whole)]
+    assert hours[2] == pytest.approx(hours[0] + hours[1], rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", ["torch-ddp", "ddp-zero1", "dp", "single"])
@@ -119,13 +170,16 @@ def test_other_strategies_are_recorded_as_far_as_they_tell(ranks, tmp_path, stra
     view = view_run(tmp_path)
     assert view.run.gaps == []
     assert view.figures.knows_waits == (strategy != "torch-ddp")
-    assert (view.traffic is not None) == (strategy == "ddp-zero1")
+    assert any(each.buckets for each in view.run.zero.timelines) == (strategy == "ddp-zero1")
     assert view.window
 
 
 def test_a_slow_loader_is_told_from_the_record_alone(ranks, tmp_path):
     def train(world):
-        fit(world, tmp_path, task=make_task(dataset=partial(SlowSamples, 0.001)))
+        # As on a quiet machine: other programs would come first, and leave fewer cores for loader processes.
+        others = mock.patch.object(resources.MachineSampler, "_sample_cores", return_value={})
+        with others, mock.patch("lockstep.env.core_use", return_value=b"0 0"):
+            fit(world, tmp_path, task=make_task(dataset=partial(SlowSamples, 0.001)))
 
     ranks(2)(train)
     view = view_run(tmp_path)

@@ -97,7 +97,7 @@ def rows(out):
             found.append(cells)
         else:
             found[-1] = [f"{old} {new}".strip() for old, new in zip(found[-1], cells, strict=True)]
-    return found
+    return [[row[0].replace(", in=", ",in="), *row[1:]] for row in found]
 
 
 @pytest.mark.timeout(300)
@@ -180,7 +180,7 @@ def test_a_strategy_without_ranks_is_refused(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setenv(RANK_SETUP, "[]")
     assert main(["train", str(tmp_path / "task.py"), "--strategy", "dp"]) != 0
-    assert "Faults strike in ranks, and strategy dp in one process starts none." in capsys.readouterr().err
+    assert "Faults are injected in ranks, and strategy dp in one process starts no ranks." in capsys.readouterr().err
 
 
 @pytest.mark.soak  # and so have checkpoints on a full disk

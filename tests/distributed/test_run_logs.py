@@ -50,15 +50,15 @@ def test_quiet_shows_none_of_it(script, tmp_path):
     [
         (
             ["--logs", "raw", "--quiet", "--log-dir", "x"],
-            "--log-level error and --log-dir cannot be had with --logs raw.\nLeave one of them out.",
+            "--log-level error and --log-dir cannot be combined with --logs raw.\nLeave one of them out.",
         ),
         (
             ["-t", "3", "--log-level", "warning"],
-            "--log-level warning cannot be had with --redirects and --tee.\nLeave one of them out.",
+            "--log-level warning cannot be combined with --redirects and --tee.\nLeave one of them out.",
         ),
         (
             ["--min-devices", "1", "--nnodes", "2"],
-            "--min-devices 1 cannot be had: it is at least 1, and for a job on one machine only.\n"
+            "--min-devices 1 is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4.",
         ),
         (
@@ -110,12 +110,12 @@ def test_train_keeps_what_its_ranks_write(tmp_path):
     [
         (
             ["--devices", "2", "--logs", "raw", "--log-dir", "x"],
-            "--log-dir cannot be had with --logs raw.\nLeave one of them out.",
+            "--log-dir cannot be combined with --logs raw.\nLeave one of them out.",
         ),
         (
             ["--strategy", "single", "--log-dir", "x"],
-            "--log-dir is for ranks that this command starts, and it starts none.\n"
-            "Give it to the command that does; the output of strategy single in one process can be redirected.",
+            "--log-dir is for ranks that this command starts, but it starts none.\n"
+            "Pass it to the command that starts them; the output of strategy single in one process can be redirected.",
         ),
         (
             ["--devices", "2", "--log-to", "wandb:digits"],
@@ -129,7 +129,7 @@ def test_train_says_what_it_cannot_do_before_it_starts_ranks(tmp_path, monkeypat
     monkeypatch.setattr("lockstep.launcher.api.launch_with", lambda *_, **__: pytest.fail("processes started"))
     monkeypatch.delenv("LOCKSTEP_COMMAND", raising=False)
     (tmp_path / "task.py").write_text(TASK)
-    assert main(["train", str(tmp_path / "task.py"), *args]) == 1
+    assert main(["train", str(tmp_path / "task.py"), *args]) == 2
     assert capsys.readouterr().err == f"lockstep: {message}\n"
 
 

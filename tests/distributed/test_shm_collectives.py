@@ -54,8 +54,8 @@ def test_all_reduce_has_the_bits_of_a_sum_in_rank_order(ranks, num_ranks):
                 for dtype in (FLOATS + INTEGERS) if size <= 5003 else FLOATS[:1] + FLOATS[3:]:
                     ops = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
                     ops += [ReduceOp.AVG] if dtype in FLOATS else [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+                    all_tensors = [numbers(size, dtype, rank) for rank in range(world.world_size)]
                     for op in ops if size <= 5003 else [ReduceOp.SUM, ReduceOp.AVG]:
-                        all_tensors = [numbers(size, dtype, rank) for rank in range(world.world_size)]
                         mine = all_tensors[world.rank].clone()
                         dist.all_reduce(mine, op, group=group)
                         if not torch.equal(mine, in_rank_order(op, all_tensors)):

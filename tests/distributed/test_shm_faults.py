@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import lockstep
 from lockstep.errors import CollectiveError
 from tests.shm import shm_group
 
@@ -115,8 +117,9 @@ def test_different_calls_are_told_apart_on_every_rank(ranks):
     ]
     for here, there, (name, mine, theirs) in zip(first, second, pairs, strict=True):
         told = [
-            f"Rank 0 in {name} on shm: the ranks do not call the same. This rank calls {mine}; rank 1 calls {theirs}.",
-            f"Rank 1 in {'broadcast' if name == 'barrier' else name} on shm: the ranks do not call the same. "
+            f"Rank 0 in {name} on shm: the ranks call different collectives. This rank calls {mine}; rank 1 "
+            f"calls {theirs}.",
+            f"Rank 1 in {'broadcast' if name == 'barrier' else name} on shm: the ranks call different collectives. "
             f"This rank calls {theirs}; rank 0 calls {mine}.",
         ]
         assert [here, there] == told
@@ -133,7 +136,7 @@ def test_another_number_of_bytes(ranks):
 
     first, second = ranks(2)(body)
     told = (
-        "Rank 1 in broadcast on shm: rank 0 sends another number of bytes than this rank has room for.\n"
+        "Rank 1 in broadcast on shm: rank 0 sends a number of bytes that does not match this rank's buffer.\n"
         "The tensors must have the same shapes and dtypes on all ranks."
     )
     assert second == ("CollectiveError", told)
@@ -155,6 +158,42 @@ def test_after_a_failure_the_group_says_so_at_once(ranks):
 
     line = "Rank 0 in all_reduce on shm waited 0.3 s for rank 1."
     assert ranks(2)(body)[0] == [(line, False), (line, True)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+def test_a_reduction_that_times_out_in_the_thread_of_backward_names_its_parameters(ranks, name):
+    """Rank 1 stops in the middle of a call, so rank 0 waits where it has begun the call, and for no future."""
+
+    def body(world):
+        with shm_group() as group:
+            model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False))
+            wrapped = lockstep.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.1)
+            if name == "reduce_scatter":
+                lockstep.ZeroRedundancyOptimizer(
+                    model.parameters(), torch.optim.SGD, process_group=group, shard_gradients=True, lr=0.1
+                )
+            wrapped(torch.ones(1, 300)).sum().backward()  # after the first step, buckets leave during backward
+            have_all_begun = group.comm.have_all_begun
+            if world.rank == 0:
+                group.comm.have_all_begun = lambda operation, _: have_all_begun(operation, 20.0)
+                group.comm.timeout_s = 0.3
+            else:
+                group.comm.have_all_begun = lambda *_: time.sleep(0.6) or True
+            dist.barrier()
+            try:
+                wrapped(torch.ones(1, 300)).sum().backward()
+            except CollectiveError as error:
+                message = str(error)
+            dist.barrier()
+        return message
+
+    first, second = ranks(2)(body)
+    told = "Rank 0: the gradient reduction of bucket 0 (1.weight ... 1.weight) failed: Rank 0 in"
+    assert first.startswith(f"{told} {name} on shm waited 0.3 s for rank 1.\n")
+    # Rank 0 had reduced its part before it gave up, so rank 1 fails in its next call: of the tail, or of a bucket.
+    bucket = "bucket 0 (1.weight ... 1.weight)" if name == "reduce_scatter" else "bucket 1 (0.weight ... 0.weight)"
+    told = f"Rank 1: the gradient reduction of {bucket} failed: Rank 1 in all_reduce"
+    assert second.startswith(f"{told} on shm waited for rank 0, which gave up:\n")
 
 
 def test_a_signal_interrupts_the_wait_and_the_others_hear_of_it(ranks):
@@ -255,7 +294,7 @@ def test_a_broadcast_of_another_dtype_is_an_error(ranks):
 
     calls = [f"broadcast of {dtype} from or to rank 0 of the group" for dtype in ("int32", "float32")]
     assert ranks(2)(body) == [
-        f"Rank {rank} in broadcast on shm: the ranks do not call the same. "
+        f"Rank {rank} in broadcast on shm: the ranks call different collectives. "
         f"This rank calls {calls[rank]}; rank {1 - rank} calls {calls[1 - rank]}."
         for rank in range(2)
     ]

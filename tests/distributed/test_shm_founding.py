@@ -36,7 +36,7 @@ def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):
             segment.map_segment = original
 
     line = (
-        "lockstep: no shm for this group, Gloo serves it: "
+        "lockstep: this group uses Gloo instead of shm: "
         "not all ranks run on one host, in one container and as one user.\n"
     )
     assert ranks(3)(body) == [(False, 3.0, line), (False, 3.0, ""), (False, 3.0, "")]
@@ -65,7 +65,7 @@ def test_a_library_that_was_not_built_puts_all_on_gloo(ranks):
         finally:
             process_group.library = original
 
-    line = "lockstep: no shm for this group, Gloo serves it: its C library was not built.\n"
+    line = "lockstep: this group uses Gloo instead of shm: its C library was not built.\n"
     assert ranks(2)(body) == [(False, line), (False, "")]
 
 
@@ -90,7 +90,7 @@ def test_too_little_memory_puts_all_on_gloo(ranks):
     (used, total, told), other = ranks(2)(body, 100_000)
     assert not used and not other[0] and total == 4.0 * 1_000_003
     assert told == (
-        "lockstep: no shm for this group, Gloo serves it: 2.3 MiB of shared memory cannot be had (No space left "
+        "lockstep: this group uses Gloo instead of shm: 2.3 MiB of shared memory cannot be allocated (No space left "
         "on device); if there is no room, raise the memory limit of the container, or start fewer ranks.\n"
     )
 
@@ -116,7 +116,7 @@ def test_a_forked_process_is_no_member(ranks):
     for rank, (told, total) in enumerate(ranks(2)(body)):
         assert told == (
             f"Process PID was forked from rank {rank} and calls all_reduce on its group.\n"
-            "A forked process is no member. Start processes that communicate with the spawn method."
+            "A forked process is not a member of the group. Start processes that communicate with the spawn method."
         )
         assert total == 2.0
 

@@ -104,7 +104,7 @@ def test_a_missing_rank_zero_is_named_as_well(outcomes):
     _, one, two = outcomes["rank zero is missing"]
     for outcome in (one, two):
         assert outcome["error"] == "WorldSizeMismatch"
-        assert "within 2 s: Connection refused.\nRank 0 hosts it, so that is missing" in outcome["text"]
+        assert "within 2 s: Connection refused.\nRank 0 hosts it: that did not start" in outcome["text"]
         assert outcome["waited_s"] < 6
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_comes_twice_is_named_by_all(outcomes, situation, rank):
         assert outcome["error"] == "WorldSizeMismatch"
         cause, advice = outcome["text"].splitlines()
         assert cause in [
-            f"Two processes say that they are rank {rank}: pid {a} on host {HOST} and pid {b} on host {HOST}."
+            f"Two processes have the rank {rank}: pid {a} on host {HOST} and pid {b} on host {HOST}."
             for a, b in (doubles, doubles[::-1])
         ]
         assert advice == (

@@ -111,7 +111,7 @@ def test_sigterm_stops_all_ranks_after_a_step_and_the_run_goes_on_from_there(sta
     step = int(newest.name[5:])
     assert err == (
         f"lockstep: Stopped by SIGTERM after step {step} of 40, saved in runs/{newest.name}.\n"
-        "The same command goes on from there.\n"
+        "The same command resumes from there.\n"
     )
     assert "Stopped" not in out
     assert_gone(ranks)
@@ -139,7 +139,7 @@ def test_a_script_of_ones_own_is_told_and_the_launcher_passes_the_code_on(start,
     assert out == "stopped by SIGUSR1\n"  # once, as both say it
     assert err == (
         f"lockstep: Stopped by SIGUSR1 after step {step} of 40, saved in runs/step-{step:010d}.\n"
-        "The same command goes on from there.\n"
+        "The same command resumes from there.\n"
     )
 
 
@@ -157,7 +157,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_step_that_does_not_end(start, tmp_p
     assert (process.returncode, out) == (130, "")
     assert err == (
         "lockstep: stopping after this step; Ctrl-C again stops at once\n"
-        "lockstep: Stopped by Ctrl-C; no rank is left.\n"
+        "lockstep: Stopped by Ctrl-C; all ranks have ended.\n"
     )
     assert_gone(ranks)
 
@@ -197,7 +197,7 @@ def test_in_one_process(tmp_path, capfd, number, name, code):
     out, err = capfd.readouterr()
     by = {"SIGINT": "Ctrl-C"}.get(name, name)
     assert out.endswith(
-        f"Stopped by {by} after step 4 of 8, saved in {result.checkpoint}.\nThe same command goes on from there.\n"
+        f"Stopped by {by} after step 4 of 8, saved in {result.checkpoint}.\nThe same command resumes from there.\n"
     )
     said = "lockstep: stopping after this step; Ctrl-C again stops at once\n"
     assert err == (said if name == "SIGINT" else "")

@@ -59,13 +59,14 @@ def test_a_run_on_two_ranks_and_resumed_on_one(tmp_path, capfd):
     assert first.code == 0, first.err
     lines = first.out.splitlines()
     assert lines[:3] == [
-        "task: strategy ddp on 2 CPUs, fp32, 8 samples, 3 steps = 1.5 epochs",
+        "mine: strategy ddp on 2 CPUs, fp32, 8 samples, 3 steps = 1.5 epochs",
         "global batch 4 = 2 devices x 2 samples",
         "learning rate x 1: not scaled with the global batch; no warm-up, constant",
     ]
-    assert lines[-3].startswith("epoch 1.5  step 3/3  evaluation: loss ")
-    assert lines[-2].startswith("3 steps in ")
-    assert lines[-1].startswith("a step took ") and "; slowest was rank " in lines[-1]
+    assert lines[-4].startswith("epoch 1.5  step 3/3  evaluation: loss ")
+    assert lines[-3].startswith("3 steps in ")
+    assert lines[-2].startswith("a step took ") and "; slowest was rank " in lines[-2]
+    assert lines[-1].startswith("used ") and lines[-1].count("device-hours, energy ") == 1
     assert main(["train", *how, "--strategy", "single", "--steps", "5", "--export", "weights.safetensors"]) == 0
     assert "resumed after step 3 of 5" in capfd.readouterr().out
     recorded = map(json.loads, (tmp_path / "run" / "rank-0.jsonl").read_text().splitlines())
@@ -83,7 +84,7 @@ def test_digits_are_learnt(capfd):
 def test_gpt_writes_something_at_the_end(capfd):
     assert main(["train", str(EXAMPLES / "gpt.py"), "--steps", "3", "--clip", "1", "--strategy", "single"]) == 0
     out = capfd.readouterr().out
-    assert "gpt: strategy single on 1 CPU, fp32, 19,200 samples, 3 steps = 0.005 epochs" in out
+    assert "gpt: strategy single on 1 CPU, fp32, 19,200 samples, 3 steps = 0.5% of an epoch" in out
     assert "\n--- the model writes:\ndef main(" in out
     assert float(out.split("evaluation: loss ")[1].split()[0]) < 5.6  # log 256 is 5.55
 
@@ -118,7 +119,7 @@ def test_pictures_in_a_folder(tmp_path, monkeypatch, capfd):
     assert main([*train, "--steps", "2"]) == 0
     assert float(capfd.readouterr().out.split("last loss ")[1].split()[0]) < 0.5
     monkeypatch.setenv("IMAGES", str(tmp_path / "nothing"))
-    assert main(train) == 1
+    assert main(train) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert f"IMAGES={tmp_path / 'nothing'} is no folder of pictures." in err.splitlines()[0]
@@ -127,9 +128,9 @@ def test_pictures_in_a_folder(tmp_path, monkeypatch, capfd):
 def test_what_a_rank_finds_wrong_with_the_task_needs_no_traceback():
     done = commands.lockstep("train", "mine.py:frozen", "--devices", "2")
     assert (done.code, done.err) == (
-        1,
+        2,
         "lockstep: Linear has no trainable parameter: all of its parameters are frozen.\n"
-        "Leave requires_grad set on those that should be trained.\n",
+        "Set requires_grad on the parameters that should be trained.\n",
     )
 
 
@@ -180,12 +181,14 @@ def test_a_loader_process_that_was_stopped_does_not_keep_a_run_without_a_launche
     assert (done.code, done.err) == (0, "")
 
 
-def test_processes_and_strategies_that_do_not_go_together():
+def test_processes_and_strategies_that_do_not_go_together(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a rank, so that fit starts none
     for settings, text in (
         (
             {"strategy": "ddp", "devices": 2},
             "Strategy ddp on 2 devices needs as many processes, but this run has 1 process.\n"
-            "Start them with `lockstep run SCRIPT --devices 2`, or leave devices out.",
+            "Start them with `lockstep run SCRIPT --devices 2`, or omit devices.",
         ),
         (
             {"strategy": "single", "devices": 2},

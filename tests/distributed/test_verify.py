@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.models import soak
 from tests.verifying import FAULTS, causes, verify_on
 
 
@@ -21,18 +22,23 @@ def verified(ranks):
 @pytest.mark.parametrize(
     ("file", "cause", "first", "advice"),
     [
-        ("data_order.py", "data order", ("sample", 0), "Make the data set the same on every rank"),
         ("sample_weighting.py", "sample weighting", ("loss", 0), "Return lockstep.Loss(total, count)"),
         ("random_state.py", "random state", ("loss", 0), "Train with --reproducible 2"),
         ("batchnorm_statistics.py", "BatchNorm statistics", ("loss", 0), "Use lockstep.SyncBatchNorm.convert_sync"),
-        ("learning_rate_rule.py", "learning-rate rule", ("learning rate", 0), "Let the learning rate depend on"),
         (
             "buffers_on_one_rank.py",
             "buffers changed on one rank",
             ("loss", 0),
             "Change buffers and parameters in the same way",
         ),
-        ("loss_sums.py", "a loss that sums instead of averages", ("loss", 0), "Return the mean over the batch"),
+        # Also among the faults of several.py.
+        *soak(
+            [
+                ("data_order.py", "data order", ("sample", 0), "Make the data set the same on every rank"),
+                ("learning_rate_rule.py", "learning-rate rule", ("learning rate", 0), "Let the learning rate depend"),
+                ("loss_sums.py", "a loss that sums instead of averages", ("loss", 0), "Return the mean over the batch"),
+            ]
+        ),
     ],
 )
 def test_a_planted_fault_is_named(verified, file, cause, first, advice):
@@ -64,14 +70,18 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
         "a loss that sums instead of averages",
     ]
     assert verification.explained
+    fixes = {finding.cause.value: finding.fix for finding in verification.findings}
+    assert fixes["data order"].startswith("Make the data set the same on every rank")
+    assert fixes["learning-rate rule"].startswith("Let the learning rate depend")
+    assert fixes["a loss that sums instead of averages"].startswith("Return the mean over the batch")
     assert reported == [
         "one process, twice",
         "2 ranks",
         "the ranks cannot train on the epoch's last batch; without it",
         "one process, twice",
         "2 ranks",
-        "not the same; what one process can find out",
-        "what 2 ranks can find out",
+        "not the same; experiments in one process",
+        "experiments on 2 ranks",
     ]
     assert verification.subject.steps == (0, 1, 2)
     assert verification.remark == (
@@ -117,7 +127,7 @@ def test_a_fix_that_is_proposed_was_tried(verified):
     norm, _ = verified("batchnorm_statistics.py")
     assert norm.findings[0].tried == "Tried: with it, one process and the ranks are the same run."
     assert norm.findings[0].evidence == (
-        "Each rank normalises with mean and variance of its own part of the batch (1)."
+        "Each rank normalises with the mean and variance of its own part of the batch (1)."
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 import lockstep
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.study.verify import diagnose, verify
+from lockstep.study.verify import diagnose
+from lockstep.study.verify.diagnose import verify
 from tests.distributed.commands import lockstep as run
 from tests.distributed.commands import start
 from tests.verifying import FAULTS, causes, processes_of
@@ -36,14 +37,14 @@ def test_a_fault_is_named_in_words_and_in_json(tmp_path, on_pool, capsys):
     assert done.err.splitlines() == [
         "one process, twice",
         "2 ranks",
-        "not the same; what one process can find out",
-        "what 2 ranks can find out",
+        "not the same; experiments in one process",
+        "experiments on 2 ranks",
     ]
     words = " ".join(done.out.split())
     assert words.startswith(
         "learning_rate_rule.py: one process and 2 ranks, steps 0 and 5, the epoch's last Not the same training run: 2 "
-        "ranks part from one process in the learning rate lr of group 0 at step 0 (0.2 instead of 0.1), the first of "
-        "all that was compared. Cause: learning-rate rule. The ranks train with another learning rate lr of group 0 at "
+        "ranks differ from one process, first in the learning rate lr of group 0 at step 0 (0.2 instead of 0.1). "
+        "Cause: learning-rate rule. The ranks train with another learning rate lr of group 0 at "
         "step 0 (0.2 instead of 0.1). Fix: Let the learning rate depend on the global batch only"
     )
     record = json.loads(file.read_text())

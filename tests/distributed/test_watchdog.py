@@ -159,7 +159,7 @@ def check_report(outcomes, mode):
 @pytest.mark.timeout(240)
 def test_a_call_that_holds_the_interpreter_still_leaves_its_stack(soak_outcomes):
     report, stacks = told(soak_outcomes["gil"].err)
-    assert report.startswith(HEAD + "rank 1 does not answer: native code holds the interpreter, last seen at ")
+    assert report.startswith(HEAD + "rank 1 does not respond: native code holds the interpreter lock, last seen at ")
     assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n")
     assert f", line {at('pthread').partition(':')[2]} in <module>" in stacks["rank-1.txt"]
     assert soak_outcomes["gil"].code == 83
@@ -180,8 +180,8 @@ def test_a_rank_that_may_be_only_slow_is_told_of_and_not_ended(soak_outcomes):
         "lockstep: The job may hang: ranks have waited for each other for N s.\nrank 1 is in <module> ("
         f"{at('flush()')})"
     )
-    assert "rank 1 may be only slow: it " in report
-    assert "The job goes on for now; it ends if this lasts and nothing moves.\n" in soak_outcomes["download"].err
+    assert "rank 1 may only be slow: it " in report
+    assert "The job continues; it ends if this lasts and no rank makes progress.\n" in soak_outcomes["download"].err
     assert soak_outcomes["download"].code == 0
 
 

@@ -164,7 +164,8 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(ranks):
     for outcome in ranks(2).each(run):
         assert isinstance(outcome.error, ConfigurationError)
         assert str(outcome.error) == (
-            "Wrapping cannot be made anew on each rank's part: its constructor takes no params first.\n"
+            "Wrapping cannot be created again for each rank's part: its constructor does not take params as "
+            "its first argument.\n"
             "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
 
@@ -173,6 +174,7 @@ def test_it_is_not_reproducible():
     with pytest.raises(ConfigurationError) as caught:
         train(None, make_task(), 1, reproducible=2)
     assert str(caught.value) == (
-        "Strategy ddp-zero1 cannot be reproducible: it works on slices, which end anywhere.\n"
-        "Use strategy ddp, or leave reproducible out."
+        "Strategy ddp-zero1 cannot be reproducible: it divides gradients into slices that depend on the "
+        "number of ranks.\n"
+        "Use strategy ddp, or omit reproducible."
     )

@@ -394,8 +394,8 @@ def test_sparse_gradients_are_refused(ranks):
         optimizer.step()
 
     text = (
-        "Parameter 0 of the optimizer received a sparse gradient, which cannot be divided.\n"
-        "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or give them an optimizer of their own."
+        "Parameter 0 of the optimizer received a sparse gradient, which cannot be divided among ranks.\n"
+        "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or use a separate optimizer for them."
     )
     refused(ranks, run, LockstepError, text)
 
@@ -483,6 +483,7 @@ def test_two_live_wrappers_of_the_same_parameters_are_refused(ranks):
 
     text = (
         "shard_gradients=True, but 2 live lockstep.DistributedDataParallel wrappers average these parameters' "
-        "gradients.\nOnly one can leave slices: delete those that are no longer used, or leave shard_gradients out."
+        "gradients.\nOnly one can use shard_gradients: delete those that are no longer used, or leave "
+        "shard_gradients out."
     )
     refused(ranks, run, ConfigurationError, text)

@@ -26,7 +26,9 @@ def train_uneven(name, rank, sizes_by_step):
         for index, n in enumerate(sizes[rank]):
             with contextlib.nullcontext() if index == len(sizes[rank]) - 1 else model.no_sync():
                 part = pieces[first + index] if n else tuple(tensor[:1] for tensor in batch)
-                lockstep.backward(family.loss(model, part) * (1.0 if n else float("nan")), count=torch.tensor(n).cuda())
+                lockstep.backward(
+                    family.loss(model, part) * (1.0 if n else float("nan")), mean_over=torch.tensor(n).cuda()
+                )
         family.loss(oracle, batch).backward()
         assert_gradients_equal(model.module, oracle, tolerance=1e-11)
 

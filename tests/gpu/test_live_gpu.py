@@ -41,4 +41,4 @@ def test_figures_are_those_of_the_device(monkeypatch, strategy):
         parts_s = rank.data_wait_s + rank.forward_s + rank.backward_s + rank.optimizer_s + rank.exposed_s
         assert parts_s == pytest.approx(rank.step_s, rel=0.05)
     assert told[-1].device == "cuda:0" and told[-1].memory_peak_bytes > 0
-    assert display.said[-1].startswith("a step took ")
+    assert display.said[-1].startswith("a step took ") and "\nused " in display.said[-1]

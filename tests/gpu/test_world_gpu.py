@@ -23,7 +23,7 @@ def test_each_rank_gets_its_gpu_and_nccl():
 def test_more_ranks_than_gpus():
     count = torch.cuda.device_count()
     with pytest.raises(
-        ConfigurationError, match=f"{count + 1} devices were asked for, but this machine has {count} GPU"
+        ConfigurationError, match=f"{count + 1} devices were requested, but this machine has {count} GPU"
     ):
         lockstep.launch(print, devices=count + 1)
 

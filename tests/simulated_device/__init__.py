@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -41,11 +42,9 @@ def missing() -> str:
 
 def build() -> Path:
     """Compile the extension unless this has been done, and return its file. Processes wait for the one that builds."""
-    import torch
-
     files = [*sorted(HERE.glob("*.cpp")), HERE / "runtime.h"]
     key = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    versions = f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    versions = f"torch-{version('torch')}-{sys.implementation.cache_tag}"
     folder = HERE.parents[1] / "build" / "simulated_device" / versions
     folder.mkdir(parents=True, exist_ok=True)
     library, done = folder / f"{NAME}.so", folder / "done"

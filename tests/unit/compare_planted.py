@@ -40,6 +40,8 @@ def contender(
     noise: Sequence[float] = STEADY,
     exposed_ms: float | None = None,
     data_ms: float = 0.0,
+    core_wait_ms: float = 0.0,
+    num_threads: int = 2,
     losses: Sequence[float] = (2.0, 1.0),
     peak_bytes: Sequence[int] | None = (100 * MIB, 100 * MIB),
 ) -> Candidate:
@@ -60,10 +62,11 @@ def contender(
                 backward_s=work_s / 2 + (exposed_ms or 0.0) / 1e3,
                 exposed_s=None if exposed_ms is None else exposed_ms / 1e3,
                 optimizer_s=work_s / 4,
+                core_wait_s=core_wait_ms / 1e3,
             )
         )
     peaks = None if peak_bytes is None else tuple(peak_bytes)
-    return Candidate(strategy, 1, tuple(turns), tuple(losses), peaks, None, 2)
+    return Candidate(strategy, num_threads, tuple(turns), tuple(losses), peaks, None, 2)
 
 
 def comparison(*contenders: Candidate, left_out: Sequence[LeftOut] = (), **changes: object) -> Comparison:

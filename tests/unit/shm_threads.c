@@ -14,9 +14,10 @@ void lockstep_format(void *, size_t, size_t);
 Group *lockstep_join(void *, int, int, int, int, Interrupted);
 void lockstep_leave(Group *);
 int lockstep_all_reduce(Group *, char *, size_t, int, int, int, int64_t, size_t, char *const *, const char *const *,
-                        const uint64_t *, size_t, double, int, int64_t);
+                        const uint64_t *, size_t, double, int32_t *, int, int64_t);
 int lockstep_reduce_scatter(Group *, char *const *, const uint64_t *, char *, int, int, int64_t, size_t,
-                            char *const *, const char *const *, const uint64_t *, size_t, double, int, int64_t);
+                            char *const *, const char *const *, const uint64_t *, size_t, double, int32_t *,
+                            int, int64_t);
 int lockstep_exchange(Group *, int, int, int, const char *const *, const uint64_t *, char *const *, const uint64_t *,
                       int64_t, size_t, char *const *, int64_t);
 uint32_t lockstep_bell(Group *);
@@ -43,11 +44,13 @@ static void reduce(Group *g, int rank, float *data, size_t count, int64_t alloc,
     float *values = pieces ? malloc(count * sizeof *values) : data;
     const char *begins[] = {(char *)values, (char *)(values + count / 3)};
     uint64_t counts[] = {count / 3, count - 1 - count / 3};
+    int32_t nonfinite = 0;
     for (size_t i = 0; i < count; i++) values[i] = (float)(rank + 1) * (float)(i % 7) / (pieces ? 2 : 1);
     if (pieces) memset(data, 0, count * sizeof *data), data[count - 1] = 2 * values[count - 1];
     for (int phase = pieces ? BEGIN : WHOLE; phase <= (pieces ? REST : WHOLE); phase++)
         CHECK(lockstep_all_reduce(g, (char *)data, count, F32, SUM, -1, alloc, 0, shares, begins, counts, pieces ? 2 : 0,
-                                  2, phase, 60000) == OK);
+                                  2, &nonfinite, phase, 60000) == OK);
+    CHECK(nonfinite == 0);
     if (pieces) free(values);
     float factor = (float)(size * (size + 1)) / 2;
     for (size_t i = 0; i < count; i++) CHECK(data[i] == factor * (float)(i % 7));
@@ -59,7 +62,7 @@ static void scatter(Group *g, int rank, float *data, float *output, int64_t allo
     for (int to = 0; to < size; to++) inputs[to] = (char *)(data + to * PIECE), counts[to] = PIECE;
     for (size_t i = 0; i < (size_t)size * PIECE; i++) data[i] = (float)(rank + (int)(i / PIECE));
     CHECK(lockstep_reduce_scatter(g, inputs, counts, (char *)output, F32, SUM, alloc, 0, shares, NULL, NULL, 0, 1,
-                                  WHOLE, 60000) == OK);
+                                  NULL, WHOLE, 60000) == OK);
     for (size_t i = 0; i < PIECE; i++) CHECK(output[i] == (float)(size * (size - 1) / 2 + size * rank));
 }
 

@@ -35,7 +35,7 @@ def test_the_sum_names_the_ranks_in_every_dtype(dtype, missing, text):
     assert str(caught.value) == (
         f"A weight is missing in this step: {text} ran a backward without one, but other backwards of the step had "
         "theirs.\n"
-        "Call model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on none; "
+        "Call model.weight(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or on none; "
         "n is 0 where a batch holds nothing that counts."
     )
 
@@ -66,7 +66,7 @@ def test_anything_else_is_not(weight, what):
     with pytest.raises(ConfigurationError) as caught:
         check_weight(weight)
     assert str(caught.value) == (
-        f"The weight of a batch must be a finite number, 0 or more, or a tensor of one such, not {what}.\n"
+        f"The weight of a batch must be a finite number, 0 or more, or a tensor with one such number, not {what}.\n"
         "Give how many samples or tokens the loss is the mean of."
     )
 
@@ -79,6 +79,6 @@ def test_weights_are_finite_and_not_negative(weight, text):
     with pytest.raises(ValueError) as caught:
         check_weight(weight)
     assert str(caught.value) == (
-        f"The weight of a batch must be a finite number, 0 or more, or a tensor of one such, not {text}.\n"
+        f"The weight of a batch must be a finite number, 0 or more, or a tensor with one such number, not {text}.\n"
         "Give how many samples or tokens the loss is the mean of."
     )

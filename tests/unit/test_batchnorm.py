@@ -152,7 +152,7 @@ def test_torchs_layer_cannot_be_followed_nor_weighed():
     with pytest.raises(ConfigurationError) as caught:
         follow.open(has_batch=True)
     assert str(caught.value) == (
-        f"0 is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n{advice}"
+        f"0 is a torch.nn.SyncBatchNorm, which would wait forever for ranks without a batch.\n{advice}"
     )
     with pytest.raises(ConfigurationError) as caught:
         weights.set_weight(2.0, [], [])

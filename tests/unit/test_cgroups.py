@@ -1,7 +1,14 @@
-"""Control groups of both versions, as planted files."""
+"""Control groups of both versions, as planted files; and how long a thread waited for a core."""
+
+import contextlib
+import os
+import subprocess
+import time
+
+import pytest
 
 from lockstep import env
-from lockstep.env import cpu_quota, read_groups, usable_cores
+from lockstep.env import core_use, core_wait_s, cpu_quota, read_groups, throttled_s, usable_cores
 
 
 def plant(root, files):
@@ -32,3 +39,70 @@ def test_quotas_of_the_first_version_count(tmp_path):
     own.write_text("4:cpu,cpuacct:/job\n3:pids:/\n")
     assert cpu_quota(root, own) == 1.5
     assert read_groups("pids", "pids.max", root, own) == ["max"]
+
+
+def test_the_time_for_which_quotas_stopped_the_groups_is_found_in_both_versions(tmp_path):
+    second, first, own = tmp_path / "second", tmp_path / "first", tmp_path / "own"
+    plant(second, {"cpu.stat": "usage_usec 9\nthrottled_usec 5000000", "a/cpu.stat": "throttled_usec 1500000"})
+    plant(first, {"cpu/job/cpu.stat": "nr_throttled 3\nthrottled_time 2500000000"})
+    own.write_text("0::/a\n")
+    assert throttled_s(second, own) == 5.0
+    own.write_text("4:cpu,cpuacct:/job\n")
+    assert throttled_s(first, own) == 2.5
+    assert throttled_s(tmp_path / "none", tmp_path / "none") == 0.0
+
+
+def test_a_real_quota_is_found_and_its_waits_are_counted():
+    first = env.CGROUP_ROOT / "cpu"
+    group = (first if first.exists() else env.CGROUP_ROOT) / f"lockstep-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("cpu.cfs_quota_us" if first.exists() else "cpu.max")).write_text("30000")
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip("no control groups can be made here")
+    if not (child := os.fork()):
+        (group / "cgroup.procs").write_text("0")
+        before = throttled_s()
+        deadline = time.monotonic() + 20
+        while work(0.6) < 0.4 or throttled_s() - before < 0.2:  # other programs may keep it off the core
+            if time.monotonic() > deadline:
+                os._exit(1)
+        os._exit(int(cpu_quota() != 0.3))
+    status = os.waitpid(child, 0)[1]
+    group.rmdir()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def work(seconds):
+    began, before = time.perf_counter(), core_use()
+    while time.perf_counter() < began + seconds:
+        pass
+    return core_wait_s([(before, core_use())], time.perf_counter() - began) / seconds
+
+
+@pytest.mark.parametrize("has_schedstat", [True, False])
+def test_a_thread_that_shares_its_core_waits_for_it_half_of_the_time(has_schedstat, monkeypatch):
+    if not has_schedstat:  # as on gVisor
+        monkeypatch.setattr("os.pread", lambda *_: (_ for _ in ()).throw(OSError()))
+    cores = os.sched_getaffinity(0)
+    other = subprocess.Popen(["sh", "-c", "while :; do :; done"])
+    try:
+        for pid in (0, other.pid):
+            os.sched_setaffinity(pid, {min(cores)})
+        assert work(0.4) > 0.3
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.wait()
+
+
+def test_a_forked_child_counts_its_own_waiting():
+    core_use()
+    if pid := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        return
+    before = [int(text) for text in core_use().split()]
+    time.sleep(0)
+    os._exit(int(before[0] > 1e9))  # the parent has run for longer, and its file would say so

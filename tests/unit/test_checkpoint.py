@@ -129,7 +129,7 @@ def test_resuming_from_nothing_is_an_error_only_if_insisted_on(place, world):
     with Checkpoints(place, world) as checkpoints, pytest.raises(CheckpointError) as error:
         checkpoints.load(required=True)
     assert str(error.value) == (
-        f"There is no checkpoint in {place} to resume from.\nName another folder, or leave out resume."
+        f"There is no checkpoint in {place} to resume from.\nName another folder, or omit resume."
     )
 
 
@@ -175,7 +175,7 @@ def test_what_is_damaged_is_passed_over_and_named(tmp_path, world):
         step, passed_over = load(world, copy)
         assert (step, len(passed_over)) == (1, 1)
         (copy / newest / file.name).unlink()
-        assert load(world, copy) == (1, [f"{newest}: {file.name} is not there"])
+        assert load(world, copy) == (1, [f"{newest}: {file.name} is missing"])
         save(world, copy, 2, 3)  # takes its place, and goes on
         assert load(world, copy) == (3, [])
         assert names(copy) == ["step-0000000002", "step-0000000003"]
@@ -188,9 +188,9 @@ def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path, world):
     with Checkpoints(tmp_path, world) as checkpoints, pytest.raises(CheckpointError) as error:
         checkpoints.load(required=False)
     assert str(error.value) == (
-        f"No checkpoint in {tmp_path} is whole.\n"
-        "step-0000000002: manifest.json is not there\nstep-0000000001: manifest.json is not there\n"
-        "Put back the files of one, or start anew (resume=False)."
+        f"All checkpoints in {tmp_path} are damaged.\n"
+        "step-0000000002: manifest.json is missing\nstep-0000000001: manifest.json is missing\n"
+        "Restore the files of one checkpoint, or start a new run with resume=False (--no-resume)."
     )
     save(world, tmp_path, 1, fresh=True)
     assert load(world, tmp_path) == (1, [])
@@ -237,15 +237,15 @@ def test_what_cannot_be_kept_is_told_to_all(tmp_path, world):
         with pytest.raises(CheckpointError) as error:
             checkpoints.agree()
     assert str(error.value) == (
-        f"The checkpoint {tmp_path / 'step-0000000001'} cannot hold builtins.object at model.bad.\n"
-        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
+        f"The checkpoint {tmp_path / 'step-0000000001'} cannot contain builtins.object at model.bad.\n"
+        "Pass numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
     )
     assert load(world, tmp_path) == (None, [])
 
 
 @pytest.mark.parametrize("kind", ["full", "gone"])
 def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, world, monkeypatch, kind):
-    def full(descriptor, piece):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
     folder, reason = tmp_path / "run", "No space left on device"
@@ -253,7 +253,7 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
     with Checkpoints(folder, world) as checkpoints:
         with monkeypatch.context() as patch:
             if kind == "full":
-                patch.setattr(os, "write", full)
+                patch.setattr(os, "fsync", full)
             else:
                 folder.rename(tmp_path / "elsewhere")
                 reason = "No such file or directory"
@@ -262,7 +262,7 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
                 checkpoints.finish()
         assert checkpoints.failure
     assert str(error.value) == (
-        f"Cannot write the checkpoint {folder / 'step-0000000002'}: {reason}.\nThe one before it is as it was."
+        f"Cannot write the checkpoint {folder / 'step-0000000002'}: {reason}.\nEarlier checkpoints were not changed."
     )
     if kind == "gone":
         (tmp_path / "elsewhere").rename(folder)
@@ -315,7 +315,7 @@ def test_a_write_that_hangs_is_an_error_in_the_end(tmp_path, world, monkeypatch)
         go_on.set()
     assert str(error.value) == (
         f"The checkpoint {tmp_path / 'step-0000000001'} has not been written within 0.2 s.\n"
-        "The disk or the network to it hangs; the one before it is as it was."
+        "Check the disk or its network: it does not respond. Earlier checkpoints were not changed."
     )
 
 
@@ -324,7 +324,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path, world):
         with pytest.raises(CheckpointError) as error:
             Checkpoints(tmp_path, world)
         assert str(error.value) == (
-            f"Another process is writing the checkpoint {tmp_path}.\nGive each run a folder of its own."
+            f"Another process is writing the checkpoint {tmp_path}.\nUse a separate folder for each run."
         )
     assert load(world, tmp_path) == (None, [])
 
@@ -360,5 +360,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, world):
     with pytest.raises(CheckpointError) as error:
         Checkpoints(tmp_path / "file" / "folder", world)
     assert str(error.value) == (
-        f"Cannot write the checkpoint {tmp_path / 'file' / 'folder'}: Not a directory.\nThe one before it is as it was."
+        f"Cannot write the checkpoint {tmp_path / 'file' / 'folder'}: Not a directory.\n"
+        "Earlier checkpoints were not changed."
     )

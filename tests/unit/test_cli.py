@@ -34,7 +34,7 @@ def raising(error):
     ("action", "code", "text"),
     [
         (lambda: None, 0, ""),
-        (raising(ConfigurationError("The cause.\nWhat to do.")), 1, "lockstep: The cause.\nWhat to do.\n"),
+        (raising(ConfigurationError("The cause.\nWhat to do.")), 2, "lockstep: The cause.\nWhat to do.\n"),
         (raising(Stopped("Stopped by SIGTERM; no rank is left.", signal=15)), 143, None),
         # On a line of its own: the terminal has just shown ^C.
         (raising(KeyboardInterrupt()), 130, "\nlockstep: stopped by Ctrl-C\n"),

@@ -61,7 +61,7 @@ def refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(TASK)
 
     def run(*args):
-        assert cli.main(["compare", *args]) == 1
+        assert cli.main(["compare", *args]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         return captured.err
@@ -110,8 +110,8 @@ def test_more_devices_than_gpus_are_refused(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         compare(make_task(), devices=2)
     assert str(caught.value) == (
-        "2 devices were asked for, but this machine has 1 GPU.\n"
-        "Ask for at most 1, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= ."
+        "2 devices were requested, but this machine has 1 GPU.\n"
+        "Request at most 1, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= ."
     )
 
 
@@ -188,6 +188,7 @@ class PlannedTrainer:
     """Steps take what is planned: backward is longer with synchronisation than without."""
 
     device = torch.device("cpu")
+    devices = (device,)
 
     def __init__(self, with_sync_s, without_sync_s, *, exposed_s=None, accumulate=1):
         self.strategy, self.settings = SimpleNamespace(exposed_s=exposed_s), SimpleNamespace(accumulate=accumulate)
@@ -253,7 +254,7 @@ def test_merging_takes_the_slowest_ranks_wall_time_and_the_mean_of_the_parts():
     assert merged.forward_s == pytest.approx(fast.forward_s + 0.002)
     assert merged.exposed_s == pytest.approx(0.002)
     assert merged.num_samples == fast.num_samples  # of the global batch already
-    assert merge([[fast], []]) == (fast,)  # a rank that only waited
+    assert merge([[replace(fast, energy_j=1.0)], []]) == (replace(fast, energy_j=1.0),)  # a rank that only waited
 
 
 # The figures of a candidate.
@@ -303,7 +304,7 @@ def planted():
 def text_of(found, width):
     stream = io.StringIO()
     terminal = Console(file=stream, width=width, force_terminal=False, highlight=False)
-    terminal.print(render(found, judge(found).sentences))
+    terminal.print(render(replace(found, verdict=judge(found))))
     return stream.getvalue()
 
 
@@ -329,7 +330,7 @@ def test_steps_of_seconds_fit_80_columns():
 
 
 def test_a_pipe_gets_plain_text_of_100_columns(capsys):
-    console().print(render(planted(), judge(planted()).sentences))
+    console().print(render(replace(planted(), verdict=judge(planted()))))
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "- Use ddp: 1.82x single's speed (1.82x to 1.82x)." in text
@@ -346,7 +347,7 @@ def test_the_footnotes_say_how_the_cores_were_shared_and_what_a_peak_is():
     found = comparison(contender("single", 20.0), contender("ddp", 11.0), device="cpu")
     assert footnotes(found)[1:] == [
         "The loss is that of step 55, on the same samples for all.",
-        "Threads of each process or replica: single 1, ddp 1.",
+        "Threads of each process or replica: single 2 (the faster of 1 and 2), ddp 2.",
         "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest "
         "process; dp holds all its replicas in one process.",
     ]
@@ -354,7 +355,7 @@ def test_the_footnotes_say_how_the_cores_were_shared_and_what_a_peak_is():
         "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
     )
     unmeasured = comparison(contender("single", 20.0, peak_bytes=None), device="cpu")
-    assert footnotes(unmeasured)[-1] == "Threads of each process or replica: single 1."
+    assert footnotes(unmeasured)[-1] == "Threads of each process or replica: single 2 (the faster of 1 and 2)."
 
 
 def test_rates_have_about_three_figures():
@@ -370,7 +371,7 @@ SPREAD_KEYS = {"median", "low", "high"}
 
 def record(*contenders):
     found = comparison(*contenders)
-    return json.loads(to_json(to_record(found, judge(found), PROVENANCE)))
+    return json.loads(to_json(to_record(replace(found, verdict=judge(found)), PROVENANCE)))
 
 
 def test_the_keys_of_the_json_stay():
@@ -379,7 +380,7 @@ def test_the_keys_of_the_json_stay():
     assert found["version"] == 1
     assert set(found["setup"]) == {
         *("task", "command", "device", "num_devices", "num_cores", "busy_cores", "global_batch_size", "num_steps"),
-        *("num_rounds", "num_warmup", "seed", "precision", "num_parameters", "split_layers"),
+        *("num_rounds", "num_warmup", "seed", "precision", "num_parameters", "single_threads", "split_layers", "price"),
     }
     assert set(found["provenance"]) == {"when", "versions", "machine", "commits"}
     assert set(found["verdict"]) == {"use", "sentences"}
@@ -391,7 +392,8 @@ def test_the_keys_of_the_json_stay():
     assert set(ddp["samples_per_s"]) == set(ddp["speed_up"]) == SPREAD_KEYS
     parts = {"data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s"}
     assert set(ddp["step"]) == {"total_s", *parts, "other_s"}
-    assert set(ddp["turns"][0]) == {"round", "place", "num_samples", "seconds", "step_s", *parts}
+    times = {"seconds", "step_s", "core_wait_s", "energy_j"}
+    assert set(ddp["turns"][0]) == {"round", "place", "num_samples", *times, *parts}
 
 
 def test_the_record_holds_raw_rounds_and_their_summary():

@@ -1,5 +1,6 @@
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -29,7 +30,18 @@ def planted():
 @pytest.fixture(scope="module")
 def text():
     found = planted()
-    return render_page(found, judge(found).sentences, PROVENANCE)
+    return render_page(replace(found, verdict=judge(found)), PROVENANCE)
+
+
+def test_a_notebook_shows_the_tables_the_verdict_and_the_plot(monkeypatch):
+    found = replace(planted(), verdict=judge(planted()))
+    html = found._repr_html_()
+    assert "&lt;b&gt;task&lt;/b&gt;.py" in html
+    assert found.verdict.sentences[0].split()[0] in str(found)
+    assert html.count("<svg") == 1
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    without = found._repr_html_()
+    assert html.startswith(without) and "<svg" not in without
 
 
 class Outline(HTMLParser):

@@ -105,8 +105,8 @@ def test_ranks_with_and_without_the_c_library_send_the_same_bits(bits, block, nu
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        ("int3", "compression='int3' is no way to send gradients.\n"),
-        (torch.int8, "compression=torch.int8 is no way to send gradients.\n"),
+        ("int3", "compression='int3' is not a compression method.\n"),
+        (torch.int8, "compression=torch.int8 is not a compression method.\n"),
         ("powersgd", "compression='powersgd' needs a rank of at least 1.\n"),
         ("powersgd:-1", "compression='powersgd:-1' needs a rank of at least 1.\n"),
     ],

@@ -80,7 +80,7 @@ def test_a_copy_is_independent_and_works(copied):
     model = used()
     threads = threading.active_count()
     other = copied(model)
-    assert threading.active_count() == threads  # it has none of its own until it is called
+    assert threading.active_count() <= threads  # it has none of its own until it is called
     assert other.device_ids == model.device_ids and other.output_device == model.output_device
     x = global_batch("mlp", 5, 1)[0]
     torch.testing.assert_close(other(x), model(x), rtol=1e-12, atol=1e-14)

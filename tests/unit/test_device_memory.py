@@ -20,7 +20,7 @@ def test_devices_in_use_are_told(monkeypatch, gpus):
     gpus(2)
     figures = [{}, {"reserved_bytes.all.peak": 6 * GIB, "allocated_bytes.all.current": 2 * GIB}]
     pretend(monkeypatch, is_in_use=True, stats=figures.__getitem__)
-    assert device_memory() == ["2.0 GiB in tensors on cuda:1, of whose 80.0 GiB at most 6.0 GiB were taken"]
+    assert device_memory() == ["2.0 GiB in tensors on cuda:1, at most 6.0 GiB of its 80.0 GiB were reserved"]
 
 
 def test_nothing_is_told_without_any(monkeypatch, gpus):

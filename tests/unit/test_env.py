@@ -1,5 +1,8 @@
 """RankEnv: who we are, from what each launcher writes into the environment."""
 
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.env import Launcher, RankEnv, is_loopback
@@ -179,16 +182,16 @@ def test_srun_with_pmi_counts_as_slurm():
             "JOB_COMPLETION_INDEX and WORLD_SIZE are set, but MASTER_ADDR is not.\n"
             "Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank.",
         ),
-        ({**TORCHRUN, "RANK": "two"}, "RANK='two' is no whole number.\nSet RANK to one, or unset it."),
+        ({**TORCHRUN, "RANK": "two"}, "RANK='two' is not a whole number.\nSet RANK to one, or unset it."),
         ({**TORCHRUN, "RANK": "8"}, "RANK=8 is out of range: WORLD_SIZE says 8 ranks.\nRanks count from 0 to 7."),
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is out of range: WORLD_SIZE says 8 ranks.\nRanks count from 0 to 7."),
         (
             {**TORCHRUN, "WORLD_SIZE": "0"},
-            "WORLD_SIZE=0 is no world size.\nSet it to the number of processes of the job.",
+            "WORLD_SIZE=0 is not a world size.\nSet it to the number of processes of the job.",
         ),
         (
             {**TORCHRUN, "MASTER_PORT": "70000"},
-            "MASTER_PORT=70000 is no port number.\nSet it to a free port from 1 to 65535.",
+            "MASTER_PORT=70000 is not a port number.\nSet it to a free port from 1 to 65535.",
         ),
         (
             {**TORCHRUN, "LOCAL_RANK": "4"},
@@ -216,7 +219,7 @@ def test_srun_with_pmi_counts_as_slurm():
         ),
         (
             without(PMI, "MASTER_ADDR"),
-            "MASTER_ADDR is not set, and mpirun does not tell where rank 0 runs.\n"
+            "MASTER_ADDR is not set, and mpirun does not say where rank 0 runs.\n"
             "Pass it on: mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ... "
             "(MPICH and Intel MPI: -genv MASTER_ADDR <host>).",
         ),
@@ -248,3 +251,22 @@ def test_empty_variables_count_as_unset():
 )
 def test_loopback(host, expected):
     assert is_loopback(host) is expected
+
+
+def test_streams_that_are_closed_lead_nowhere(tmp_path):
+    program = (
+        "import os, sys; from lockstep.env import open_closed_streams; open_closed_streams(); print('lost');"
+        "file = open('kept', 'w'); assert file.fileno() > 2 and os.get_inheritable(1);"
+        "assert sys.stdout.fileno() == sys.__stdout__.fileno() == 1 and sys.stdin.read() == ''"
+    )
+    command = ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, (tmp_path / "kept").read_text()) == (0, "", "")
+
+
+def test_a_display_without_standard_output_prints_nothing(monkeypatch):
+    from lockstep.train.fit import Display
+
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.delenv("CI", raising=False)
+    Display("auto", silent=False).log("a line")

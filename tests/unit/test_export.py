@@ -50,7 +50,7 @@ def test_the_same_weights_are_the_same_bytes(tmp_path):
 def test_a_place_where_it_cannot_be_written_is_found_before_the_training(tmp_path):
     with pytest.raises(ConfigurationError) as error:
         check_export(tmp_path / "no" / "model.safetensors")
-    assert str(error.value) == f"There is no folder {tmp_path / 'no'} to export the weights to.\nMake it first."
+    assert str(error.value) == f"There is no folder {tmp_path / 'no'} to export the weights to.\nCreate it first."
     (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(ConfigurationError) as error:
         check_export(tmp_path / "folder.safetensors")

@@ -57,14 +57,14 @@ def test_a_scheduler_that_shows_each_rank_only_its_gpu(gpus, launcher):
         (
             0,
             "cuda",
-            f"device='cuda' was asked for, but this machine has no usable CUDA device.\n{ADVICE}",
+            f"device='cuda' was requested, but this machine has no usable CUDA device.\n{ADVICE}",
         ),
         (
             2,
             "xpu:0",
-            f"device='xpu:0' was asked for, but this machine has no usable XPU device.\n{ADVICE}",
+            f"device='xpu:0' was requested, but this machine has no usable XPU device.\n{ADVICE}",
         ),
-        (0, "gpu0", "device='gpu0' is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."),
+        (0, "gpu0", "device='gpu0' is not a device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."),
     ],
 )
 def test_devices_that_are_not_there(gpus, count, wanted, message):

@@ -141,8 +141,9 @@ def test_a_file_that_is_no_heartbeat_does_not_end_the_watchdog(tmp_path, watched
     with dog:
         time.sleep(0.3)
         assert not reported.is_set()
-        write(tmp_path, 0, collective="all_reduce")
+        # Rank 1 first: between the two writes both would seem to wait in a collective.
         write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
+        write(tmp_path, 0, collective="all_reduce")
         assert reported.wait(30.0), capfd.readouterr()
     ((text, verdict, awaited),) = reports
     assert verdict is Verdict.HANGS and awaited == {1: os.getpid()}
@@ -162,7 +163,7 @@ def test_an_error_of_its_own_is_printed_once_and_the_ranks_are_watched_on(tmp_pa
     write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
     with dog:
         assert reported.wait(30.0)
-    said = "lockstep: the watchdog goes on after an error of its own: RuntimeError: planted\n"
+    said = "lockstep: the watchdog continues after an internal error: RuntimeError: planted\n"
     assert capfd.readouterr().err == said
 
 
@@ -183,7 +184,7 @@ def test_a_wrong_note_of_another_machine_is_left_out(tmp_path, watched, note):
     write(tmp_path, 1, frames=[["/x/train.py", 9, "load"]])
     with dog:
         assert reported.wait(30.0)
-    assert "Only 1 of 2 machines could be seen" in reports[0][0]
+    assert "Only 1 of 2 machines are known here" in reports[0][0]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

@@ -53,7 +53,7 @@ def test_the_environment_sets_defaults_as_for_torchrun(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "the following arguments are required: SCRIPT, ..."),
+        ("", "the following arguments are required: SCRIPT"),
         ("--foo s.py", "unrecognized arguments: --foo"),
         ("s.py --devices", "argument --devices: expected one argument"),
         ("--node-rank one s.py", "argument --node-rank: invalid int value: 'one'"),
@@ -62,7 +62,7 @@ def test_the_environment_sets_defaults_as_for_torchrun(monkeypatch):
 def test_nonsense(line, message):
     with pytest.raises(UsageError) as raised:
         parse_arguments(line.split())
-    assert str(raised.value) == message
+    assert str(raised.value).removesuffix(", ...") == message  # Python 3.14 leaves that out
 
 
 def test_help_teaches_and_names_every_flag_of_torchrun(monkeypatch):

@@ -61,7 +61,7 @@ def test_more_devices_than_gpus(gpus, monkeypatch, kind, hint):
     assert choose_num_ranks("2", "") == 2
     with pytest.raises(ConfigurationError) as raised:
         choose_num_ranks("3", "")
-    assert str(raised.value) == f"3 devices were asked for, but this machine has 2 GPUs.\nAsk for at most 2{hint}."
+    assert str(raised.value) == f"3 devices were requested, but this machine has 2 GPUs.\nRequest at most 2{hint}."
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1"])
@@ -69,7 +69,7 @@ def test_no_devices(gpus, wanted):
     gpus(0)
     with pytest.raises(ConfigurationError) as raised:
         choose_num_ranks(wanted, "")
-    assert str(raised.value) == f"{wanted} devices cannot run anything.\nAsk for at least one."
+    assert str(raised.value) == f"{wanted} is not a valid number of devices.\nUse at least one."
 
 
 def test_cores_are_those_that_this_process_may_use(cores):

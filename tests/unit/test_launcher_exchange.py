@@ -171,8 +171,9 @@ def test_all_machines_name_the_cause_by_as_many_requests_on_any_number_of_them(l
         thread.join()
     assert time.monotonic() - began_s < 20.0
     assert [found[index] for index in range(len(ends))] == causes
-    # One reads, or writes, which may find another one that comes later.
-    assert all(requests[thread.name] <= 3 + (end in (CAUSE, HANG)) for thread, end in zip(threads, ends, strict=True))
+    # One reads, or writes, which each of the other causes may disturb: not more of them on more machines.
+    most = 3 + sum(end is not ECHO for end in ends)
+    assert all(requests[thread.name] <= most for thread in threads)
 
 
 def test_a_machine_that_does_not_come_is_not_waited_for_long(launchers, monkeypatch):

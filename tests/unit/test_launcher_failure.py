@@ -86,14 +86,13 @@ def test_report():
         RankExit(4, -signal.SIGKILL, failed_at_ns=95),
         RankExit(5, 7, failed_at_ns=96),
     ]
-    text = f"{GONE} {'x' * 300}"[:200]
     assert failure_report(ends, range(6)) == (
         "Rank 2 failed: ValueError: boom\n"
         "\n"
         "Traceback ...\n"
         "ValueError: boom\n"
         "\n"
-        f"rank 0: {text} ... (/x/train.py:0)\n"
+        f"rank 0: {GONE} ... (/x/train.py:0)\n"
         "rank 1: finished\n"
         "rank 3: stopped by the launcher\n"
         "rank 4: was killed by SIGKILL (signal 9)\n"
@@ -104,7 +103,7 @@ def test_report():
 def test_report_says_when_the_cause_is_elsewhere():
     report = failure_report([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(1))
     assert report == (
-        f"Rank 0 failed: {GONE}\n\nIt says only that another rank is gone: look at the other machines."
+        f"Rank 0 failed: {GONE}\n\nThis error only means that another rank ended: look at the other machines."
     )  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
     report = failure_report([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(2))
     assert report == (
         f"Rank 0 failed: {GONE}\n\nrank 1: finished\n\n"
-        "It says only that another rank is gone: rank 1 finished while others waited, or look at other machines."
+        "This error only means that another rank ended: rank 1 finished while others waited, or look at other machines."
     )
 
 
@@ -125,7 +124,7 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
         ),
         (
             RankExit(1, 3),
-            "Rank 1 left with exit code 3, without an exception.\nWhat it wrote before is further up.",
+            "Rank 1 left with exit code 3, without an exception.\nIts earlier output is further up.",
         ),
         (
             RankExit(1, -9),
@@ -134,13 +133,13 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
         ),
         (
             RankExit(1, -9, was_short=True),
-            "Rank 1 was killed by SIGKILL (signal 9): the kernel ended it, as memory ran out.\n"
+            "Rank 1 was killed by SIGKILL (signal 9): the kernel killed it because memory ran out.\n"
             "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
             RankExit(1, -9, was_short=False),
             "Rank 1 was killed by SIGKILL (signal 9): something outside the job did that, such as a scheduler or "
-            "`kill -9`.\nThe kernel has ended nothing for lack of memory meanwhile.",
+            "`kill -9`.\nThe kernel has not killed any process for lack of memory meanwhile.",
         ),
         (
             RankExit(1, -7),
@@ -149,10 +148,10 @@ def test_a_rank_that_finished_early_is_named_when_others_lost_it():
         ),
         (
             RankExit(1, 139),
-            "Rank 1 left with exit code 139: what it ran was killed by SIGSEGV (signal 11), native code touched memory "
-            "that is not its own.\nAn extension module or a driver may be broken; the Python stack says who called it.",
+            "Rank 1 left with exit code 139: what it ran was killed by SIGSEGV (signal 11), native code accessed "
+            "invalid memory.\nAn extension module or a driver may be broken; the Python stack shows the caller.",
         ),
-        (RankExit(1, -63), "Rank 1 was killed by signal 63: what it wrote before is further up."),
+        (RankExit(1, -63), "Rank 1 was killed by signal 63: its earlier output is further up."),
     ],
 )
 def test_headline(end, text):
@@ -176,7 +175,7 @@ def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
     assert failure_report([raised(0, GONE, 40, error_type="RuntimeError"), caught], range(2)) == (
         "Rank 1 failed: ValueError: boom\n"
         "At a.py:1.\n"
-        "The program caught that and went on to its end, while other ranks waited for this one.\n"
+        "The program caught the exception and ended normally, while other ranks waited for this one.\n"
         "\n"
         f"rank 0: {GONE} (/x/train.py:0)"
     )
@@ -240,3 +239,16 @@ def test_the_report_of_another_machine_begins_with_the_cause():
         "Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.\nThe report of that machine has more.\n\n"
         "rank 0: Connection closed by peer (/x/a.py:1)\nrank 1: finished"
     )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
+        "AssertionError: Torch not compiled with CUDA enabled",
+    ],
+)
+def test_a_script_for_gpus_on_a_machine_without_one(message):
+    text = failure_report([RankExit(0, 1, message=message, error_type=message.partition(":")[0])], range(1))
+    assert text.startswith(f"Rank 0 failed: a GPU is needed, but torch finds none here: {message}\n")
+    assert text.endswith("or look at `lockstep doctor` for the driver.")

@@ -149,7 +149,7 @@ def test_the_launcher_erases_the_live_view_before_it_prints(tmp_path, capsys, mo
         ),
         (
             {"folder": "s3://bucket/logs"},
-            "--log-dir s3://bucket/logs is no folder of this machine.\nName one; logs cannot be in an object store.",
+            "--log-dir s3://bucket/logs is not a local folder.\nName one; logs cannot be in an object store.",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -13,8 +13,8 @@ from lockstep.telemetry.aggregator import (
     decode,
     with_waits,
 )
-from lockstep.telemetry.live_view import duration, line, milliseconds, summary
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread
+from lockstep.telemetry.live_view import duration, line, summary
+from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread, milliseconds
 from lockstep.telemetry.recorder import StepRecorder
 from lockstep.telemetry.run_record import Number, RecordedStep, StepSeconds
 
@@ -155,7 +155,7 @@ def test_a_watch_that_fails_says_so_once_and_ends(capsys):
     recorder._thread.join(10.0)
     recorder.finish(waits=True)
     assert len(calls) == 1
-    assert capsys.readouterr().err == "lockstep: this run is not watched any more: KeyError: 'gone'\n"
+    assert capsys.readouterr().err == "lockstep: this run is no longer recorded: KeyError: 'gone'\n"
 
 
 def test_a_sink_that_raises_is_switched_off_with_one_warning(capsys):
@@ -211,6 +211,16 @@ def test_where_the_time_went_in_words():
     assert summary(alone) == (
         "a step took 11.0 ms: forward 27%, backward 27%, data wait 18%, optimizer 18%, exchange 9%"
     )
+
+
+def test_waiting_for_a_core_is_said_first_if_it_is_the_largest_part():
+    starved = tuple(replace(each, step_s=each.step_s + 0.05, core_wait_s=0.05) for each in ranks(0.010, 0.010))
+    snapshot = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(starved), world_size=2)
+    assert summary(snapshot).startswith(
+        "a step took 61.0 ms: waiting for a core 82%, forward 5%, backward 5%, data wait 3%, optimizer 3% (stop other "
+        "programs, or raise the quota); "
+    )
+    assert "waiting for a core 82%" in line(snapshot)
 
 
 def test_progress_in_one_line():

@@ -2,9 +2,11 @@
 
 import os
 import pty
+import re
 import select
 import sys
 import termios
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -69,13 +71,23 @@ def test_nothing_is_wider_or_higher_than_the_terminal(width, height):
     assert 1 <= len(lines) <= height - 2
 
 
+@pytest.mark.parametrize(("width", "num_letters"), [(80, 12), (100, 16)])
+def test_the_last_column_is_whole(width, num_letters):
+    shown = snapshot(0.010, 0.019)
+    held = [replace(each, gpu_percent=99.0, memory_bytes=70 << 30, memory_peak_bytes=75 << 30) for each in shown.ranks]
+    lines = [line for line in texts(replace(shown, ranks=held), [], width=width) if line.startswith("rank ")]
+    assert lines[0].endswith(" GiB (peak 75.0 GiB)" if width == 100 else " 70.0 GiB")
+    assert lines[1].endswith("  slowest")
+    assert [len(re.search(r"[A-Z]{5,}", line)[0]) for line in lines] == [num_letters] * 2
+
+
 def test_of_many_ranks_the_slowest_are_shown():
     own_s = [0.010] * 40
     own_s[7] = 0.020
     shown = texts(snapshot(*own_s), [])
     named = [line.split()[1] for line in shown if line.startswith("rank ")]
     assert "7" in named and len(named) == 6
-    assert shown[-1] == "  and 34 ranks whose own work takes no longer"
+    assert shown[-1] == "  and 34 ranks with less work"
     assert len([line for line in texts(snapshot(*own_s[:16]), []) if line.startswith("rank ")]) == 16
 
 
@@ -118,11 +130,14 @@ def test_a_view_on_the_launchers_terminal_shares_it(tmp_path, monkeypatch):
     os.close(ours), os.close(theirs)
 
 
-def test_a_notebook_shows_it_with_rich(monkeypatch):
+def test_a_notebook_shows_it_with_rich_and_ipywidgets(monkeypatch):
     monkeypatch.delenv("LOCKSTEP_RUN_DIR", raising=False)
     ipython = ModuleType("IPython")
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setattr("lockstep.telemetry.live_view.find_spec", {"ipywidgets": None}.get)
+    assert open_live_view() is None
+    monkeypatch.setattr("lockstep.telemetry.live_view.find_spec", {"ipywidgets": "it is installed"}.get)
     view = open_live_view()
     assert isinstance(view, OwnTerminalView)
     view.update(snapshot(0.010, 0.019))

@@ -1,7 +1,10 @@
 """A loader process that is gone: what probably happened, and what to do."""
 
+import multiprocessing.queues
 import os
+import pickle
 import signal
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import Dataset
@@ -37,9 +40,21 @@ def exit_at_once():
     os._exit(3)
 
 
+def no_shared_memory():
+    """Have the batch fail on its way to the process that trains, in a thread of multiprocessing's."""
+
+    def dumps(_):
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
+        )
+
+    multiprocessing.queues._ForkingPickler = SimpleNamespace(dumps=dumps, loads=pickle.loads)
+
+
 @pytest.mark.parametrize(
     ("death", "how", "advice"),
     [
+        (no_shared_memory, "exited unexpectedly with exit code 74.", "Most likely shared memory (/dev/shm) is full."),
         (out_of_memory, "is killed by signal: Killed.", "Most likely the machine ran out of memory."),
         (exit_at_once, "exited unexpectedly with exit code 3.", "Find out why with workers=0 (--workers 0)"),
     ],
@@ -58,7 +73,7 @@ def test_a_run_whose_loader_dies_says_why(death, how, advice):
     ("said", "advice"),
     [
         ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible", "Most likely shared memory"),
-        ("DataLoader worker (pid 12) is killed by signal: Segmentation fault.", "A library that is not written in"),
+        ("DataLoader worker (pid 12) is killed by signal: Segmentation fault.", "A native library"),
         ("DataLoader worker (pid(s) 12, 13) exited unexpectedly", "Find out why with workers=0 (--workers 0)"),
     ],
 )

@@ -83,8 +83,8 @@ def test_two_processes_with_one_rank():
     first, second = sorted(str(outcome).splitlines()[0] for outcome in outcomes[1:])
     assert first == second == str(outcomes[0]).splitlines()[0]
     assert first in (
-        "Two processes say that they are rank 1: pid 7 on host here and pid 8 on host here.",
-        "Two processes say that they are rank 1: pid 8 on host here and pid 7 on host here.",
+        "Two processes have the rank 1: pid 7 on host here and pid 8 on host here.",
+        "Two processes have the rank 1: pid 8 on host here and pid 7 on host here.",
     )
     assert str(outcomes[0]).endswith(
         "Give each process a RANK of its own, from 0 to 2; if one belongs to another job, give this "
@@ -97,7 +97,7 @@ def test_a_process_too_many_does_not_disturb_a_complete_world():
     assert check.call([participant(rank) for rank in range(3)]) == [None] * 3
     (outcome,) = check.call([participant(2, pid=9)], host=None)
     assert str(outcome).startswith(
-        "Two processes say that they are rank 2: pid 102 on host here and pid 9 on host here."
+        "Two processes have the rank 2: pid 102 on host here and pid 9 on host here."
     )  # fmt: skip
     assert check.store.get("verdict") == b"complete"
 

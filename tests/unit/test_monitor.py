@@ -146,7 +146,7 @@ def test_a_step_that_grad_scaler_leaves_out_is_told(tmp_path):
     run = view_run(tmp_path).run
     assert [step.samples for step in run.ranks[0].steps] == [5] * 4
     (skipped,) = [event for event in run.events if event.event == "skipped"]
-    assert (skipped.step, skipped.text) == (3, "step 3: left out by GradScaler: the gradient was not finite")
+    assert (skipped.step, skipped.text) == (3, "step 3: skipped by GradScaler, as the gradient was not finite")
     assert [json.loads(line)["data_wait_s"] for line in lines(tmp_path, "step")] == [None] * 4
 
 
@@ -174,7 +174,7 @@ def test_nothing_is_left_on_the_model_and_copies_are_not_watched(tmp_path):
     watch.loss(1.0)  # too late, and no harm
     with pytest.raises(ConfigurationError) as error:
         watch.grad_norm(torch.zeros(3))
-    assert str(error.value) == ("What was given to be recorded has 3 elements.\nGive one number, such as the mean.")
+    assert str(error.value) == ("The value to record has 3 elements.\nGive one number, such as the mean.")
 
 
 def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeypatch, capsys):
@@ -184,7 +184,7 @@ def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeyp
         train(model, optimizer, loader, epochs=1)
         monkeypatch.setattr(watch._observation.steps, "forward_ends", lambda: 1 / 0)
         train(model, optimizer, loader, epochs=1)
-    text = "the recording ended with an error of its own: ZeroDivisionError: division by zero"
+    text = "the recording ended with an internal error: ZeroDivisionError: division by zero"
     assert capsys.readouterr().err == f"lockstep: {text}\n"
     run = view_run(tmp_path).run
     assert [event.text for event in run.events if event.event == "remark"] == [text]
@@ -242,31 +242,32 @@ def wrong(model=None, *args, **kwargs):
 
 def test_wrong_input_is_named(tmp_path, monkeypatch):
     assert wrong(42) == (
-        "model is of type int, which is no nn.Module.\nGive the model that is called in training, or a list."
+        "model is of type int, which is not an nn.Module.\nGive the model that is called in training, or a list."
     )
     assert wrong([]) == "model is an empty list.\nGive at least one."
-    assert wrong(nn.ReLU()) == ("ReLU has no parameter that is trained.\nGive the model that is called in training.")
+    assert wrong(nn.ReLU()) == (
+        "ReLU has no parameter that requires a gradient.\nGive the model that is called in training."
+    )
     assert wrong(None, "sgd") == (
-        "optimizer is of type str, which is no torch.optim.Optimizer.\n"
-        "Give that which steps, or a list, or leave it out."
+        "optimizer is of type str, which is not a torch.optim.Optimizer.\nGive the optimizer, or a list, or omit it."
     )
     assert wrong(None, make()[1]) == (
         "The optimizer AdamW updates no parameter of Sequential.\n"
-        "Give the model and the optimizer of the same training; make the optimizer behind wrapping the model."
+        "Give the optimizer of this model; create it after wrapping the model."
     )
     assert wrong(None, None, range(3)) == (
-        "loader is of type range, which is no DataLoader, so that waiting for its batches cannot be seen.\n"
-        "Leave it out, and write: for batch in watch.batches(loader), where watch is what monitor() returns."
+        "loader is of type range, which is not a DataLoader, so waiting for its batches cannot be measured.\n"
+        "Omit it, and write: for batch in watch.batches(loader), where watch is the result of monitor()."
     )
-    assert wrong(first_step=-1) == "first_step is -1.\nGive the number of steps done before, 0 or more."
+    assert wrong(first_step=-1) == "first_step is -1.\nGive the number of steps done before, at least 0."
     (tmp_path / "file").write_text("")
     assert wrong(run_dir=tmp_path / "file" / "run") == (
         f"Rank 0: Cannot record the run in {tmp_path}/file/run: Not a directory.\nName another folder (--run-dir DIR)."
     )
     with lockstep.monitor(make()[0], run_dir=tmp_path / "one"):
         assert wrong(run_dir=tmp_path / "two") == (
-            f"This process is monitored already, into {tmp_path}/one.\n"
-            "Call close() on what monitor() has returned, or give all models and optimizers at once."
+            f"This process is already being recorded, into {tmp_path}/one.\n"
+            "Call close() on the result of monitor(), or give all models and optimizers in one call."
         )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert re.match("This process is one of 2 ranks, but has no process group yet.\nCall monitor", wrong())

@@ -141,7 +141,7 @@ def test_srun_starts_several_launchers_on_a_machine(slurm):
         choose_rendezvous(parse_arguments(["train.py"]))
     assert str(raised.value) == (
         "srun has started 3 launchers on 2 machines, and each would start a rank on every device.\n"
-        "Start one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a job of its own."
+        "Start one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a separate job."
     )
 
 
@@ -190,7 +190,7 @@ def test_a_store_that_is_lost_is_awaited_and_the_machines_meet_in_the_next_one(c
         first = side.next_rendezvous().bootstrap_store_info
         assert side.num_nodes_waiting() == 0
     ranks = TCPStore(first.master_addr, first.master_port)
-    until(lambda: side.num_nodes_waiting() == 0 and "is lost" in capfd.readouterr().err)
+    until(lambda: side.num_nodes_waiting() == 0 and "does not respond" in capfd.readouterr().err)
     ranks.set("the ranks", "go on")
     with store_of_its_own(port):
         until(lambda: side.num_nodes_waiting() == 1)

@@ -114,7 +114,7 @@ def test_a_damaged_one_is_passed_over_and_named(place, world):
     shard.write_bytes(bytes(content))
     assert load(world, place) == (1, [f"step-0000000002: {shard.name} does not match its checksum"])
     shard.unlink()
-    assert load(world, place) == (1, [f"step-0000000002: {shard.name} is not there"])
+    assert load(world, place) == (1, [f"step-0000000002: {shard.name} is missing"])
 
 
 def test_a_store_that_does_not_answer_is_no_damage(place, world, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_store_that_does_not_answer_is_no_damage(place, world, monkeypatch):
     open_object = MemoryFileSystem._open
     text = (
         f"The object store does not give {place}/step-0000000001/manifest.json: ConnectionError: connection reset.\n"
-        "Start again once it does."
+        "Start again when the store responds."
     )
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "_open", fail)
@@ -202,7 +202,7 @@ def test_a_holder_that_stood_still_loses_it_and_makes_no_checkpoint(place, world
     save(world, place, 1)
     with Checkpoints(place, world) as checkpoints:
         monkeypatch.setattr(Lease, "_renew", lambda self: None)  # for those that begin from now on
-        checkpoints._lease._closed.set()  # it stands still
+        checkpoints._check_lock.__self__._closed.set()  # it stands still
         other = Lease(place)
         began_at = time.monotonic()
         assert other.take()
@@ -211,8 +211,8 @@ def test_a_holder_that_stood_still_loses_it_and_makes_no_checkpoint(place, world
         with pytest.raises(CheckpointError) as error:
             checkpoints.finish()
     assert str(error.value) == (
-        f"Another process has taken over the checkpoint {place}, as this one had not renewed its lease for 1 s.\n"
-        "Give each run a place of its own."
+        f"Another process has taken over the checkpoint {place}, because this process had not renewed its lease for "
+        "1 s.\nUse a separate folder for each run."
     )
     other.check()
     other.close()

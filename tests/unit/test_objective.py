@@ -33,7 +33,7 @@ def test_a_loss_counts_what_it_says(count):
     [
         (
             lambda model, batch: 0.5,
-            "The loss returned a float, no tensor.\nReturn its mean over the batch, or Loss(total, count).",
+            "The loss returned a float, not a tensor.\nReturn its mean over the batch, or Loss(total, count).",
         ),
         (
             lambda model, batch: model(batch).mean(dim=1),

@@ -33,7 +33,7 @@ def test_more_micro_batches_than_samples_are_refused():
         check_split(3, 4, 2, None)
     assert str(error.value) == (
         "A global batch of 3 samples does not have a sample for each of 4 devices in each of 2 micro-batches.\n"
-        "Set the global batch size to 8 or more, or make accumulate smaller."
+        "Set the global batch size to 8 or more, or decrease accumulate."
     )
     check_split(8, 4, 2, None)
 
@@ -55,7 +55,7 @@ def test_a_last_batch_that_is_not_full_can_be_left_out():
         plan(num_samples=23, task=make_task(drop_last=True))
     assert str(error.value) == (
         "The data set of 23 samples is smaller than a global batch of 24.\n"
-        "Make the global batch smaller, or leave drop_last out of the task."
+        "Decrease the global batch size, or omit drop_last from the task."
     )
 
 

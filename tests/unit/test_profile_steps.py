@@ -15,7 +15,7 @@ from lockstep.train.timing import StepTimer
     ("settings", "first_line"),
     [
         ({"profile": True}, "profile needs a folder for its traces."),
-        ({"profile_steps": (3, 2), "run_dir": "x"}, "profile_steps is given, but nothing is to be profiled."),
+        ({"profile_steps": (3, 2), "run_dir": "x"}, "profile_steps needs profile."),
         ({"profile": True, "run_dir": "x", "profile_steps": (3,)}, "profile_steps=(3,) is not allowed."),
         ({"profile": True, "run_dir": "x", "profile_steps": (3, 1.5)}, "profile_steps=(3, 1.5) is not allowed."),
         ({"profile": True, "run_dir": "x", "profile_steps": (3, 5, 9)}, "profile_steps=(3, 5, 9) is not allowed."),

@@ -18,11 +18,14 @@ from tests.unit.report_planted import step_line
 FROZEN = {
     "start": "run rank host pid device time first_step",
     "step": "step num_steps epoch time interval_s total_s slowest_s slowest_step data_wait_s copy_s forward_s "
-    "backward_s exposed_s hidden_s optimizer_s loss learning_rate grad_norm samples samples_per_s counts tokens_per_s",
+    "backward_s exposed_s hidden_s optimizer_s core_wait_s loss learning_rate grad_norm samples samples_per_s counts "
+    "tokens_per_s",
     "timeline": "step time spans buckets waited_from waited_until",
     "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers cpu_percent "
-    "workers_cpu_percent load gpu_percent gpu_power_w gpu_temperature_c sent_bytes link_bytes_per_s link_peer",
-    "event": "event step time seconds text",
+    "workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load gpu_percent "
+    "gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
+    "num_devices device_s energy_j",
+    "event": "event step time seconds text metrics",
 }
 
 
@@ -34,7 +37,7 @@ def test_the_names_of_metrics_stay():
 
 
 def test_lines_have_the_names_that_the_reference_explains(tmp_path):
-    folder = RunFolder(tmp_path, 0, 1, device="cpu", machine="m", first_step=0, fresh=True, gather=lambda mine: [mine])
+    folder = RunFolder(tmp_path, 0, 1, device="cpu", first_step=0, fresh=True, gather=lambda mine: [mine])
     recorder = StepRecorder(folder.writer, sample=MachineSampler([torch.device("cpu")]))
     step = RecordedStep(4, 0.0, 0.0, 1000.0, 1.0, has_timeline=True)
     recorder.add(step)
@@ -47,6 +50,27 @@ def test_lines_have_the_names_that_the_reference_explains(tmp_path):
         for kind in FROZEN
     }
     assert explained == {kind: " ".join(sorted(names.split())) for kind, names in FROZEN.items()} == written
+
+
+def test_waiting_for_a_core_is_taken_out_of_the_phases_in_which_the_rank_had_work():
+    spans = [("data_wait", 0.0, 0.1, 0.0), ("forward", 0.1, 0.4, 0.0), ("backward", 0.4, 1.0, 0.0)]
+    spans.append(("communication", 1.0, 1.3, 0.0))
+    uses = [
+        (b"5 7 1", b"6 7 2"),
+        (b"6 7 2", b"6 200000007 3"),
+        (b"6 0 3", b"9 500000000 4"),
+        (b"0 0 4", b"0 300000000 5"),
+    ]
+    step = RecordedStep(0, 0.0, 0.0, 0.0, 1.3, spans=spans, exposed_s=0.2, core_uses=uses)
+    took = run_record.measure(step)
+    parts = took.data_wait_s, took.forward_s, took.backward_s, took.optimizer_s, took.core_wait_s
+    assert parts == pytest.approx((0.1, 0.1, 0.0, 0.0, 0.6))  # 0.1 s of the 0.5 s in backward were waiting for ranks
+    assert took.exposed_s == pytest.approx(0.5)
+    # Where the kernel does not count it: what the phases that compute took, less the time on a core.
+    step.core_uses = [(b"0", b"0"), (b"0", b"100000000"), (b"0", b"300000000"), (b"0", b"0")]
+    took = run_record.measure(step)
+    assert (took.data_wait_s, took.forward_s, took.backward_s) == pytest.approx((0.1, 0.1, 0.3))
+    assert took.core_wait_s == pytest.approx(0.3)
 
 
 def read(path):
@@ -81,7 +105,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(capsys):
         writer.flush()
     writer.close()
     reported = capsys.readouterr().err
-    assert reported.startswith("lockstep: /dev/full is not written any more: ")
+    assert reported.startswith("lockstep: /dev/full is no longer written: ")
     assert reported.count("No space left on device") == 1
 
 

@@ -51,13 +51,16 @@ def test_every_example_is_a_rule():
         ),
         (
             "nan:rank=0,step=7,in=forward",
-            "--inject nan:rank=0,step=7,in=forward: it takes no 'in'.\nWrite it like nan:rank=0,step=7.",
+            "--inject nan:rank=0,step=7,in=forward: it has no key 'in'.\nWrite it like nan:rank=0,step=7.",
         ),
         (
             "nan:rank=0,step=7,step=8",
             "--inject nan:rank=0,step=7,step=8: step is given twice.\nWrite it like nan:rank=0,step=7.",
         ),
-        ("nan:rank=0,step=7,8", "--inject nan:rank=0,step=7,8: '8' is no key=value.\nWrite it like nan:rank=0,step=7."),
+        (
+            "nan:rank=0,step=7,8",
+            "--inject nan:rank=0,step=7,8: '8' is not key=value.\nWrite it like nan:rank=0,step=7.",
+        ),
         (
             "drop:rank=0,seconds=nan",
             "--inject drop:rank=0,seconds=nan: seconds=nan is not a number above 0.\n"
@@ -75,6 +78,6 @@ def test_ranks_that_will_not_be_there():
     with pytest.raises(ConfigurationError) as caught:
         check_ranks([parse("disk-full"), parse("nan:rank=2,step=1")], 2)
     assert str(caught.value) == (
-        "--inject nan:rank=2,step=1: there is no rank 2 among 2, they are counted from 0.\n"
+        "--inject nan:rank=2,step=1: there is no rank 2: 2 ranks are counted from 0.\n"
         "Name a rank up to 1, or ask for more with --devices."
     )

@@ -52,12 +52,12 @@ def test_unreachable_store_is_named(host, reason):
     cause, explanation, advice = str(raised.value).splitlines()
     assert cause.startswith(f"Rank 1 of 2 could not reach the store at {host}:{port} within 0.3 s: {reason}")
     assert explanation == (
-        "Rank 0 hosts it, so that is missing, has given up already, or cannot be reached from "
-        f"{socket.gethostname()}; which other ranks are missing cannot be known."
+        "Rank 0 hosts it: that did not start, has given up already, or cannot be reached from "
+        f"{socket.gethostname()}; this rank cannot tell which other ranks are missing."
     )
     assert advice == (
         "Check that it was started, that MASTER_ADDR is an address of its machine, that MASTER_ADDR and "
-        "MASTER_PORT are the same on every rank, and that no firewall lies between."
+        "MASTER_PORT are the same on every rank, and that no firewall blocks it."
     )
 
 

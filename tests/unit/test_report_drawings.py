@@ -10,7 +10,7 @@ from lockstep.study.drawing import drawing_style
 from lockstep.study.report import run_page
 from lockstep.study.report.run_page import _curve, draw, figure_tables
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
-from tests.unit.report_planted import MACHINE, START, session, step_line, steps, timeline_line, write_run
+from tests.unit.report_planted import MACHINE, START, session, step_line, steps, write_run
 
 GPU = {"gpu_percent": 90.0, "gpu_power_w": 300.0, "gpu_temperature_c": 60.0, "num_workers": 2}
 
@@ -38,11 +38,12 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     view = double(tmp_path / "two", loss=0.25e-6)
     beside = compare_with_baseline(view, single(tmp_path / "one"))
     assert beside.loss_note == (
-        "Over 30 steps, the loss and that on one device begin alike and differ by 1e-06 of it at most, in step 8."
+        "Over 30 steps, the losses of this run and of that on one device begin with the same value and differ by at "
+        "most 1e-06 (relative), in step 8."
     )
     assert beside.scaling == "1.82 times as fast as one device, 91% of linear"
     assert sentences(view, beside)[0] == (
-        "digits trains 5,818 samples/s on 2 CPU processes, 11 ms a step; 1.82 times as fast as one device, 91% of "
+        "digits trains 5,818 samples/s on 2 CPU processes, 11.0 ms a step; 1.82 times as fast as one device, 91% of "
         "linear."
     )
     slow = view_run(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
@@ -53,13 +54,13 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     other = double(tmp_path / "wrong", loss=0.1)
     other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
     assert compare_with_baseline(other, beside.view).loss_note == (
-        "Over 30 steps, the loss and that on one device differ by 5.00% in step 1 already (lockstep verify says why), "
-        "by 28.57% at most, in step 8."
+        "Over 30 steps, the losses of this run and of that on one device differ by 5.00% in step 1 (lockstep verify "
+        "finds the cause), by at most 28.57%, in step 8."
     )
     same = compare_with_baseline(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
     assert same.loss_note == (
-        "Over 30 steps, the loss and that on one device are the same to the bit; it is another training run: seed 0 "
-        "here, 3 there."
+        "Over 30 steps, the losses of this run and of that on one device are bitwise equal; the settings differ: seed "
+        "0 here, 3 there."
     )
 
 
@@ -70,16 +71,19 @@ def test_the_command_takes_it_and_draws_both_losses(tmp_path, monkeypatch):
     monkeypatch.setattr(run_page, "draw", draw_loss)  # one drawing tells: each takes its time
     double(tmp_path / "two"), single(tmp_path / "one")
     done = CliRunner().invoke(report, [str(tmp_path / "two"), "--against", str(tmp_path / "one")])
-    assert done.output.splitlines()[-2] == "Over 30 steps, the loss and that on one device are the same to the bit."
+    assert (
+        done.output.splitlines()[-2]
+        == "Over 30 steps, the losses of this run and of that on one device are bitwise equal."
+    )
     page = (tmp_path / "two" / "report.html").read_text()
-    assert page.count("Over 30 steps, the loss and that on one device are the same to the bit.") == 1
+    assert page.count("Over 30 steps, the losses of this run and of that on one device are bitwise equal.") == 1
     assert "one device: from 2 to 0.0667" in page
 
 
 def test_tokens_are_counted_and_called_what_the_task_calls_them(tmp_path):
     lines = [step_line(number, counts=6400.0) for number in range(30)]
     view = view_run(write_run(tmp_path / "run", [lines], [session(1, counts="words")]))
-    assert sentences(view)[0] == "digits trains 5,818 samples/s (581,818 words/s) on 1 CPU process, 11 ms a step."
+    assert sentences(view)[0] == "digits trains 5,818 samples/s (581,818 words/s) on 1 CPU process, 11.0 ms a step."
     some = [step_line(number, counts=None if number == 9 else 6400.0) for number in range(30)]
     assert view_run(write_run(tmp_path / "some", [some])).figures.tokens_per_s is None
 
@@ -113,11 +117,3 @@ def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
     assert [row["peak MiB"] for row in rows] == ["381", "381"]
     assert [row["comes last"] for row in rows] == ["100%", "0%"]
     assert [row["forward"] for row in rows] == ["3.00", "3.00"]
-
-
-def test_bandwidth_is_listed_by_bucket(tmp_path):
-    buckets = [(0, 2**20, 0.001, 0.002, 0.004), (1, 2**19, 0.003, 0.005, 0.007)]
-    lanes = [timeline_line(number, START + number, buckets=buckets) for number in (4, 5)]
-    table = figure_tables(view_run(write_run(tmp_path / "run", [[*steps(), *lanes]] * 2)))[1]
-    assert table.title == "Buckets of gradients on their way"
-    assert table.rows == [["0", "1", "2", "0.524"], ["1", "0.5", "2", "0.262"]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.study.report.figures import bars_of, find_figures, find_traffic, find_window
+from lockstep.study.report.figures import bars_of, find_figures, find_window
 from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
@@ -93,33 +93,41 @@ def test_a_window_needs_timelines_of_all_ranks(tmp_path):
     assert find_window(read_run(write_run(tmp_path / "run", [[timeline_line(4, START)], steps(3)]))) == {}
 
 
-def test_a_buckets_trip_is_that_of_the_rank_that_sent_it_last(tmp_path):
-    early = timeline_line(4, START, buckets=[(0, 2**20, 0.001, 0.002, 0.012), (1, 2**19, 0.003, 0.003, 0.013)])
-    late = timeline_line(4, START, buckets=[(0, 2**20, 0.010, 0.010, 0.012), (1, 2**19, 0.012, 0.012, 0.013)])
-    traffic = find_traffic(read_run(write_run(tmp_path / "run", [[early], [late]])))
-    assert traffic.times_s == {0: pytest.approx([0.002]), 1: pytest.approx([0.001])}
-    assert traffic.sizes_bytes == {0: 2**20, 1: 2**19}
-    assert traffic.bus_bytes_per_s(0) == pytest.approx(2 * 1 / 2 * 2**20 / 0.002)
-
-
 def test_three_sentences(tmp_path):
     slow = write_run(tmp_path / "slow", [steps(exposed_s=0.011), steps(forward_s=0.013)])
     assert sentences(view_run(slow)) == (
-        "digits trains 3,048 samples/s on 2 CPU processes, 21 ms a step.",
+        "digits trains 3,048 samples/s on 2 CPU processes, 21.0 ms a step.",
         "Of a step, 90% is computing (well used): 62% forward, 24% backward, 5% data wait, 5% exchange; "
-        "rank 1 keeps the others waiting 10 ms in each step, with forward.",
-        "Change first: Rank 1 is slow in forward (13 ms where 3 ms is usual), and the others wait for it: making "
-        "rank 1 as fast as the others (look at its machine, its data and what else runs there) would give about 1.91 "
+        "the others wait 10.0 ms in each step for rank 1 (forward).",
+        "Change first: Rank 1 is slow in forward (13.0 ms where 3.0 ms is usual), and the others wait for it: making "
+        "rank 1 as fast as the others (check its machine, its data and other programs there) would give about 1.91 "
         "times the throughput.",
     )
+
+
+def test_a_run_without_cores_is_not_called_well_used(tmp_path):
+    machine = {"kind": "machine", "time": START, "cpu_percent": 12.0, "host_cpu_percent": 190.0}
+    machine |= {"core_wait_percent": 85.0, "steal_percent": 1.0, "throttled_percent": 0.0}
+    lines = [*steps(core_wait_s=0.089, total_s=0.1, interval_s=0.1), machine, machine]
+    about = session(provenance={"when": "today", "versions": {}, "machine": {"cores": "2"}, "commits": {}})
+    view = view_run(write_run(tmp_path / "run", [lines, lines], [about]))
+    assert view.figures.critical.core_wait_s == pytest.approx(0.089)
+    assert sentences(view)[1:] == (
+        "Of a step, 89% is waiting for a core, as other programs use 1.7 of 2 cores: 89% waiting for a core, 5% "
+        "backward, 3% forward, 1% data wait.",
+        "Change first: The ranks wait for a core during 89% of the step, as other programs use 1.7 of 2 cores: "
+        "stopping them, or reserving cores for the run (taskset), would give at most 9.09 times the throughput.",
+    )
+    alone = view_run(write_run(tmp_path / "late", [steps(exposed_s=0.09), [*steps(core_wait_s=0.089), machine]]))
+    assert sentences(alone)[1].endswith("the others wait 89.0 ms in each step for rank 1 (waiting for a core).")
 
 
 def test_nothing_to_change_is_said(tmp_path):
     lines = steps(data_wait_s=0.0, backward_s=0.1, optimizer_s=0.0)
     folder = write_run(tmp_path / "run", [lines, lines])
-    assert sentences(view_run(folder))[2] == "Nothing that was measured promises more than 3%: leave it as it is."
+    assert sentences(view_run(folder))[2] == "No change is predicted to gain more than 3%."
 
 
 def test_a_record_without_steps_says_so(tmp_path):
     folder = write_run(tmp_path / "run", [[event_line("error", "RuntimeError: too early", 0)]])
-    assert sentences(view_run(folder))[0] == "digits has recorded no step that all ranks have done."
+    assert sentences(view_run(folder))[0] == "The record of digits has no step that all ranks have done."

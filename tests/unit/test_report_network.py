@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.links import given_link
-from lockstep.study.predict import Asked, predict_run
+from lockstep.study.predict import predict_run
 from lockstep.study.report.figures import find_figures, find_network
 from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
@@ -51,10 +51,10 @@ def test_a_slow_network_is_named_and_zero_is_not_advised(folder):
     view = view_run(folder)
     _, where, first = sentences(view)
     assert where.endswith(
-        "; gradients without compression are 43.2 MB a step from each of 2 machines, over links of 11.1 MB/s (the "
+        "; without compression, each of 2 machines sends 43.2 MB of gradients per step, over links of 11.1 MB/s (the "
         "slowest is here (rank 0) to 10.0.0.2, 11.3 MB/s)."
     )
-    assert first.startswith("Change first: Exchanging gradients takes longer than it saves")
+    assert first.startswith("Change first: Exchanging gradients costs more than it saves")
     assert all("zero1" not in advice.change for advice in view.advice)
     found = {word: advice for advice in view.advice for word in ("bf16", "int8", "local-sgd") if word in advice.change}
     assert all("(43.2 MB from each of 2 machines at 11.1 MB/s)" in advice.cause for advice in found.values())
@@ -69,21 +69,21 @@ def test_one_machine_has_no_network(tmp_path):
     run = write_run(tmp_path / "run", [[*steps(30, **SLOW), timeline]] * 2)
     assert "machines" not in sentences(view_run(run))[1]
     with pytest.raises(ConfigurationError, match="was on one machine, so its record has no link"):
-        predict_run(run, Asked())
+        predict_run(run)
 
 
 def test_a_record_is_predicted_over_its_own_link_and_over_another(folder):
-    as_it_was = predict_run(folder, Asked())
+    as_it_was = predict_run(folder)
     assert (as_it_was.num_machines, as_it_was.link.source) == (2, "88.6 Mb/s as recorded")
     # What was measured comes out again.
     assert as_it_was.rows[0].steps[2].seconds == pytest.approx(0.09 + 0.18 + 3.81 + 0.02, rel=0.01)
-    faster = predict_run(folder, Asked(4, given_link("10Gb")))
+    faster = predict_run(folder, num_machines=4, link=given_link("10Gb"))
     assert faster.rows[0].steps[4].seconds < 0.25
 
 
 def test_a_record_without_buckets_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="has no step of DistributedDataParallel with a timeline"):
-        predict_run(write_run(tmp_path / "run", [steps()]), Asked())
+        predict_run(write_run(tmp_path / "run", [steps()]))
 
 
 def test_the_live_view_names_the_slowest_link():
@@ -99,6 +99,7 @@ def test_the_live_view_names_the_slowest_link():
 
 
 def test_slow_rates_have_figures():
+    assert line(Snapshot(num_steps=9, step=1, samples_per_s=0.0, tokens_per_s=0.0)) == "step 1/9"
     assert [rate(each) for each in (0.11, 0.0034, 9.876, 99.9, 1234.5)] == ["0.11", "0.0034", "9.88", "99.9", "1,234"]
 
 

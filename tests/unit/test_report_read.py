@@ -20,12 +20,15 @@ def test_a_whole_record_has_no_gaps(tmp_path):
 def test_no_record_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError) as error:
         read_run(tmp_path / "nothing")
-    assert str(error.value) == f"There is no folder {tmp_path}/nothing.\nName the one that was given as --run-dir."
+    assert (
+        str(error.value)
+        == f"There is no folder {tmp_path}/nothing.\nName the folder that was given as --run-dir or --monitor."
+    )
     with pytest.raises(ConfigurationError) as error:
         read_run(tmp_path)
     assert str(error.value) == (
         f"No run was recorded in {tmp_path}: it holds no run.json and no rank-*.jsonl.\n"
-        "Record one with lockstep train TASK.py --run-dir DIR."
+        "Record one with lockstep train TASK.py --run-dir DIR, or lockstep run --monitor DIR SCRIPT.py."
     )
 
 
@@ -60,8 +63,8 @@ def test_broken_lines_are_left_out_and_told(tmp_path):
     run = read_run(folder)
     assert [len(record.steps) for record in run.ranks.values()] == [3, 3]
     assert run.gaps == [
-        "rank-0.jsonl: 2 lines cannot be read, the first is line 5.",
-        "rank-1.jsonl: 9 lines cannot be read, the first is line 5.",
+        "rank-0.jsonl: 2 lines cannot be read; the first is line 5.",
+        "rank-1.jsonl: 9 lines cannot be read; the first is line 5.",
     ]
 
 
@@ -69,18 +72,18 @@ def test_missing_files_are_told(tmp_path):
     folder = write_run(tmp_path / "run", [steps(3), steps(3), steps(3)])
     (folder / "rank-1.jsonl").unlink()
     assert read_run(folder).gaps == [
-        "Nothing is there of rank 1: its file is missing or holds nothing of this run.",
+        "There is no record of rank 1: its file is missing, or belongs to another run.",
     ]
     (folder / "run.json").write_text("{")
     run = read_run(folder)
-    assert run.gaps[0] == "run.json is missing or broken: settings, machine and clocks are not known."
+    assert run.gaps[0] == "run.json is missing or broken: settings, machine and clocks are unknown."
     assert list(run.ranks) == [0, 2]
 
 
 def test_a_rank_that_was_lost_on_the_way_does_not_hide_the_steps_after_that(tmp_path):
     folder = write_run(tmp_path / "run", [steps(9), steps(9), steps(4)], [session(3), session(2)])
     run = read_run(folder)
-    assert (list(run.ranks), run.gaps) == ([0, 1], ["Rank 2 took part in earlier sessions only, and is left out."])
+    assert (list(run.ranks), run.gaps) == ([0, 1], ["Rank 2 took part in earlier sessions only, and is not included."])
 
 
 def test_lines_of_another_run_in_the_folder_are_left_out(tmp_path):

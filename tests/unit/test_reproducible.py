@@ -53,7 +53,7 @@ def test_layers_that_need_the_whole_batch_are_refused(layer):
     assert message(lambda: run_steps(lambda: network)) == (
         "The layer 1 is a SyncBatchNorm, which needs all samples of a batch at once.\n"
         "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises over "
-        "a virtual shard on any number of devices, or leave reproducible out."
+        "a virtual shard on any number of devices, or omit reproducible."
     )
 
 
@@ -67,8 +67,8 @@ def test_sparse_gradients_are_refused():
             return self.table(inputs.argmax(1) % 5)
 
     assert message(lambda: run_steps(Sparse)) == (
-        "The gradient of table.weight is sparse, which reproducible does not sum.\n"
-        "Make the embedding with sparse=False, and use an optimizer for dense gradients."
+        "The gradient of table.weight is sparse, which reproducible does not support.\n"
+        "Create the embedding with sparse=False, and use an optimizer for dense gradients."
     )
 
 
@@ -79,11 +79,11 @@ def test_sparse_gradients_are_refused():
         (
             lambda module: module.register_buffer("state", torch.zeros(3)),
             "The buffer state changed from (2,) float32 to (3,) float32 in forward.\n"
-            "With reproducible, buffers keep their shape and dtype. Keep what grows in a plain attribute.",
+            "With reproducible, buffers must keep their shape and dtype. Store it in a plain attribute.",
         ),
         (
             lambda module: module.register_buffer("state", None),
-            "The buffer state became None in forward.\nKeep what comes and goes in a plain attribute.",
+            "The buffer state became None in forward.\nStore it in a plain attribute.",
         ),
     ],
 )
@@ -93,7 +93,10 @@ def test_buffers_keep_their_shape(strategy, change, text):
 
 def test_buffers_with_a_gradient_are_refused():
     text = message(lambda: run_steps(lambda: WithBuffer(lambda _: None, torch.zeros(2, requires_grad=True))))
-    assert text == "The buffer state requires a gradient, which reproducible does not sum.\nMake it a parameter."
+    assert text == (
+        "The buffer state requires a gradient, but reproducible sums gradients of parameters only.\n"
+        "Make it a parameter."
+    )
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp"])
@@ -133,24 +136,23 @@ def test_devices_without_a_virtual_shard_are_refused():
     assert [list(leaves) for leaves in place_shards(4, 3, (2, 1, 1)).ranges] == [[0, 1], [2], [3]]
     assert message(lambda: place_shards(2, 4, None)) == (
         "reproducible=2 leaves 2 of 4 devices without a virtual shard.\n"
-        "Cut the global batch into more, or train on fewer devices."
+        "Increase reproducible, or train on fewer devices."
     )
     assert message(lambda: place_shards(4, 2, (9, 1))).startswith("reproducible=4 leaves 1 of 2 devices")
 
 
 def test_settings_that_do_not_go_together():
     assert message(lambda: Settings(reproducible=4, accumulate=3)) == (
-        "Both reproducible=4 and accumulate=3 are given.\n"
-        "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
-        "(reproducible=12)."
+        "accumulate cannot be combined with reproducible: each virtual shard is a micro-batch; for smaller ones, "
+        "increase reproducible.\nOmit one of the two."
     )
     assert message(
         lambda: Trainer(
             make_task(), Settings(reproducible=2), Alone, strategy="torch-ddp", devices=[torch.device("cpu")]
         )
     ) == (
-        "Strategy torch-ddp cannot be reproducible: torch's engine sums in an order of its own.\n"
-        "Use strategy ddp, or leave reproducible out."
+        "Strategy torch-ddp cannot be reproducible: torch's engine sums in a different order.\n"
+        "Use strategy ddp, or omit reproducible."
     )
 
 

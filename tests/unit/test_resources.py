@@ -42,9 +42,9 @@ def test_figures_of_memory(machine):
     machine(kills=3, free_gib=4, limit="max", pages=pages)
     found.update({1: os.getpid()})
     assert found.of_each() == (
-        "Memory of the ranks of this machine, as last seen:\n"
+        "Last known memory of the ranks of this machine:\n"
         "rank 1: 1.0 GiB on the host (at most 2.0 GiB)\n"
-        "At the worst, 4.0 GiB of the host's 16.0 GiB were free."
+        "The minimum of free memory was 4.0 GiB of the host's 16.0 GiB."
     )
     assert found.was_short_of_memory() is False
     machine(kills=4, free_gib=4, limit="max")
@@ -55,14 +55,14 @@ def test_each_rank_has_a_line(machine):
     machine(kills=0, free_gib=9, limit="max", pages=GIB // os.sysconf("SC_PAGE_SIZE"))
     found = Resources()
     assert found.of_each() == ""
-    found.devices[2] = ["3.0 GiB in tensors on cuda:0, of whose 79.0 GiB at most 5.0 GiB were taken"]
+    found.devices[2] = ["3.0 GiB in tensors on cuda:0, at most 5.0 GiB of its 79.0 GiB were reserved"]
     found.update({0: os.getpid(), 2: os.getpid()})
     assert found.of_each() == (
-        "Memory of the ranks of this machine, as last seen:\n"
+        "Last known memory of the ranks of this machine:\n"
         "rank 0: 1.0 GiB on the host (at most 1.0 GiB)\n"
-        "rank 2: 3.0 GiB in tensors on cuda:0, of whose 79.0 GiB at most 5.0 GiB were taken; "
+        "rank 2: 3.0 GiB in tensors on cuda:0, at most 5.0 GiB of its 79.0 GiB were reserved; "
         "1.0 GiB on the host (at most 1.0 GiB)\n"
-        "At the worst, 9.0 GiB of the host's 16.0 GiB were free."
+        "The minimum of free memory was 9.0 GiB of the host's 16.0 GiB."
     )
 
 
@@ -70,7 +70,7 @@ def test_the_limit_of_a_container_counts(machine):
     machine(kills=0, free_gib=9, limit=4 * GIB, used_gib=3, pages=1)
     found = Resources()
     found.update({0: os.getpid()})
-    assert found.of_each().endswith("At the worst, 1.0 GiB of the host's 4.0 GiB were free.")
+    assert found.of_each().endswith("The minimum of free memory was 1.0 GiB of the host's 4.0 GiB.")
 
 
 def test_shared_memory(tmp_path, monkeypatch):
@@ -81,4 +81,4 @@ def test_shared_memory(tmp_path, monkeypatch):
     found.shm_least_free_bytes, found.shm_total_bytes = 2**20, 64 * 2**20
     found.update({})
     assert found.shm_least_free_bytes == 2**20
-    assert found.of_shm().startswith("Of /dev/shm, 1 MiB of ")
+    assert found.of_shm().startswith("The minimum of free space in /dev/shm was 1 MiB of ")

@@ -130,12 +130,12 @@ def test_processes_that_are_killed_leave_a_whole_one(tmp_path):
 def test_full_disk(tmp_path, monkeypatch):
     lockstep.save(tmp_path, step=1)
 
-    def full(descriptor, piece):
+    def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    message = f"Cannot write the checkpoint {tmp_path}: {{}}.\nThe one before it is as it was."
+    message = f"Cannot write the checkpoint {tmp_path}: {{}}.\nEarlier checkpoints were not changed."
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError) as caught:
             lockstep.save(tmp_path, step=2)
     assert str(caught.value) == message.format("No space left on device")
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch):
     saves = [4] * 9
     with pytest.raises(CheckpointError) as caught:
         lockstep.load(tmp_path)
-    assert str(caught.value) == f"The checkpoint {tmp_path} is replaced faster than it can be read.\nTry again."
+    assert str(caught.value) == f"The checkpoint {tmp_path} was replaced while it was read.\nTry again."
 
 
 def test_every_flipped_byte_and_lost_file_is_noticed(tmp_path):
@@ -195,7 +195,7 @@ def test_every_flipped_byte_and_lost_file_is_noticed(tmp_path):
         with pytest.raises(CheckpointError, match=f"damaged: {path.name}"):
             lockstep.load(tmp_path)
         path.unlink()
-        with pytest.raises(CheckpointError, match=f"{path.name} is not there|There is no checkpoint"):
+        with pytest.raises(CheckpointError, match=f"{path.name} is missing|There is no checkpoint"):
             lockstep.load(tmp_path)
         path.write_bytes(whole)
     assert lockstep.load(tmp_path)["step"] == 1
@@ -246,8 +246,8 @@ def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         lockstep.save(tmp_path / "c", good=1, bad=[object()])
     assert str(caught.value) == (
-        f"The checkpoint {tmp_path / 'c'} cannot hold builtins.object at state.bad.0.\n"
-        "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
+        f"The checkpoint {tmp_path / 'c'} cannot contain builtins.object at state.bad.0.\n"
+        "Pass numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
     )
     assert files(tmp_path) == []
 
@@ -263,7 +263,7 @@ input()
 
 def test_two_writers_at_once(tmp_path):
     lockstep.save(tmp_path, step=1)
-    message = f"Another process is writing the checkpoint {tmp_path}.\nGive each run a folder of its own."
+    message = f"Another process is writing the checkpoint {tmp_path}.\nUse a separate folder for each run."
     with lock_folder(tmp_path), pytest.raises(CheckpointError) as caught:
         lockstep.save(tmp_path, step=2)
     assert str(caught.value) == message
@@ -301,7 +301,7 @@ def test_complex_numbers_bytes_and_keys_of_all_kinds(tmp_path):
         ({"sparse": torch.eye(2).to_sparse()}, "Tensor of layout torch.sparse_coo at state.sparse"),
         ({"x": {"deep": [torch.ones(1, device="meta")]}}, "tensor of torch.float32 on meta at state.x.deep.0"),
     ):
-        with pytest.raises(CheckpointError, match=f"cannot hold {re.escape(text)}"):
+        with pytest.raises(CheckpointError, match=f"cannot contain {re.escape(text)}"):
             lockstep.save(tmp_path, **value)
     assert lockstep.load(tmp_path).keys() == state.keys()
 
@@ -367,7 +367,7 @@ def test_another_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         lockstep.load(tmp_path)
     assert str(caught.value) == (
-        f"The checkpoint {tmp_path} is damaged: manifest.json is of the format 'lockstep checkpoint 1' of another "
+        f"The checkpoint {tmp_path} is damaged: manifest.json has the format 'lockstep checkpoint 1' of another "
         f"version of Lockstep, not '{FORMAT}'.\nLoad another one."
     )
     lockstep.save(tmp_path, step=2)

@@ -60,6 +60,7 @@ def test_each_field_declares_its_kind():
         "nvtx": ("bool", False),
         "view": ("choice", False),
         "quiet": ("bool", False),
+        "price": ("text", True),
     }
 
 
@@ -71,7 +72,7 @@ def test_each_field_declares_its_kind():
         ({"accumulate": True}, "accumulate=True is not allowed.\nGive a whole number of at least 1."),
         ({"warmup": -1}, "warmup=-1 is not allowed.\nGive a whole number of at least 0."),
         ({"clip": "1"}, "clip='1' is not allowed.\nGive a number."),
-        ({"clip": 0}, "clip=0 is no length.\nGive a number above 0, or leave it out."),
+        ({"clip": 0}, "clip=0 is not allowed.\nGive a number above 0, or omit it."),
         ({"precision": "fp8"}, "precision='fp8' is not allowed.\nGive one of fp32, bf16, fp16."),
         ({"schedule": "step"}, "schedule='step' is not allowed.\nGive one of constant, linear, cosine."),
         ({"shares": ()}, "shares=() is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
@@ -80,7 +81,7 @@ def test_each_field_declares_its_kind():
         ({"shares": (1, float("inf"))}, "shares=(1, inf) is not allowed.\nGive numbers above 0, such as (2, 1, 1)."),
         (
             {"compression": "fp8"},
-            "compression='fp8' is no way to send gradients.\n"
+            "compression='fp8' is not a compression method.\n"
             "Give one of bf16, fp16, int8, int4, powersgd:RANK, or None.",
         ),
         (
@@ -88,33 +89,39 @@ def test_each_field_declares_its_kind():
             "compression='powersgd:0' needs a rank of at least 1.\n"
             "Give powersgd:4, or a higher rank for a smaller error.",
         ),
-        ({"compression": "int8", "wire": "bf16"}, "Both compression=int8 and wire=bf16 are given.\nLeave wire out."),
+        ({"compression": "int8", "wire": "bf16"}, "Both compression=int8 and wire=bf16 are given.\nOmit wire."),
         ({"wire": "fp8"}, "wire='fp8' is not allowed.\nGive one of bf16, fp16."),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is no size.\nGive a number of MiB above 0."),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not allowed.\nGive a size in MiB above 0."),
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number."),
         (
             {"overlap_optimizer": True, "clip": 1.0},
-            "With clip no parameter can be stepped before the norm of the whole gradient is known, so "
-            "overlap_optimizer cannot be had with it.\nLeave one of the two out.",
+            "overlap_optimizer cannot be combined with clip: parameters are updated before "
+            "the whole gradient is known.\n"
+            "Omit one of the two.",
         ),
         (
             {"overlap_optimizer": True, "precision": "fp16"},
-            "With precision=fp16 no parameter can be stepped before the whole gradient is known to be finite, so "
-            "overlap_optimizer cannot be had with it.\nLeave one of the two out.",
+            "overlap_optimizer cannot be combined with precision=fp16: parameters are updated before "
+            "the whole gradient is known.\n"
+            "Omit one of the two.",
         ),
         (
             {"overlap_optimizer": True, "bad_samples": "skip"},
-            "With bad_samples=skip no parameter can be stepped before it is known how many samples there were, so "
-            "overlap_optimizer cannot be had with it.\nLeave one of the two out.",
+            "overlap_optimizer cannot be combined with bad_samples=skip: parameters are updated before "
+            "the whole gradient is known.\n"
+            "Omit one of the two.",
         ),
         (
             {"wire": "bf16", "reproducible": 4},
-            "compression does nothing with reproducible, which exchanges gradients in its own way.\n"
-            "Leave one of the two out.",
+            "compression cannot be combined with reproducible: reproducible uses its own exchange of gradients.\n"
+            "Omit one of the two.",
         ),
         ({"workers": -1}, "workers=-1 is not allowed.\nGive a whole number of at least 0."),
         ({"workers": "many"}, "workers='many' is not allowed.\nGive a whole number of at least 0."),
-        ({"epochs": 1, "steps": 2}, "Both steps=2 and epochs=1 are given.\nGive the one that should end the run."),
+        (
+            {"epochs": 1, "steps": 2},
+            "steps cannot be combined with epochs: both set the end of the run.\nOmit one of the two.",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
@@ -133,10 +140,10 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
         ),
         ({"quiet": 1}, "quiet=1 is not allowed.\nGive True or False."),
         ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),
-        ({"resume": True}, "resume needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."),
+        ({"resume": True}, "resume needs checkpoint.\nAdd checkpoint=DIR (--checkpoint DIR), or omit resume."),
         (
             {"keep_best": True},
-            "keep_best needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR).",
+            "keep_best needs checkpoint.\nAdd checkpoint=DIR (--checkpoint DIR), or omit keep_best.",
         ),
         ({"checkpoint": "runs", "keep": 0}, "keep=0 is not allowed.\nGive a whole number of at least 1."),
         ({"export": "model.pt"}, "export=model.pt does not end in .safetensors.\nName a file that does."),

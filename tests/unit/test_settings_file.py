@@ -41,14 +41,14 @@ def test_every_kind_of_setting_comes_back_as_it_was_written(file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("workers = 2\nworker = 3\n", ": there is no setting 'worker'.\nDid you mean workers?"),
-        ("colour = 9\n", ": there is no setting 'colour'.\nlockstep train --help lists them all."),
+        ("workers = 2\nworker = 3\n", ": unknown setting 'worker'.\nDid you mean workers?"),
+        ("colour = 9\n", ": unknown setting 'colour'.\nlockstep train --help lists them all."),
         ("\n\n  accumulate = 0  # none\n", ": accumulate=0 is not allowed.\nGive a whole number of at least 1."),
         ('precision = "fp8"\n', ": precision='fp8' is not allowed.\nGive one of fp32, bf16, fp16."),
         (
             "seed = 1\nstrategy = ddp\n",
-            " is no file of settings: Invalid value (at line 2, column 12).\n"
-            'Write a setting in each line, as in workers = 2 or strategy = "ddp".',
+            " is not a file of settings: Invalid value (at line 2, column 12).\n"
+            'Write one setting per line, such as workers = 2 or strategy = "ddp".',
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
         "no.toml cannot be read: No such file or directory.\nName a file of settings, such as lockstep tune writes."
     )
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigurationError, match=r"bytes\.toml is no file of settings: 'utf-8' codec"):
+    with pytest.raises(ConfigurationError, match=r"bytes\.toml is not a file of settings: 'utf-8' codec"):
         read_settings("bytes.toml")
 
 
@@ -87,10 +87,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(file, tmp_path, monk
     assert seen == [
         FitSettings(steps=7, workers=0, prefetch=4, strategy="single", devices=1, bucket_cap_mb=5.0),
     ]
-    assert main(["train", "mine.py", "--settings", "mine.toml", "--reproducible", "2", "--workers", "1"]) == 1
+    assert main(["train", "mine.py", "--settings", "mine.toml", "--reproducible", "2", "--workers", "1"]) == 2
     assert capfd.readouterr().err == (
-        "lockstep: bucket_cap_mb does nothing with reproducible, which exchanges gradients in its own way.\n"
-        "Leave one of the two out.\nWhat no flag says is from mine.toml.\n"
+        "lockstep: bucket_cap_mb cannot be combined with reproducible: reproducible uses its own exchange of "
+        "gradients.\n"
+        "Omit one of the two.\nSettings without a flag are from mine.toml.\n"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import sinks
-from lockstep.telemetry.sinks import Target, address_of, open_here, parse_targets, require_package
+from lockstep.telemetry.sinks import address_of, open_here, parse_targets, require_package
 from lockstep.train.settings import FitSettings
 from tests.unit.sinks_planted import facts
 
@@ -17,14 +17,8 @@ def test_a_text_and_a_list_say_the_same():
     text = "tensorboard:runs/a, prometheus:9200,mlflow:http://host:5000,wandb:me/digits,mlflow"
     found = parse_targets(text)
     assert found == parse_targets(text.split(","))
-    assert [str(target) for target in found] == [
-        "tensorboard:runs/a",
-        "prometheus:9200",
-        "mlflow:http://host:5000",
-        "wandb:me/digits",
-        "mlflow:",
-    ]
-    assert FitSettings(log_to=text).log_to == tuple(map(str, found))
+    assert found == ("tensorboard:runs/a", "prometheus:9200", "mlflow:http://host:5000", "wandb:me/digits", "mlflow:")
+    assert FitSettings(log_to=text).log_to == found
 
 
 @pytest.mark.parametrize(
@@ -37,7 +31,8 @@ def test_a_text_and_a_list_say_the_same():
     ],
 )
 def test_prometheus_listens_on_loopback_if_no_host_is_given(place, address):
-    assert address_of(parse_targets(f"prometheus:{place}")[0].place) == address
+    assert parse_targets(f"prometheus:{place}") == (f"prometheus:{place}",)
+    assert address_of(place) == address
 
 
 @pytest.mark.parametrize(
@@ -45,20 +40,20 @@ def test_prometheus_listens_on_loopback_if_no_host_is_given(place, address):
     [
         (
             "csv:out",
-            "log_to='csv:out' names no sink that there is.\nGive tensorboard:DIR, prometheus:[HOST:]PORT, "
+            "log_to='csv:out' does not name a known sink.\nGive tensorboard:DIR, prometheus:[HOST:]PORT, "
             "wandb:[ENTITY/]PROJECT or mlflow:[URI].",
         ),
-        ("tensorboard", "log_to='tensorboard' does not say where to.\nGive tensorboard:DIR."),
-        ("prometheus:port", "log_to='prometheus:port' does not say where to.\nGive prometheus:[HOST:]PORT."),
-        ("wandb:a/b/c", "log_to='wandb:a/b/c' does not say where to.\nGive wandb:[ENTITY/]PROJECT."),
-        ("wandb:a,wandb:a", "log_to names wandb:a twice.\nLeave one of them out."),
+        ("tensorboard", "log_to='tensorboard' does not say where to write.\nGive tensorboard:DIR."),
+        ("prometheus:port", "log_to='prometheus:port' does not say where to write.\nGive prometheus:[HOST:]PORT."),
+        ("wandb:a/b/c", "log_to='wandb:a/b/c' does not say where to write.\nGive wandb:[ENTITY/]PROJECT."),
+        ("wandb:a,wandb:a", "log_to names wandb:a twice.\nRemove one of them."),
         (
             "mlflow:https://me:secret@host",
-            "The URI of mlflow in log_to has a password, which would stay in the records of the run.\n"
-            "Set MLFLOW_TRACKING_URI to it, and give mlflow: without one.",
+            "The URI of mlflow in log_to contains a password, which would be kept in the record of the run.\n"
+            "Set MLFLOW_TRACKING_URI to the URI, and give mlflow: without one.",
         ),
-        ([], "log_to=[] is not allowed.\nGive a text, or several."),
-        (3, "log_to=3 is not allowed.\nGive a text, or several."),
+        ([], "log_to=[] is not allowed.\nGive a string, or several."),
+        (3, "log_to=3 is not allowed.\nGive a string, or several."),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_starts(log_to, text):
@@ -70,7 +65,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(log_to, text):
 def test_a_package_that_is_not_installed_is_named_with_the_command(monkeypatch):
     monkeypatch.setattr(sinks.WandbRun, "package", "wandb_is_not_here")
     with pytest.raises(ConfigurationError) as error:
-        require_package(Target("wandb", "digits"))
+        require_package("wandb:digits")
     assert str(error.value) == (
         "wandb:digits needs the package wandb_is_not_here, which is not installed on rank zero's machine.\n"
         "pip install 'lockstep-torch[wandb]'"
@@ -97,7 +92,7 @@ def test_all_are_opened_or_none(tmp_path):
 def test_a_folder_that_is_none_is_an_error(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("")
-    target = Target("tensorboard", f"{tmp_path}/file/out")
+    target = f"tensorboard:{tmp_path}/file/out"
     with pytest.raises(ConfigurationError) as error:
         open_here([target], facts())
     assert str(error.value) == f"{target} cannot be opened: Not a directory.\nName another folder in log_to."
@@ -112,7 +107,7 @@ def test_a_service_that_does_not_answer_is_given_up(monkeypatch):
 
     monkeypatch.setattr(sinks.Prometheus, "__init__", hang)
     with pytest.raises(ConfigurationError) as error:
-        open_here([Target("prometheus", "a")], facts())
+        open_here(["prometheus:a"], facts())
     answer.set()
     assert str(error.value).startswith("prometheus:a cannot be opened: TimeoutError: no answer in 0.1 s.\n")
 
@@ -123,7 +118,7 @@ def test_what_a_library_raises_is_told_in_one_line(monkeypatch):
 
     monkeypatch.setattr(sinks.Prometheus, "__init__", fail)
     with pytest.raises(ConfigurationError) as error:
-        open_here([Target("prometheus", "a")], facts())
+        open_here(["prometheus:a"], facts())
     assert str(error.value) == (
         "prometheus:a cannot be opened: RuntimeError: no such experiment.\n"
         "Name another port in log_to, or 0 for any that is free."

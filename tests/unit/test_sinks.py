@@ -1,13 +1,16 @@
 """Each sink as whoever reads it sees it: the file, the page, the event file, the calls of a service's client."""
 
 import os
+import resource
 import socket
 import sys
+import time
 import urllib.request
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lockstep.telemetry.aggregator import SinkThread
 from lockstep.telemetry.sinks import MlflowRun, Prometheus, TensorBoard, WandbRun
 from tests.unit.sinks_planted import CONFIG, counted, event, facts, feed, snapshot
 
@@ -37,6 +40,26 @@ def test_tensorboard_reads_what_was_written_and_steps_done_again_but_once(tmp_pa
     found = EventAccumulator(str(tmp_path / "run"))
     found.Reload()
     assert [each.step for each in found.Scalars("train/loss")] == [3]
+
+
+def test_a_full_disk_costs_tensorboard_one_warning(tmp_path, capfd):
+    pytest.importorskip("tensorboard")
+    sink = TensorBoard(f"{tmp_path}/run", facts())
+    (path,) = (tmp_path / "run").iterdir()
+    before, thread = resource.getrlimit(resource.RLIMIT_FSIZE), SinkThread(sink)
+    # As on a full disk, writes fail.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
+    try:
+        for step in range(3):
+            thread.give(snapshot(step))
+            time.sleep(0.05)
+        thread.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (
+        capfd.readouterr().err
+        == "lockstep: TensorBoard gets no more figures of this run: OSError: [Errno 27] File too large\n"
+    )
 
 
 def page_of(sink):
@@ -74,7 +97,7 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
     }.items() <= found.items()
     assert not [name for name in found if "gpu" in name or "gradient_norm" in name]
     assert "# TYPE lockstep_train_steps_total counter\n" in page and "# TYPE lockstep_train_loss gauge\n" in page
-    assert "# HELP lockstep_train_loss of the last step, the mean over its global batch\n" in page
+    assert "# HELP lockstep_train_loss loss of the last step, the mean over its global batch\n" in page
     sink.update(snapshot(10, ranks=()))  # what is not known any more is not shown any more
     assert not [name for name in samples_in(page_of(sink)[1]) if name.startswith("lockstep_rank_")]
     sink.close()

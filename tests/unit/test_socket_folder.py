@@ -40,8 +40,8 @@ def test_loader_processes_that_could_not_make_theirs_are_an_error(long_folder):
         LoadOptions(None, workers=1, pin_memory=False).open(TensorDataset(torch.arange(4.0)))
     (made,) = long_folder.iterdir()
     assert str(error.value) == (
-        "The folder for temporary files has too long a name for loader processes, which hand tensors over by sockets "
-        f"in it: {made}\nName a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
+        "The name of the folder for temporary files is too long for loader processes, which pass tensors through "
+        f"sockets in it: {made}\nSet a shorter one, such as TMPDIR=/tmp, or load in the rank itself (workers=0)."
     )
 
 

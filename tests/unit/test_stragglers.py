@@ -58,7 +58,7 @@ def test_single_slow_steps_are_not_persistent():
 def test_what_is_said():
     [found] = find_stragglers({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
     assert describe(found) == (
-        "rank 1 is slow: it loses 50 ms in each step of 86 ms, in backward (70 ms, usual is 20 ms); "
+        "rank 1 is slow: it loses 50.0 ms in each step of 86.0 ms, in backward (70.0 ms, usual is 20.0 ms); "
         "the others wait for it"
     )
 
@@ -77,7 +77,7 @@ def test_the_launcher_says_it_once_when_all_ranks_have_told():
         keeper.take(1, note_of(window, pace(slow="loader", by_s=by_s)))
         keeper.judge(2)
     assert [text.partition(" in each")[0] for text in reported] == [
-        "rank 1 is slow: it loses 50 ms",
+        "rank 1 is slow: it loses 50.0 ms",
         "rank 1 is slow: it loses 200 ms",
     ]
     keeper.take(1, None)  # a rank without a pace

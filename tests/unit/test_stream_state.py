@@ -115,8 +115,8 @@ def test_without_a_state_what_came_before_is_read_and_dropped():
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (Buffered, "does not lead back to the same samples, as with a shuffle buffer"),
-        (Touchy, "does not lead back to the same samples, as with a shuffle buffer"),
+        (Buffered, "does not restore the same samples, as with a shuffle buffer"),
+        (Touchy, "does not restore the same samples, as with a shuffle buffer"),
         (NumpyState, "holds a numpy.int64, which a checkpoint cannot"),
     ],
 )
@@ -182,9 +182,9 @@ def test_a_state_that_is_of_no_use_is_told_and_the_resumed_run_is_exact_all_the_
     first = feed(Buffered())
     numbers(first, 4)
     text = (
-        "A resumed run will read and drop what came before: state_dict() of Buffered does not lead back to the same "
-        "samples, as with a shuffle buffer.\nReturn all that its position and order depend on as numbers, strings, "
-        "lists, dicts and tensors, to resume at once."
+        "A resumed run will read and discard the earlier samples: state_dict() of Buffered does not restore "
+        "the same samples, as with a shuffle buffer.\nReturn all that its position and order depend on as numbers, "
+        "strings, lists, dicts and tensors, to resume at once."
     )
     with pytest.warns(UserWarning, match="A resumed run") as caught:
         assert first.state() is None

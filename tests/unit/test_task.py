@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.errors import ConfigurationError
-from lockstep.train.task import build_dataset, build_model, build_optimizer
+from lockstep.train.task import build_dataset, build_model, build_optimizer, check_registered
 from tests.training import make_task
 
 
@@ -38,15 +38,15 @@ def test_what_makes_things_must_be_a_function(field, value, found, advice):
 
 def test_the_model_must_be_a_module_with_something_to_train():
     assert message(build_model, make_task(model=lambda: 3)) == (
-        "Task.model returned a int, no torch.nn.Module.\nReturn the model from it."
+        "Task.model returned a int, not a torch.nn.Module.\nReturn the model from it."
     )
     assert message(build_model, make_task(model=nn.Tanh)) == (
         "Tanh has no trainable parameter: it has no parameters.\n"
-        "Leave requires_grad set on those that should be trained."
+        "Set requires_grad on the parameters that should be trained."
     )
     assert message(build_model, make_task(model=lambda: nn.Linear(1, 1).requires_grad_(False))) == (
         "Linear has no trainable parameter: all of its parameters are frozen.\n"
-        "Leave requires_grad set on those that should be trained."
+        "Set requires_grad on the parameters that should be trained."
     )
 
 
@@ -56,8 +56,27 @@ def test_the_optimizer_gets_the_trainable_parameters_and_must_be_one():
     optimizer = build_optimizer(make_task(), model)
     assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == [id(model.weight)]
     assert message(build_optimizer, make_task(optimizer=lambda params: None), model) == (
-        "Task.optimizer returned a NoneType, no torch.optim.Optimizer.\nReturn the optimizer from it."
+        "Task.optimizer returned a NoneType, not a torch.optim.Optimizer.\nReturn the optimizer from it."
     )
+
+
+def test_parameters_of_the_optimizer_that_no_module_registers_are_named():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.others = nn.Linear(2, 3), [nn.Linear(3, 1)]
+
+    model = Net()
+    optimizer = torch.optim.SGD([*model.parameters(), *model.others[0].parameters()], lr=0.1)
+    text = message(check_registered, optimizer, model, is_alone=False)
+    assert text.startswith(
+        "The optimizer has parameters that no module of the model registers: number 2 of shape (1, 3), number 3 of "
+        "shape (1,).\nOn several devices their gradients would not be averaged, and checkpoints leave them out. "
+        "Register them: nn.ModuleList"
+    )
+    with pytest.warns(UserWarning, match="number 2 of shape"):
+        check_registered(optimizer, model, is_alone=True)
+    check_registered(torch.optim.SGD(model.parameters(), lr=0.1), model, is_alone=False)
 
 
 def test_the_data_must_have_a_length_that_is_not_zero():

@@ -105,17 +105,17 @@ def test_many_files_need_few_descriptors(tmp_path, monkeypatch):
 def test_what_cannot_be_right_is_found_at_once(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(1001))
-    advice = "It was cut short, or holds another type: restore it, or give the dtype that it was written with."
+    advice = "The file is truncated or has another dtype: restore it, or pass the dtype that it was written with."
     np.save(tmp_path / "floats.npy", np.zeros(5))
     np.save(tmp_path / "table.npy", np.zeros((5, 2), np.uint16))
     np.save(tmp_path / "objects.npy", np.array([None]), allow_pickle=True)
     np.save(tmp_path / "short.npy", np.zeros(100, np.uint16))
     os.truncate(tmp_path / "short.npy", 300)
     (tmp_path / "text.npy").write_text("no numbers at all")
-    one_dimension = "Save whole numbers in one dimension."
+    one_dimension = "Save integers in one dimension."
     check = "Check name and permissions, and that this machine sees the file."
     for file, text in {
-        path: f"{path} has 1001 bytes, which is no whole number of uint16 tokens.\n{advice}",
+        path: f"{path} has 1001 bytes, which is not a whole number of uint16 tokens.\n{advice}",
         tmp_path / "no.bin": f"{tmp_path}/no.bin cannot be read: No such file or directory.\n{check}",
         tmp_path / "n*.bin": f"No file matches {tmp_path}/n*.bin.\n"
         "Check the pattern, and that this machine sees the folder.",
@@ -132,7 +132,7 @@ def test_what_cannot_be_right_is_found_at_once(tmp_path):
     with pytest.raises(DataError) as error:
         TokenFiles(path, length=4, header_bytes=256)
     assert str(error.value) == (
-        f"{path} has 1001 bytes, 256 of them a header, which is no whole number of uint16 tokens.\n{advice}"
+        f"{path} has 1001 bytes, 256 of them a header, which is not a whole number of uint16 tokens.\n{advice}"
     )
 
 
@@ -143,15 +143,15 @@ def test_wrong_arguments_are_refused(tmp_path):
         ({"length": 1, "stride": 0}, "stride=0 is too small.\nGive at least 1."),
         (
             {"length": 1, "dtype": "float32"},
-            "dtype='float32' is no type of whole numbers.\nGive one, such as \"uint16\".",
+            "dtype='float32' is not an integer type.\nGive one, such as \"uint16\".",
         ),
         (
             {"length": 1, "dtype": "unit16"},
-            "dtype='unit16' is no type of whole numbers.\nGive one, such as \"uint16\".",
+            "dtype='unit16' is not an integer type.\nGive one, such as \"uint16\".",
         ),
         (
             {"length": 4},
-            f"No file holds a window of 5 tokens: the longest, {path}, has 4.\nMake length smaller.",
+            f"No file contains a window of 5 tokens: the longest, {path}, has 4.\nMake length smaller.",
         ),
     ):
         with pytest.raises(ConfigurationError) as error:
@@ -159,10 +159,10 @@ def test_wrong_arguments_are_refused(tmp_path):
         assert str(error.value) == text
     with pytest.raises(ConfigurationError) as error:
         TokenFiles([path, tmp_path / "*.bin"], length=1)
-    assert str(error.value) == f"{path} is named twice, so its samples would count twice.\nName each file once."
+    assert str(error.value) == f"{path} is given twice, so its samples would count twice.\nGive each file once."
     with pytest.raises(ConfigurationError) as error:
         TokenFiles([], length=1)
-    assert str(error.value) == "No files are named.\nGive the path of at least one."
+    assert str(error.value) == "No files are given.\nGive the path of at least one."
     with pytest.raises(IndexError, match="window 3 of 3"):
         TokenFiles(path, length=1)[3]
 
@@ -177,7 +177,7 @@ def test_a_file_that_is_cut_short_later_is_named_with_byte_and_sample(tmp_path):
         data[20]
     assert str(error.value) == (
         f"{path} ends at byte 164, but sample 20 lies at bytes 160 to 170.\n"
-        "The file was cut short after the data set was made. Restore it and resume."
+        "The file was truncated after the data set was created. Restore it and resume."
     )
     assert (error.value.file, error.value.offset, error.value.sample) == (str(path), 160, 20)
     copy = pickle.loads(pickle.dumps(error.value))

@@ -48,13 +48,13 @@ def mine(tmp_path, monkeypatch):
         (
             ["mine.py:frozen"],
             "Linear has no trainable parameter: all of its parameters are frozen.\n"
-            "Leave requires_grad set on those that should be trained.",
+            "Set requires_grad on the parameters that should be trained.",
         ),
         (["mine.py:empty"], "The data set of Task.dataset is empty.\nCheck where it reads its samples from."),
         (
             ["mine.py", "--accumulate", "3", "--global-batch-size", "2"],
             "A global batch of 2 samples does not have a sample for each of 1 device in each of 3 micro-batches.\n"
-            "Set the global batch size to 3 or more, or make accumulate smaller.",
+            "Set the global batch size to 3 or more, or decrease accumulate.",
         ),
         (
             ["mine.py", "--strategy", "torch-dp"],
@@ -68,27 +68,27 @@ def mine(tmp_path, monkeypatch):
         (
             ["mine.py", "--strategy", "dp", "--devices", "2", "--shares", "2,1,1"],
             "shares=2,1,1 is for 3 devices, but this run has 2.\n"
-            "Give one number for each device, or leave shares out to make them all the same.",
+            "Give one number for each device, or omit shares for equal shares.",
         ),
         (
             ["mine.py", "--devices", "2", "--shares", "2,1", "--accumulate", "2"],
             "A global batch of 4 samples does not have a sample for each of 2 devices in each of 2 micro-batches.\n"
-            "Set the global batch size to 6 or more, or make the shares more alike.",
+            "Set the global batch size to 6 or more, or make the shares more equal.",
         ),
         (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
     ],
 )
 def test_bad_input_is_one_clear_message(mine, capfd, args, text):
-    assert main(["train", *args]) == 1
+    assert main(["train", *args]) == 2
     assert capfd.readouterr().err == f"lockstep: {text}\n"
 
 
 def test_more_gpus_than_there_are(mine, capfd, monkeypatch):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    assert main(["train", "mine.py", "--devices", "4"]) == 1
+    assert main(["train", "mine.py", "--devices", "4"]) == 2
     assert capfd.readouterr().err == (
-        "lockstep: 4 devices were asked for, but this machine has 2 GPUs.\n"
-        "Ask for at most 2, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= .\n"
+        "lockstep: 4 devices were requested, but this machine has 2 GPUs.\n"
+        "Request at most 2, or hide the GPUs to use the CPU, as with CUDA_VISIBLE_DEVICES= .\n"
     )
 
 
@@ -129,6 +129,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "profile_steps": "3,2",
         "profile_dir": "traces",
         "view": "lines",
+        "price": "2.50 EUR",
     }
     names = ("quiet", "keep_best", "checkpoint_blocking", "profile", "nvtx")
     switches = dict.fromkeys(names, True)
@@ -157,17 +158,25 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
 
 def test_words_that_are_no_numbers_are_named(mine, capfd):
     assert main(["train", "mine.py", "--shares", "2,x"]) != 0
-    assert "Invalid value for '--shares': '2,x' is no list of numbers such as 2,1,1." in capfd.readouterr().err
+    assert "Invalid value for '--shares': '2,x' is not a list of numbers such as 2,1,1." in capfd.readouterr().err
     assert main(["train", "mine.py", "--workers", "many"]) != 0
     assert "Invalid value for '--workers': 'many' is not a valid integer." in capfd.readouterr().err
 
 
 def test_the_help_explains_every_flag():
-    text = click.testing.CliRunner().invoke(train, ["--help"], prog_name="lockstep train").output
+    text = click.testing.CliRunner().invoke(train, ["--help-all"], prog_name="lockstep train").output
     for setting in settings_of(FitSettings):
-        assert f"--{setting.name.replace('_', '-')}" in text
-    assert text.index("How to train:") < text.index("--epochs N") < text.index("On what, and what to keep:")
+        assert text.count(f"\n  --{setting.name.replace('_', '-')} ") == 1
+    assert text.index("Common options:") < text.index("--epochs N") < text.index("Batch and learning rate:")
     assert "lockstep train examples/digits.py" in text
+
+
+def test_the_short_help_fits_a_screen():
+    invoke = click.testing.CliRunner().invoke
+    text = invoke(train, ["--help"], prog_name="lockstep train", terminal_width=100).output
+    lines = text.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    assert "--devices N" in text and "--help-all" in text and "--outer-momentum" not in text
 
 
 def test_a_run_in_this_process(mine, capfd):
@@ -175,9 +184,9 @@ def test_a_run_in_this_process(mine, capfd):
     assert main(["train", "mine.py", "--steps", "3", *args]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[:3] == [
-        "task: strategy dp on 2 CPUs, fp32, 8 samples, 3 steps = 3 epochs",
+        "mine: strategy dp on 2 CPUs, fp32, 8 samples, 3 steps = 3 epochs",
         "global batch 8 = 2 devices x 4 samples",
         "learning rate x 2: linear scaling from base batch 4 to 8; warm-up over 1 step, then constant",
     ]
-    assert len(lines) == 5
-    assert lines[3].startswith("3 steps in ") and lines[4].startswith("a step took ")
+    assert len(lines) == 6
+    assert lines[3].startswith("3 steps in ") and lines[4].startswith("a step took ") and lines[5].startswith("used ")

@@ -23,9 +23,7 @@ FASTER = Spread(1.5, 1.4, 1.6)
 RESULTS = (
     Result("loading", {"workers": 2}, Effect.BITS, FASTER, 5),
     Result("strategy", {"strategy": "single"}, Effect.ROUNDING, None, 0, why="KeyError: 'x'"),
-    Result(
-        "precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: taken with --allow-precision"
-    ),
+    Result("precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: use --allow-precision"),
     Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9),
 )
 OUTCOME = Sweep(
@@ -45,8 +43,20 @@ OUTCOME = Sweep(
         ("loading", {}, KNOWN, [{"workers": 1}, {"workers": 2}, {"workers": 4}]),
         ("loading", {"workers": 4}, KNOWN, [{"workers": 2}, {"workers": 8}]),
         ("loading", {}, replace(KNOWN, wait_share=0.01), []),
-        ("strategy", {}, KNOWN, [{"strategy": "single", "accumulate": 2}, {"strategy": "dp"}]),
-        ("strategy", {"strategy": "single", "accumulate": 2}, KNOWN, [{"strategy": "dp", "accumulate": 1}] * 1),
+        # As compare measures them: the whole batch at once, with all cores and with one thread.
+        (
+            "strategy",
+            {},
+            replace(KNOWN, largest=64),
+            [{"strategy": "single"}, {"strategy": "single", "threads": 1}, {"strategy": "dp"}],
+        ),
+        (
+            "strategy",
+            {"threads": 2},
+            KNOWN,
+            [{"strategy": "single", "accumulate": 2}, {"strategy": "dp"}],
+        ),
+        ("strategy", {"strategy": "single", "accumulate": 2}, KNOWN, [{"strategy": "dp"}]),
         ("micro-batch", {}, KNOWN, [{"accumulate": 2}, {"accumulate": 4}]),
         (
             "micro-batch",
@@ -152,8 +162,8 @@ def test_what_is_faster_is_kept_stage_by_stage_and_confirmed_as_a_whole(monkeypa
     assert outcome.total.median == 1.5
     why = {tuning.in_words(each.changes): each.why for each in outcome.results}
     assert why["workers 4"] == "another was better"
-    assert why["strategy dp"] == "offered: dropout would see another division; --allow-division takes it"
-    assert why["precision bf16"] == "offered: taken with --allow-precision"
+    assert why["strategy dp"] == "offered: divides batches in another way for dropout; use --allow-division"
+    assert why["precision bf16"] == "offered: use --allow-precision"
     assert machine.stages[-1] == ["now", "workers 2"]
     outcome = tune(monkeypatch, machine, allow_precision=True, allow_division=True)
     assert outcome.found == FitSettings(strategy="dp", workers=2, precision="bf16")
@@ -195,14 +205,14 @@ def test_a_task_that_cannot_be_trained_ends_it(monkeypatch):
 
 def test_a_machine_too_busy_to_begin_is_said_to_be_so(monkeypatch):
     def fail(*_, **__):
-        raise LaunchTimeout("The 2 ranks had not finished within 120 s and were ended.")
+        raise LaunchTimeout("The 2 ranks did not finish within 120 s and were ended.")
 
     monkeypatch.setattr(tuning, "run_ranks", fail)
     with pytest.raises(LockstepError) as error:
         tuning.tune(make_task(), minutes=1)
     assert str(error.value) == (
         "The task's first steps were not done within 120 s.\n"
-        "Look for what else uses this machine, or give more time (--minutes M)."
+        "Check which other programs use this machine, or give more time (--minutes M)."
     )
 
 
@@ -211,7 +221,7 @@ def test_ctrl_c_gives_what_was_found_by_then(monkeypatch):
     outcome = tune(monkeypatch, machine, strategies=["dp"])
     assert outcome.interrupted
     assert outcome.found == FitSettings(workers=2)
-    assert outcome.notes[-1] == "Stopped by Ctrl-C: this is what was found by then."
+    assert outcome.notes[-1] == "Stopped by Ctrl-C: this was found until then."
 
 
 def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
@@ -221,14 +231,14 @@ def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
         "# torch: 2.13\n"
         "# lockstep train mine.py --settings tuned.toml\n"
         "#\n"
-        "# All of it together: 1.52 times the samples/s (1.41 to 1.61) of the settings that tuning began with.\n"
+        "# All changes together: 1.52 times the samples/s (1.41 to 1.61) of the settings at the start.\n"
         "# The training is the same, bit for bit.\n"
         "\n"
         "devices = 2\n"
         "\n"
         'strategy = "ddp"\n'
         "\n"
-        "# as tuning began\n"
+        "# as at the start\n"
         "clip = 1.0\n"
         "\n"
         "# workers 2: 1.50 times the samples/s (1.40 to 1.60); training: same bits\n"
@@ -241,7 +251,7 @@ def test_the_file_says_what_each_setting_gave_and_train_reads_it(tmp_path):
 def test_nothing_found_leaves_what_there_was(tmp_path):
     outcome = replace(OUTCOME, found=OUTCOME.start, total=Spread(1.01, 0.9, 1.1))
     text = tuning.as_file(outcome, task_file="mine.py", file="tuned.toml", facts={})
-    assert "# Nothing that was tried is faster than the settings that tuning began with.\n" in text
+    assert "# No change is faster than the settings at the start.\n" in text
     (tmp_path / "tuned.toml").write_text(text)
     assert read_settings(tmp_path / "tuned.toml") == {"devices": 2, "strategy": "ddp", "clip": 1.0}
 
@@ -279,9 +289,9 @@ def test_what_cannot_be_tuned_is_refused_before_anything_starts(monkeypatch, how
 def test_a_file_of_somebody_elses_is_left_alone(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow-tuned.toml").write_text("workers = 3\n")
-    assert main(["tune", "some/slow.py", "--devices", "2"]) == 1
+    assert main(["tune", "some/slow.py", "--devices", "2"]) == 2
     assert capfd.readouterr().err == (
-        "lockstep: slow-tuned.toml is there already, and lockstep tune has not written it.\n"
+        "lockstep: slow-tuned.toml already exists, and lockstep tune did not write it.\n"
         "Name another file (--out FILE).\n"
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.study.verify.interventions import Draws, Given, NoBatchStatistics, NoWrites
+from lockstep.study.verify.interventions import Given, NoBatchStatistics, Watch
 from lockstep.study.verify.sandbox import RecordedSamples, SampleRecorder, digest
 
 PRIVATE = torch.Generator().manual_seed(0)
@@ -29,12 +29,12 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_become_constants_that_are_not_zero(name):
-    draws = Draws(off=True)
-    with draws, draws.watching():
-        draws.active = True
+    watch = Watch(frozenset({"random"}))
+    with watch, watch.generators():
+        watch.active = True
         values = [DRAWS[name](n) for n in (3, 8, 8)]
     assert len({float(value) for part in values for value in part}) == 1
-    assert draws.seen
+    assert watch.draws
     if name != "randint":
         assert float(values[0][0]) != 0
 
@@ -50,36 +50,36 @@ def test_draws_are_left_alone_unless_turned_off(name):
     random.seed(1)
     np.random.seed(1)
     PRIVATE.manual_seed(1)
-    draws = Draws(off=False)
-    with draws, draws.watching():
-        draws.active = True
+    watch = Watch(frozenset())
+    with watch, watch.generators():
+        watch.active = True
         found = DRAWS[name](50)
     assert torch.equal(found, expected)
-    assert len(draws.seen) == 1
+    assert len(watch.draws) == 1
 
 
 def test_private_generators_of_python_and_numpy_are_constant_while_active():
-    draws = Draws(off=True)
-    with draws, draws.watching():
+    watch = Watch(frozenset({"random"}))
+    with watch, watch.generators():
         python, numpy = random.Random(7), np.random.default_rng(7)
         assert python.random() == random.Random(7).random() != python.random()
-        draws.active = True
+        watch.active = True
         assert len({python.random() for _ in range(3)}) == len(set(numpy.random(9))) == 1
-    assert draws.seen == {"random.Random", "numpy generator.random"}
+    assert watch.draws == {"random.Random", "numpy generator.random"}
 
 
 def test_attention_without_dropout_draws_nothing():
-    draws = Draws(off=False)
-    with draws:
-        draws.active = True
+    watch = Watch(frozenset())
+    with watch:
+        watch.active = True
         F.scaled_dot_product_attention(*[torch.ones(1, 1, 3, 4)] * 3)
-    assert draws.seen == set()
+    assert watch.draws == set()
 
 
 def test_modules_are_as_they_were_afterwards():
     kept = random.random, random.Random, np.random.rand, np.random.default_rng
-    draws = Draws(off=True)
-    with pytest.raises(KeyError), draws.watching():
+    watch = Watch(frozenset({"random"}))
+    with pytest.raises(KeyError), watch.generators():
         raise KeyError
     assert kept == (random.random, random.Random, np.random.rand, np.random.default_rng)
 
@@ -104,9 +104,9 @@ def test_what_forward_writes_is_undone():
     model = nn.Linear(2, 2)
     model.register_buffer("written", torch.zeros(3))
     model.register_buffer("replaced", torch.zeros(3))
-    writes = NoWrites()
-    with writes:
-        with writes.during(model):
+    watch = Watch(frozenset({"state"}))
+    with watch:
+        with watch.forward(model):
             model.written.add_(1)
             model.written[1:].mul_(2).add_(3)
             model.replaced = model.replaced + 1
@@ -117,6 +117,27 @@ def test_what_forward_writes_is_undone():
     assert not model.replaced.any()
     assert model.weight.abs().min() > 0
     assert not model.bias.any()
+    assert watch.live == {"state"}
+
+
+@pytest.mark.parametrize(
+    ("live", "forward"),
+    [
+        (set(), lambda model, x: model(x)),
+        ({"random"}, lambda model, x: F.dropout(model(x), 0.5)),
+        ({"state"}, lambda model, x: model.written.data.add_(1)),
+        ({"state"}, lambda model, x: setattr(model, "written", model.written + 1)),
+        ({"batchnorm"}, lambda model, x: F.batch_norm(model(x), None, None, training=True)),
+    ],
+)
+def test_what_could_be_turned_off_is_seen(live, forward):
+    model = nn.Linear(4, 4)
+    model.register_buffer("written", torch.zeros(3))
+    x = torch.randn(6, 4)
+    with (watch := Watch(frozenset())), watch.forward(model):
+        watch.active = True
+        forward(model, x)
+    assert watch.live == live
 
 
 def test_samples_are_recorded_and_replaced():

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lockstep.study.verify.causes import Cause, Findings, Row
-from lockstep.study.verify.diagnose import Verification
+from lockstep.study.verify import causes
+from lockstep.study.verify.causes import Cause, Findings, Progress, Row
 from lockstep.study.verify.fingerprint import Difference, TraceComparison
 from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.verify_table import render, sentences, to_json
+from lockstep.study.verify.verify_table import Verification, render, sentences, to_json
 from lockstep.train.settings import Settings
 
 FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")
@@ -53,32 +53,32 @@ def test_fp32_and_consecutive_steps_are_said():
 
 def test_a_fault_is_named_with_its_fix():
     assert sentences(verification(finding(Cause.BATCHNORM, "Tried: it helps."))) == [
-        "Not the same training run: 2 ranks part from one process in the gradient 0.weight at step 1 on rank 1 (off "
-        "by 2.5e-01 of its size), the first of all that was compared.",
+        "Not the same training run: 2 ranks differ from one process, first in the gradient 0.weight at step 1 on rank "
+        "1 (off by 2.5e-01 of its size).",
         "Cause: BatchNorm statistics. It was measured.",
         "Fix: Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible 2, "
-        "or use a norm that keeps to each sample, such as GroupNorm. Tried: it helps.",
+        "or use a norm that treats each sample separately, such as GroupNorm. Tried: it helps.",
     ]
 
 
 def test_several_faults_are_counted_and_what_is_left_is_said():
     found = sentences(verification(finding(Cause.DATA), finding(Cause.RATES), explained=False))
     assert [sentence.partition(":")[0] for sentence in found[1:-1]] == ["Cause 1 of 2", "Fix", "Cause 2 of 2", "Fix"]
-    assert found[-1] == "That may not be all: verify again once it is fixed."
+    assert found[-1] == "There may be more causes: run verify again after fixing these."
 
 
 def test_without_a_cause_it_says_what_was_ruled_out():
     assert sentences(verification(explained=False))[1:] == [
         "No cause was found. Turning off each of these did not make the runs the same: data order, sample weighting, "
         "random state, BatchNorm statistics, learning-rate rule, buffers changed on one rank, non-deterministic "
-        "operator, a loss that sums instead of averages. Look at what the first tensor that differs is computed from, "
-        "and how that can know the rank."
+        "operator, a loss that sums instead of averages. Check how the first tensor that differs is computed, "
+        "and whether that can depend on the rank."
     ]
 
 
 def test_a_run_that_is_only_not_repeatable_is_told_apart():
     first, *_ = sentences(verification(finding(Cause.OPERATOR), first=None, repeatable=False))
-    assert first == "Not the same training run twice: one process and 2 ranks agree, but no two runs do to the bit."
+    assert first == "Not reproducible: one process and 2 ranks agree, but no two runs are equal to the bit."
 
 
 @pytest.mark.parametrize("cause", Cause)
@@ -91,20 +91,22 @@ def test_every_cause_has_a_fix(cause):
 def test_the_page_fits_and_begins_with_the_verdict():
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(verification(finding(Cause.SUM), why_single="TypeError: half"), "task.py"))
+        console.print(render(found := verification(finding(Cause.SUM), why_single="TypeError: half")))
         lines = console.export_text().splitlines()
+    assert str(found).splitlines() == lines
+    assert "<pre>" in (html := found._repr_html_()) and "Cause: a loss that sums instead of averages." in html
     assert lines[0] == "task.py: one process and 2 ranks, steps 0 to 1 and 5, the epoch's last"
     assert lines[2].startswith("Not the same training run:")
     assert max(map(len, lines)) <= 100
     assert [line.split() for line in lines if line.startswith(" losses")] == [["losses", "none"]]
     assert lines[-2:] == [
         "Computed in fp32, to 1e-03 of each tensor's size.",
-        "Not in float64, since the task fails there: TypeError: half",
+        "Not computed in float64, because the task fails there: TypeError: half",
     ]
 
 
 def test_the_json_holds_it_all():
-    record = json.loads(to_json(verification(finding(Cause.SUM)), "task.py"))
+    record = json.loads(to_json(verification(finding(Cause.SUM))))
     assert record["version"] == 1
     assert record["same"] is False
     assert record["setup"] == {
@@ -132,5 +134,14 @@ def test_the_json_holds_it_all():
 
 def test_infinite_differences_are_null_in_json():
     sample = Difference("sample", 0, "batch", (), float("inf"), "3 of 8 samples are others")
-    record = json.loads(to_json(verification(finding(Cause.DATA), first=sample), "task.py"))
+    record = json.loads(to_json(verification(finding(Cause.DATA), first=sample)))
     assert record["first_difference"]["size"] is None
+
+
+def test_progress_says_how_many_there_are_and_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(causes, "LINE_S", -1.0)
+    progress = Progress("run", 2, shows=True)
+    for _ in range(2):
+        progress.count()
+    Progress("run", 2, shows=False).count()
+    assert capsys.readouterr().err.splitlines() == ["run 1 of at most 2, 0 s left", "run 2 of at most 2, 0 s left"]

@@ -50,7 +50,7 @@ DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/trai
         ([waits(0, 4), works(1, 4, life="it reads or writes")], SUSPECT, SUSPECT),  # a download
         ([waits(0, 16), works(1, 16, life="it reads or writes")], HANGS, HANGS),
         ([waits(0, 4), waits(1, 4)], FINE, FINE),  # a slow transfer
-        ([waits(0, 16), waits(1, 16, life="it wakes up again and again")], HANGS, HANGS),
+        ([waits(0, 16), waits(1, 16, life="it wakes up repeatedly")], HANGS, HANGS),
         ([waits(0, 16), waits(1, 16, life="it reads or writes")], HANGS, SUSPECT),
         ([waits(0, 16), waits(1, 16, is_busy=True)], HANGS, SUSPECT),
         ([waits(0, 4), waits(1, 4, line=5)], FINE, FINE),  # one call, written twice
@@ -120,8 +120,8 @@ def test_report_of_what_may_be_only_slow():
         "The job may hang: ranks have waited for each other for 4 s.\n"
         "rank 1 is in load (train.py:7), handling OSError: gone (train.py:5) for 4 s [after 7 optimizer steps]; "
         "rank 0 waits in all_reduce (train.py:3) for 4 s\n"
-        "rank 1 may be only slow: it reads or writes.\n"
-        "Only 1 of 2 machines could be seen; the others' launchers report their ranks."
+        "rank 1 may only be slow: it reads or writes.\n"
+        "Only 1 of 2 machines are known here; the launchers of the others report their ranks."
     )
 
 
@@ -140,8 +140,8 @@ IDLE = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 
         ({"cpu_s": 4.0}, True, "it uses the processor a little"),
         ({"cpu_s": 1.3}, False, "it uses the processor a little"),
         ({"num_bytes": 60_000}, False, "it reads or writes"),
-        ({"num_wakeups": 40}, False, "it wakes up again and again"),
-        ({"pids": frozenset({1, 3})}, False, "it starts programs or sees them end"),
+        ({"num_wakeups": 40}, False, "it wakes up repeatedly"),
+        ({"pids": frozenset({1, 3})}, False, "its child processes start or end"),
         ({"is_ready": True}, True, ""),  # others have the processor
         ({"is_in_disk": True}, False, "it waits for a disk or a network file system"),
     ],
@@ -182,7 +182,7 @@ def test_loader_processes_that_work_are_named(tmp_path):
     (tmp_path / "rank-1-process-71.txt").write_text(f"Thread:\n{at_rest}{worker}")
     (tmp_path / "rank-1-process-72.txt").write_text('Thread:\n  File "/x/server.py", line 5 in serve\n')
     (tmp_path / "rank-0-process-73.txt").write_text(f'Thread:\n  File "/x/data.py", line 5 in __getitem__\n{worker}')
-    assert busy_workers(str(tmp_path), [1]) == ["the loader process 70 of rank 1 is in __getitem__ (data.py:5)"]
+    assert busy_workers(str(tmp_path), [1]) == ["loader process 70 of rank 1 is in __getitem__ (data.py:5)"]
 
 
 def test_places_in_the_package_are_named_by_its_folders():

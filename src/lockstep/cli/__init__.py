@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import sys
@@ -12,23 +13,38 @@ from typing import Any
 import click
 
 from lockstep import __version__
-from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, JobHangs, LockstepError, Stopped
+from lockstep.env import open_closed_streams
+from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, ConfigurationError, JobHangs, LockstepError, Stopped
+
+# torch reads this when it is imported, and has no filter for single messages. Each rank would print a warning for each
+# connection, such as a retry or a host without a name. Errors and Python warnings are still shown.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # What shells return for a command that Ctrl-C ended: 128 and the number of SIGINT.
 INTERRUPTED = 130
 
-# What click and torchrun return for a command line that makes no sense: so CI can distinguish it from a failure.
+# What click and torchrun return for wrong usage. A ConfigurationError returns it, too, so that CI can distinguish it
+# from a failure.
 USAGE = 2
+
+# Errors of the operating system for which a traceback does not help, and what to do.
+_REMEDIES = {
+    errno.EPIPE: "",
+    errno.ENOSPC: "Look at `df` and `df /dev/shm`; make room, or write to another disk.",
+    errno.EDQUOT: "Make room within your quota, or write to another disk.",
+    errno.EROFS: "Name a file or folder that can be written.",
+    errno.EMFILE: "Raise the limit with `ulimit -n 65536`, or use fewer loader processes (--workers).",
+}
 
 # Where each command lives, and its line in ``lockstep --help``: so that the help imports none of them.
 COMMANDS = {
     "run": ("lockstep.cli.run:run", "Start a script on every device, as torchrun does."),
     "train": ("lockstep.cli.train:train", "Train the task of a file on one device or many."),
-    "compare": ("lockstep.cli.studies:compare", "Race one device, both engines and torch's own on a task."),
+    "compare": ("lockstep.cli.studies:compare", "Compare one device, both engines and torch's own on a task."),
     "tune": ("lockstep.cli.studies:tune", "Find settings that train a task faster, and write them to a file."),
     "predict": ("lockstep.cli.studies:predict", "Is it faster on several machines here, and with what?"),
     "verify": ("lockstep.cli.studies:verify", "Is it the same run on N devices as on one? If not, why?"),
-    "doctor": ("lockstep.cli.studies:doctor", "What here will hang, falsify or slow training, each with its fix."),
+    "doctor": ("lockstep.cli.studies:doctor", "Find what can hang, corrupt or slow training here, with fixes."),
     "report": ("lockstep.cli.studies:report", "A page on a recorded run: where time went, what to change."),
     "rehearse": ("lockstep.cli.studies:rehearse", "Break a job on purpose, on the CPU, and see what is detected."),
 }
@@ -37,10 +53,10 @@ COMMANDS = {
 def command(
     before: str = "", cls: Callable[..., click.Command] = click.Command, **settings: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command of a function, as `click.command` does; its docstring's examples stand behind the flags.
+    """Make a command of a function, as `click.command` does; the examples of its docstring follow the flags.
 
     Args:
-        before: Paragraphs that stand before the examples.
+        before: Paragraphs before the examples.
         cls: Of the command.
         settings: Of click's context.
     """
@@ -48,7 +64,7 @@ def command(
     def decorate(function: Callable[..., Any]) -> click.Command:
         text, heading, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
         paragraphs = [*before.split("\n\n"), f"{heading.strip()}\n{examples.replace('``', '')}"]
-        # Behind a backspace click leaves a paragraph as it is.
+        # click does not wrap a paragraph that begins with a backspace.
         epilog = "\n\n".join(f"\b\n{one}" for one in "\n\n".join(paragraphs).split("\n\n") if one)
         context = {"max_content_width": 110, **settings}
         attributes: dict[str, Any] = {"cls": cls, "context_settings": context, "help": text, "epilog": epilog}
@@ -59,14 +75,14 @@ def command(
 
 
 class LazyGroup(click.Group):
-    """Imports a command when it is called for: each brings its own, slow imports."""
+    """Imports a command only when it is used, because the imports of each are slow."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands in the order in which people meet them."""
+        """Return the commands in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; ``None`` if there is none of that name."""
+        """Import and return a command; ``None`` if no command has that name."""
         if cmd_name not in COMMANDS:
             return None
         module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
@@ -91,8 +107,10 @@ def group() -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    0, 75 for a run that was stopped and has saved, 83 for a hang, 2 for wrong usage, 130 for Ctrl-C, else 1.
+    0, 75 for a run that was stopped and has saved, 83 for a hang, 2 for wrong usage (a `ConfigurationError` too), 130
+    for Ctrl-C, else 1.
     """
+    open_closed_streams()
     try:
         # Not click's standalone mode: it would end the process, and in its own way for each error.
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
@@ -104,11 +122,20 @@ def main(args: Sequence[str] | None = None) -> int:
         click.echo(f"lockstep: {error}", err=True)
         if isinstance(error, Stopped):
             return error.exit_code
+        if isinstance(error, ConfigurationError):
+            return USAGE
         return HANG_EXIT_CODE if isinstance(error, JobHangs) else EXIT_CODE
     except (KeyboardInterrupt, click.Abort):
         click.echo("lockstep: stopped by Ctrl-C", err=True)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left, as `head` does. Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        if error.filename is None:
+            # A write to a stream failed: its reader has ended, as `head` does, or its disk is full. Without this,
+            # Python would report the error again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            place = "" if error.filename is None else f": {error.filename}"
+            click.echo(f"lockstep: {error.strerror}{place}.\n{_REMEDIES[error.errno]}", err=True)
         return EXIT_CODE

@@ -4,23 +4,31 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lockstep.cli import INTERRUPTED, USAGE, command
+from lockstep.cli import INTERRUPTED, command
 from lockstep.cli.train import settings_options
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
 from lockstep.study.rehearse.fault_rules import describe_kinds
+from lockstep.telemetry.cost import Price
 from lockstep.train.settings import Settings, read_settings
 
 _TASK = click.argument("task_file", metavar="TASK.py")
-_DEVICES = click.option("--devices", type=int, metavar="N", help="All GPUs if not given, or 2 CPU processes.")
-_STRATEGIES = click.option("--strategies", metavar="LIST", help="What to try, with commas between, such as ddp,fsdp.")
-_JSON = click.option("--json", "json_file", metavar="FILE", help="Write all that was found as JSON.")
+_DEVICES = click.option(
+    "--devices", type=int, metavar="N", help="Number of devices; default: all GPUs, or 2 CPU processes."
+)
+_STRATEGIES = click.option("--strategies", metavar="LIST", help="Comma-separated strategies to try, such as ddp,fsdp.")
+_JSON = click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON.")
+_HTML = click.option(
+    "--html", "html_file", metavar="FILE", help="Write an HTML page with a plot, which needs no network."
+)
+_PRICE = click.option("--price", metavar="SUM", help='Price of a device per hour, such as 2.50 or "2.50 EUR".')
 
 FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
 {describe_kinds()}
@@ -28,19 +36,17 @@ FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
 kill, hang, straggler and oom take in=loader|forward|backward|optimizer, kill and hang also in=collective."""
 
 
-def check_writable(file: str | None) -> None:
-    """Refuse a file that cannot be written, before minutes are spent on its contents."""
-    if file is None:
-        return
-    path = Path(file)
-    is_new = not path.exists()
-    # Only an attempt proves it: rights do not show a read-only file system or a full quota.
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error.strerror}.\nName another file.") from error
-    if is_new:
-        path.unlink()
+def check_writable(*files: str | None) -> None:
+    """Raise an error for a file that cannot be written, before minutes are spent on its contents."""
+    for path in (Path(file) for file in files if file is not None):
+        is_new = not path.exists()
+        # Only an attempt proves it: permissions do not show a read-only file system or a full quota.
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be written: {error.strerror}.\nName another file.") from error
+        if is_new:
+            path.unlink()
 
 
 def write(what: str, file: str, text: str) -> None:
@@ -64,13 +70,19 @@ def _words(text: str | None, otherwise: Sequence[str]) -> Sequence[str]:
 @_TASK
 @_DEVICES
 @_STRATEGIES
-@click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Turns of each strategy.")
-@click.option("--steps", type=int, metavar="N", help="Steps of a turn; as many as take the fastest half a second.")
+@click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Number of rounds.")
+@click.option(
+    "--steps",
+    type=int,
+    metavar="N",
+    help="Steps of each strategy per round; default: as many as take the fastest half a second.",
+)
 @click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps of each before the rounds.")
 @settings_options(Settings, "seed", "global_batch_size", "precision", "workers")
-@click.option("--memory/--no-memory", default=True, help="Measure peak memory, in fresh processes; on if not given.")
+@click.option("--memory/--no-memory", default=True, help="Measure peak memory in new processes; default: on.")
+@_PRICE
 @_JSON
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, to be opened offline.")
+@_HTML
 def compare(
     task_file: str,
     devices: int | None,
@@ -79,6 +91,7 @@ def compare(
     steps: int | None,
     warmup: int,
     memory: bool,
+    price: str | None,
     json_file: str | None,
     html_file: str | None,
     **settings: Any,
@@ -86,7 +99,7 @@ def compare(
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
     All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
-    table and a verdict in words: what to use here, and why.
+    table and a verdict: what to use here, and why.
 
     Examples:
       lockstep compare examples/digits.py --devices 2
@@ -97,16 +110,15 @@ def compare(
           two strategies, more rounds: a narrower spread
     """
     from lockstep.study.common import console, to_json
-    from lockstep.study.compare import compare as run_comparison
     from lockstep.study.compare.benchmark import STRATEGIES
-    from lockstep.study.compare.comparison import render, render_page
-    from lockstep.study.compare.verdict import judge, to_record
+    from lockstep.study.compare.benchmark import compare as run_comparison
+    from lockstep.study.compare.comparison import render_page
+    from lockstep.study.compare.verdict import to_record
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
     # What would fail at the end is tried first: the measuring takes minutes.
-    for file in (json_file, html_file):
-        check_writable(file)
+    check_writable(json_file, html_file)
     if html_file is not None:
         import_matplotlib()  # rather now than after the benchmark
     comparison = run_comparison(
@@ -118,27 +130,29 @@ def compare(
         num_warmup=warmup,
         settings=Settings(**settings),
         memory=memory,
+        price=price,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
-    verdict = judge(comparison)
-    console().print(render(comparison, verdict.sentences))
+    console().print(comparison)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     if json_file is not None:
-        write("figures", json_file, to_json(to_record(comparison, verdict, found)))
+        write("figures", json_file, to_json(to_record(comparison, found)))
     if html_file is not None:
-        write("page", html_file, render_page(comparison, verdict.sentences, found))
+        write("page", html_file, render_page(comparison, found))
 
 
 @command()
 @_TASK
 @_DEVICES
-@click.option("--minutes", type=float, default=5.0, show_default=True, metavar="M", help="How long it may take.")
-@click.option("--out", metavar="FILE", help="Where to write the settings; TASK-tuned.toml if not given.")
-@click.option("--settings", "settings_file", metavar="FILE", help="Settings to begin with; the defaults if not given.")
+@click.option("--minutes", type=float, default=5.0, show_default=True, metavar="M", help="Maximum duration.")
+@click.option("--out", metavar="FILE", help="File for the settings; default: TASK-tuned.toml.")
+@click.option("--settings", "settings_file", metavar="FILE", help="Settings to start from.")
 @_STRATEGIES
 @settings_options(Settings, "global_batch_size")
-@click.option("--allow-precision", is_flag=True, help="Take bf16, too, if it is faster: another arithmetic.")
-@click.option("--allow-division", is_flag=True, help="Divide batches otherwise, too: batch norm and dropout see that.")
+@click.option("--allow-precision", is_flag=True, help="Also use bf16 if it is faster, which changes the arithmetic.")
+@click.option(
+    "--allow-division", is_flag=True, help="Also change the division of batches, which affects batch norm and dropout."
+)
 def tune(
     task_file: str,
     devices: int | None,
@@ -174,7 +188,7 @@ def tune(
     path = Path(file)
     if path.exists() and path.stat().st_size and not path.read_text("utf-8", "replace").startswith(tuning.FIRST_LINE):
         raise ConfigurationError(
-            f"{file} is there already, and lockstep tune has not written it.\nName another file (--out FILE)."
+            f"{file} already exists, and lockstep tune did not write it.\nName another file (--out FILE)."
         )
     start: dict[str, Any] = {} if settings_file is None else read_settings(settings_file)
     if global_batch_size is not None:
@@ -187,7 +201,7 @@ def tune(
         began_at=psutil.Process().create_time(),
         **limits,
     )
-    console().print(tuning.render(outcome))
+    console().print(outcome)
     found = provenance.gather()
     facts = {"measured": found.when, **found.versions, **found.machine}
     write("settings", file, tuning.as_file(outcome, task_file=task_file, file=file, facts=facts))
@@ -196,19 +210,26 @@ def tune(
 
 @command()
 @click.argument("target", metavar="TASK.py|RUN")
-@click.option("--machines", metavar="N", help="Machines to be advised for; 2, or those of the job, if not given.")
+@click.option(
+    "--machines",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Number of machines to give advice for; default: 2, or the machines of the job.",
+)
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), metavar="MS", help="Of a message over --link; 0.2 if not given.")
-@click.option("--ranks-per-machine", type=int, metavar="N", help="Ranks of each; 1, or those of the job.")
+@click.option("--ranks-per-machine", type=click.IntRange(1), metavar="N", help="Ranks of each; 1, or those of the job.")
 @settings_options(Settings, "global_batch_size", "precision")
+@_PRICE
 @_JSON
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, to be opened offline.")
+@_HTML
 def predict(
     target: str,
-    machines: str | None,
+    machines: int | None,
     link: str | None,
     latency: float | None,
     ranks_per_machine: int | None,
+    price: str | None,
     json_file: str | None,
     html_file: str | None,
     **settings: Any,
@@ -234,22 +255,28 @@ def predict(
     from lockstep.study import predict as prediction
     from lockstep.study.common import console, to_json
     from lockstep.study.drawing import import_matplotlib
+    from lockstep.study.links import LAN_LATENCY_S, given_link
     from lockstep.telemetry import provenance
 
-    for file in (json_file, html_file):
-        check_writable(file)
+    check_writable(json_file, html_file)
     if html_file is not None:
         import_matplotlib()
-    request = prediction.Asked.read(machines, link, latency, ranks_per_machine)
+    cost, latency_s = Price.read(price), LAN_LATENCY_S if latency is None else latency / 1e3
+    asked: dict[str, Any] = {
+        "num_machines": machines,
+        "link": None if link is None else given_link(link, latency_s),
+        "ranks_per_machine": ranks_per_machine,
+    }
     found: prediction.Forecast | None
     if Path(target).is_dir():
-        found = prediction.predict_run(Path(target), request)
+        found = prediction.predict_run(Path(target), **asked)
     else:
         in_job = RankEnv.from_environ(os.environ).world_size > 1
         with init() if in_job else nullcontext() as world:
-            found = prediction.predict_task(target, request, Settings(**settings), world)
+            found = prediction.predict_task(target, Settings(**settings), world, **asked)
     if found is None:  # rank zero prints it
         return
+    found = replace(found, price=cost)
     console().print(prediction.render(found))
     origin = provenance.gather(Path(target.rpartition(".py")[0] + ".py"))
     if json_file is not None:
@@ -272,7 +299,7 @@ def verify(
 ) -> int:
     """Train some steps of TASK.py as one process and as N ranks: is it the same run?
 
-    If not, names the first tensor that differs, and finds the cause by turning one thing off at a time. Computes in
+    If not, names the first tensor that differs, and finds the cause by turning off one feature at a time. Computes in
     float64 where the task allows it. Exit code 0: the same run; 1: it is not, or an error.
 
     Examples:
@@ -281,11 +308,11 @@ def verify(
       lockstep verify train.py --devices 4 --reproducible 4
           the same to the bit, dropout and batch norm included?
       lockstep verify train.py --devices 2 --strategy diloco
-          another run by design: does what must hold all the same?
+          a run that differs by design: do its rules hold?
     """
     from lockstep.study.common import console
     from lockstep.study.verify import exchanges, verify_table
-    from lockstep.study.verify import verify as run_verification
+    from lockstep.study.verify.diagnose import verify as run_verification
     from lockstep.train.strategies.strategy import check_engine
 
     check_writable(json_file)
@@ -298,36 +325,47 @@ def verify(
             write("findings", json_file, exchanges.to_json(rules, name, strategy))
         return 0 if all(rule.holds for rule in rules) else EXIT_CODE
     verification = run_verification(task_file, devices=num_devices, steps=steps, settings=given)
-    console().print(verify_table.render(verification, name))
+    console().print(verification)
     if json_file is not None:
-        write("findings", json_file, verify_table.to_json(verification, name))
+        write("findings", json_file, verify_table.to_json(verification))
     return 0 if verification.same else EXIT_CODE
 
 
 @command()
 @click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
+@click.argument("arguments", metavar="[-- ARGUMENTS]", nargs=-1)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
 @click.option(
     "--nnodes", "machines", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines."
 )
-@click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Where ranks meet; MASTER_ADDR if it is set.")
+@click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Host of rank 0; default: MASTER_ADDR.")
 @click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", envvar="MASTER_PORT", help="Its port.")
-@click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank; the script's number.")
-@click.option("--checkpoint", metavar="DIR", default=".", help="Folder that checkpoints go to; here if not given.")
+@click.option(
+    "--workers",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Loader processes per rank; default: the number in the script.",
+)
+@click.option("--checkpoint", metavar="DIR", default=".", help="Folder for checkpoints; default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
+def doctor(target: str | None, arguments: tuple[str, ...], as_json: bool, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
     Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk
-    space and versions; a script by its syntax tree (samplers, saving, collectives); a
-    task also by building its model without memory. Trains nothing, changes nothing, takes under ten seconds, and lists
-    what it could not see.
+    space and versions; a task by building its model without memory; a script by starting it on two CPU ranks for some
+    steps of two epochs. Takes under 15 seconds for a small script, and lists what it could not see.
+
+    The script runs in a mirror of the working folder: what it saves there is removed at the end. Python's open(),
+    remove and rename, torch.save() and safetensors change no other files, except for temporary and hidden ones. Native
+    code and programs that the script starts can still write, and the network is not blocked.
 
     Examples:
       lockstep doctor
           this machine, for a run on all of its GPUs, or CPU cores
       lockstep doctor train.py --devices 4
-          also what can be told from the script's text; it is not run
+          also what is seen of the script on two CPU ranks
+      lockstep doctor train.py -- --lr 0.1
+          a script with arguments
       lockstep doctor examples/gpt.py --devices 2 --workers 4
           a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are checked, too
       lockstep doctor --nnodes 2 --master-addr 10.0.0.1
@@ -340,6 +378,9 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
     such script. Each finding is explained in docs/reference/doctor.md under its name.
     """
+    if target is not None:
+        fork_server.start()
+        fork_server.preload("lockstep.study.doctor.examine")
     from lockstep.env import RankEnv
     from lockstep.study.common import console
     from lockstep.study.doctor import examine
@@ -350,11 +391,8 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
         raise ConfigurationError(
             f"--checkpoint {planned['checkpoint']} is in an object store, which is not examined.\nLeave it out."
         )
-    try:
-        report, code = examine.run(Plan(target=target, **planned), RankEnv.from_environ(os.environ), os.environ)
-    except ConfigurationError as error:
-        click.echo(f"lockstep: {error}", err=True)
-        return USAGE
+    env = RankEnv.from_environ(os.environ)
+    report, code = examine.run(Plan(target=target, **planned), env, os.environ, arguments)
     if report is None:  # rank zero prints it
         return code
     if as_json:
@@ -366,13 +404,24 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
 
 @command()
 @click.argument("folder", metavar="RUN")
-@click.option("--out", "out_file", metavar="FILE", help="Where the page goes; report.html in the folder of the run.")
-@click.option("--trace", "trace_file", metavar="FILE", help="Write the timeline as a Chrome trace, too.")
-@click.option("--against", "baseline_folder", metavar="RUN", help="Compare losses and speed with those of another run.")
-def report(folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None) -> None:
+@click.option(
+    "--out", "out_file", metavar="FILE", help="File for the page; default: report.html in the folder of the run."
+)
+@click.option("--trace", "trace_file", metavar="FILE", help="Also write the timeline as a Chrome trace.")
+@click.option("--against", "baseline_folder", metavar="RUN", help="Compare losses and speed with another run.")
+@_PRICE
+@click.option(
+    "--until-loss",
+    type=float,
+    metavar="LOSS",
+    help="Also report the cost until this loss (the evaluation loss, if there is one).",
+)
+def report(
+    folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None, **cost_of: Any
+) -> None:
     """Say of a run that was recorded with --run-dir: how fast it was, where the time went, and what to change first.
 
-    Prints three sentences, and writes a page that opens offline in any browser.
+    Prints three sentences and what the run used, and writes a page that opens offline in any browser.
 
     Examples:
       lockstep train examples/digits.py --devices 2 --run-dir runs/digits
@@ -380,34 +429,35 @@ def report(folder: str, out_file: str | None, trace_file: str | None, baseline_f
           runs/digits/report.html: how fast, where the time goes, what to change first
       lockstep report runs/digits --against runs/single
           with another run beside it: are the losses the same, how much faster is it, which settings differ
+      lockstep report runs/digits --price "2.50 EUR" --until-loss 0.2
+          what it cost in all, for an epoch, and until the loss was that low
       lockstep report runs/digits --trace digits.json
           the timeline for ui.perfetto.dev or chrome://tracing
     """
-    from lockstep.study.report.run_page import render
-    from lockstep.study.report.view import compare_with_baseline, sentences, to_trace, view_run
+    from lockstep.study.report import run_page
+    from lockstep.study.report.view import to_trace
 
-    view = view_run(Path(folder))
-    baseline = None if baseline_folder is None else compare_with_baseline(view, view_run(Path(baseline_folder)))
+    found = run_page.report(folder, against=baseline_folder, **cost_of)
     page_file = out_file or str(Path(folder) / "report.html")
-    for file in (page_file, trace_file):
-        check_writable(file)
+    check_writable(page_file, trace_file)
+    click.echo("\n".join(found.sentences))
     if trace_file is not None:
-        Path(trace_file).write_text(to_trace(view.run), encoding="utf-8")
-    Path(page_file).write_text(render(view, baseline), encoding="utf-8")
-    lines = [*sentences(view, baseline), *(f"Missing: {gap}" for gap in view.run.gaps)]
-    if baseline is not None:
-        lines.append(baseline.loss_note)
-    if trace_file is not None:
-        lines.append(f"trace written to {trace_file}")
-    click.echo("\n".join([*lines, f"page written to {page_file}"]))
+        write("trace", trace_file, to_trace(found.view.run))
+    write("page", page_file, found.page)
 
 
 @command(before=FAULTS, ignore_unknown_options=True)
 @click.argument("file", metavar="SCRIPT_OR_TASK")
 @click.argument("args", metavar="[ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
-@click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be given often.")
-@click.option("--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="How long ranks may wait.")
+@click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be repeated.")
+@click.option(
+    "--watchdog",
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time after which waiting ranks count as hung.",
+)
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
 @click.option("--quiet", is_flag=True, help="Show only the table, not the job's output.")
 def rehearse(
@@ -436,7 +486,7 @@ def rehearse(
     from lockstep.study.rehearse import runner
     from lockstep.study.rehearse.fault_rules import check_ranks, parse
 
-    # A rule that makes no sense is refused before a job is started for it.
+    # Refuse an invalid rule before starting a job.
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
     command = [sys.executable, "-m", "lockstep"]
@@ -444,5 +494,5 @@ def rehearse(
     command += ["train", file, *flags, *args] if runner.is_task(file) else ["run", *flags, file, *args]
     # A job of its own, not one of this process: what is broken may be the launcher.
     rehearsal = runner.rehearse(command, rules, num_ranks=devices, shows=not quiet)
-    console(width=160).print(runner.render(rehearsal))
+    console().print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1

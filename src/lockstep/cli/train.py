@@ -12,12 +12,12 @@ import click
 from click.core import ParameterSource
 
 from lockstep.cli import command
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
+from lockstep.errors import ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LEVELS, LogSettings
 from lockstep.run_folder import hide_secrets
-from lockstep.train.settings import FitSettings, Setting, Settings, merge_settings, read_settings, settings_of
+from lockstep.train.settings import FitSettings, Setting, merge_settings, read_settings, settings_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ def settings_from(values: Mapping[str, Any], file: str | None) -> FitSettings:
     except ConfigurationError as error:
         if str(error).startswith(f"{file}"):
             raise
-        raise ConfigurationError(f"{error}\nWhat no flag says is from {file}.") from None
+        raise ConfigurationError(f"{error}\nSettings without a flag are from {file}.") from None
 
 
 def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
@@ -63,7 +63,7 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
         words = text.split(",") if isinstance(text, str) else text
         return tuple(int(word) if str(word).strip().isdecimal() else float(word) for word in words)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 2,1,1.") from None
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 2,1,1.") from None
 
 
 def _option(setting: Setting) -> Callable[[F], F]:
@@ -92,39 +92,82 @@ def _option(setting: Setting) -> Callable[[F], F]:
     )
 
 
-# Headings of ``--help``; a flag is listed under the first class that declares it.
-_SECTIONS = {"How to train": Settings, "On what, and what to keep": FitSettings}
+# The sections of ``--help-all``; ``--help`` shows the first.
+_SECTIONS = {
+    "Common options": "devices strategy epochs steps global_batch_size precision workers seed reproducible checkpoint "
+    "resume export run_dir settings_file",
+    "Batch and learning rate": "accumulate shares clip schedule warmup lr_scaling base_batch_size",
+    "Data and checks": "prefetch bad_samples on_nan check_replicas threads",
+    "Exchange of gradients": "compression wire bucket_cap_mb overlap_optimizer",
+    "Strategies local-sgd and diloco": "sync_every fragments sync_delay across outer_lr outer_momentum",
+    "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best eval_every",
+    "Recorded and shown": "profile profile_steps profile_dir nvtx log_to view quiet price logs log_level log_dir",
+    "When ranks fail or hang": "max_restarts min_devices watchdog watchdog_action",
+}
 
 
 class _TrainCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section of flags for each class of settings, and one for the rest."""
-        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        records = {option.name: option.get_help_record(ctx) for option in options}
-        names = {heading: [setting.name for setting in settings_of(cls)] for heading, cls in _SECTIONS.items()}
-        for heading, those in {**names, "Other": list(records)}.items():
-            with formatter.section(heading):
-                formatter.write_dl([record for name in those if (record := records.pop(name, None)) is not None])
+        """Write the flags that most people use, or with ``--help-all`` every one."""
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        records = {str(each.name): each.get_help_record(ctx) or ("", "") for each in options}
+        sections = {heading: [records.pop(name) for name in names.split()] for heading, names in _SECTIONS.items()}
+        for number, (heading, rows) in enumerate({**sections, "Help": list(records.values())}.items()):
+            if number in (0, len(sections)) or ctx.meta.get(_HELP_ALL):
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+_HELP_ALL = "lockstep.help_all"
+
+
+def _help_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 @command(cls=_TrainCommand)
 @click.argument("task_file", metavar="TASK.py")
 @settings_options(FitSettings)
-@click.option("--settings", "settings_file", metavar="FILE", help="TOML file, as of lockstep tune; flags win over it.")
-@click.option("--max-restarts", type=click.IntRange(0), default=0, metavar="N", help="Starts after a rank has failed.")
-@click.option("--min-devices", type=click.IntRange(1), metavar="N", help="Go on without killed ranks, with N at least.")
+@click.option(
+    "--settings",
+    "settings_file",
+    metavar="FILE",
+    help="TOML file, such as lockstep tune writes; flags take precedence.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Maximum number of restarts after a rank has failed.",
+)
+@click.option(
+    "--min-devices", type=click.IntRange(1), metavar="N", help="Continue without killed ranks, with at least N ranks."
+)
 @click.option(
     "--watchdog",
     type=click.FloatRange(0),
     metavar="SECONDS",
-    help="Report who waits for whom after so long; 60 if not given.",
+    help="Report a hang after this time; default: 60; 0: never.",
 )
-@click.option("--watchdog-action", type=click.Choice(["end", "warn"]), help="After it: end with code 83, or go on.")
-@click.option("--logs", type=click.Choice(("merged", "raw")), default="merged", help="Merge what ranks write, or not.")
+@click.option(
+    "--watchdog-action",
+    type=click.Choice(["end", "warn"]),
+    help="After that report: end with exit code 83, or continue.",
+)
+@click.option(
+    "--logs", type=click.Choice(("merged", "raw")), default="merged", help="Merge the output of the ranks, or not."
+)
 @click.option(
     "--log-level", type=click.Choice(tuple(LEVELS)), default="info", help="Show all, stderr, or reports only."
 )
-@click.option("--log-dir", metavar="DIR", help="Folder for a file rank-N.log of all that each rank writes.")
+@click.option("--log-dir", metavar="DIR", help="Folder for the output of each rank, as rank-N.log.")
+@click.option(
+    "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_help_all, help="Show all options and exit."
+)
 def train(
     task_file: str,
     settings_file: str | None,
@@ -137,23 +180,17 @@ def train(
     log_dir: str | None,
     **values: Any,
 ) -> int:
-    """Train the task of TASK.py: its attribute `task`, or NAME with TASK.py:NAME.
-
-    The attribute is a lockstep.Task, or a function that returns one. A task says what to train, the options say how.
+    """Train a lockstep.Task, or what a function returns: `task` of TASK.py, or NAME of TASK.py:NAME.
 
     Examples:
       lockstep train examples/digits.py
-          one process on every GPU, or on the CPU if there is none
+          one process on each GPU, or one on the CPU if there is no GPU
       lockstep train examples/digits.py --devices 2
           the same training run on two
       lockstep train examples/gpt.py --steps 500 --checkpoint runs/gpt --export gpt.safetensors
           stop it with Ctrl-C, and go on with the same command
-      lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --checkpoint-every 50 --max-restarts 3
+      lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --max-restarts 3
           when a rank dies, all start again by themselves, from the newest checkpoint
-      lockstep train examples/gpt.py --global-batch-size 128 --lr-scaling sqrt --warmup 100 --accumulate 4
-          a larger batch than the task's, in smaller pieces
-      lockstep train examples/gpt.py --settings gpt-tuned.toml --workers 0
-          with what lockstep tune found to be fastest here, but without loader processes
 
     On several machines, or where ranks are started already, start the same command in each of them:
       lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
@@ -166,18 +203,18 @@ def train(
     if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(log_settings.flags) or is_rehearsed):
         if is_rehearsed:
             raise ConfigurationError(
-                f"Faults strike in ranks, and strategy {settings.strategy} in one process starts none.\n"
+                f"Faults are injected in ranks, and strategy {settings.strategy} in one process starts no ranks.\n"
                 "Rehearse with a strategy of one process for each device, such as ddp."
             )
         if log_settings.flags:
             raise ConfigurationError(
-                f"{log_settings.flags} is for ranks that this command starts, and it starts none.\n"
-                f"Give it to the command that does; the output of strategy {settings.strategy} in one process can be "
-                "redirected."
+                f"{log_settings.flags} is for ranks that this command starts, but it starts none.\n"
+                f"Pass it to the command that starts them; the output of strategy {settings.strategy} in one "
+                "process can be redirected."
             )
         return _train_here(task_file, settings)
     # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
-    from lockstep.launcher.api import launch_with
+    from lockstep.launcher.api import launch_with, raising_task_errors
     from lockstep.telemetry.sinks import parse_targets, require_package
     from lockstep.train.plan import check_batch, num_devices
     from lockstep.train.task import load_task
@@ -192,7 +229,7 @@ def train(
     for sink in parse_targets(settings.log_to or ()):
         require_package(sink)
 
-    try:
+    with raising_task_errors():
         launch_with(
             _train_here,
             (task_file, settings, _checkpoints(settings)),
@@ -203,28 +240,23 @@ def train(
             watchdog_s=watchdog,
             watchdog_action=watchdog_action,
         )
-    except RankFailed as error:
-        # What a rank found wrong with task or settings needs no traceback; the other ranks found the same.
-        cause = error.__cause__
-        if isinstance(cause, LockstepError) and not isinstance(cause, CollectiveError):
-            raise cause from None
-        raise
     return 0
 
 
 def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     """Return whether this process starts the ranks: not if it is one, and a single one only if that is requested."""
     from lockstep.env import Launcher, RankEnv
+
+    if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE:
+        return False
+    fork_server.start()  # before anything else imports torch, the task is loaded, and devices are counted
     from lockstep.train.plan import PER_PROCESS, num_devices
 
-    if RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or settings.strategy not in PER_PROCESS:
-        return False
-    fork_server.start()  # before the task is loaded, and devices are counted
-    return even_one or num_devices(settings.devices) > 1
+    return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
 
 
 def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, float]]:
-    """Return the checkpoints that are there, if old ones are to be told from new ones: their names and numbers."""
+    """Return names and numbers of the existing checkpoints, if they must be distinguished from new ones."""
     if settings.checkpoint is None or settings.resume is not False:
         return frozenset()
     from lockstep.train.checkpoints.checkpoint import find_checkpoints
@@ -245,6 +277,7 @@ def _train_here(task_file: str, settings: FitSettings, before: frozenset[tuple[s
         settings: How to train it.
         before: The checkpoints that were there before the first start.
     """
+    fork_server.import_modules(["lockstep.train.fit", fork_server.OPTIMIZER])
     from lockstep.train.fit import fit_with
     from lockstep.train.task import load_task
 

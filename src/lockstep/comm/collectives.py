@@ -276,6 +276,8 @@ class RepeatedBroadcast:
 
         Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
         """
+        if self._group.size() == 1 and is_native(self._group):
+            return
         # By identity: a module may have replaced a buffer by another of the same shape.
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._tensors = list(tensors)

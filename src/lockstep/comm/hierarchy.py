@@ -375,7 +375,7 @@ def create_group(options: Any, _: Any = None) -> Any:
     segment, objection, inner = _share_on_machines(store, machines, rank)
     if segment is None:
         if objection and rank == 0:
-            print(f"lockstep: no shm for this group, Gloo serves it: {objection}.", file=sys.stderr)
+            print(f"lockstep: this group uses Gloo instead of shm: {objection}.", file=sys.stderr)
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
     ranks = next(ranks for ranks in machines if rank in ranks)
     inside = join_shm(segment, inner, ranks, options)

@@ -62,13 +62,17 @@ def _thread_state(task: str) -> str:
 # --- Memory
 
 # Numbers of glibc's malloc.h, and what is kept: blocks up to this size in the heap, and so much of it while it is free.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_BLOCK, _MOST_FREE = 2**28, 2**30
 
 
 @functools.cache
-def keep_freed_memory() -> None:
-    """Have the C library keep the memory that a step frees, for the next step, from now on in this process."""
+def keep_freed_memory(*, for_threads: bool = False) -> None:
+    """Have the C library keep the memory that a step frees, for the next step, from now on in this process.
+
+    Args:
+        for_threads: Whether also that of threads started from now on, which then share the heap of the first thread.
+    """
     # By itself glibc gives free memory at the end of the heap back to the system, and every block above 32 MiB; and the
     # system zeroes it, page by page, when a step asks for it again: 9,000 page faults a step of an MLP with 7 million
     # parameters, a fifth of its processor time; replicas in threads pay twice, since faults of one process wait for
@@ -79,6 +83,10 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _MOST_FREE)
+        if for_threads:
+            # By itself a thread gets an arena of its own, made of pieces of 64 MiB: a piece goes back to the system
+            # when all of it is free, whatever the thresholds, and a larger block never lies in one.
+            mallopt(_M_ARENA_MAX, 1)
         if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK):
             mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that older versions take
 

@@ -110,17 +110,17 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
             store = _client(env, address, max(1.0, deadline - time.monotonic()))
             if store is not None:
                 return store
-            reason = "something else than a torch.distributed store answers there"
+            reason = "a program that is not a torch.distributed store answers there"
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() >= deadline:
             raise WorldSizeMismatch(
                 f"Rank {env.rank} of {env.world_size} could not reach the store at {address[0]}:{address[1]} "
                 f"within {timeout_s:g} s: {reason}.\n"
-                f"{host} hosts it, so that is missing, has given up already, or cannot be reached from "
-                f"{socket.gethostname()}; which other ranks are missing cannot be known.\n"
+                f"{host} hosts it: that did not start, has given up already, or cannot be reached from "
+                f"{socket.gethostname()}; this rank cannot tell which other ranks are missing.\n"
                 "Check that it was started, that MASTER_ADDR is an address of its machine, that MASTER_ADDR and "
-                "MASTER_PORT are the same on every rank, and that no firewall lies between."
+                "MASTER_PORT are the same on every rank, and that no firewall blocks it."
             )
         time.sleep(_RETRY_S)
 
@@ -175,7 +175,8 @@ def naming_a_lost_store(me: Participant) -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise WorldSizeMismatch(
-            f"Rank {me.rank} of {me.world_size} lost the store while it waited for the other ranks: its host ended.\n"
+            f"Rank {me.rank} of {me.world_size} lost the connection to the store while it waited for the "
+            "other ranks: the process that hosts it ended.\n"
             "Look at the output of rank 0, which hosts it, or of the launcher."
         ) from error
 
@@ -236,7 +237,7 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
     if present != signature:
         other = Participant(**json.loads(present))
         return WorldSizeMismatch(
-            f"Two processes say that they are rank {me.rank}: pid {other.pid} on host {other.host} and "
+            f"Two processes have the rank {me.rank}: pid {other.pid} on host {other.host} and "
             f"pid {me.pid} on host {me.host}.\n"
             f"Give each process a RANK of its own, from 0 to {me.world_size - 1}; if one belongs to another job, give "
             "this job another MASTER_PORT. `lockstep run` does both."

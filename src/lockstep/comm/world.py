@@ -47,14 +47,14 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
         device = torch.device(wanted or default_device())
     except RuntimeError:
         raise ConfigurationError(
-            f"device={wanted!r} is no device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."
+            f"device={wanted!r} is not a device.\nPass 'cpu', 'cuda', 'cuda:<index>' or a torch.device."
         ) from None
     if device.type == "cpu":
         return device
     found, count = default_device(), torch.accelerator.device_count()
     if found.type != device.type:
         raise ConfigurationError(
-            f"device={str(wanted)!r} was asked for, but this machine has no usable {device.type.upper()} device.\n"
+            f"device={str(wanted)!r} was requested, but this machine has no usable {device.type.upper()} device.\n"
             f"Pass device='cpu', or check the driver, and that torch {torch.__version__} was built for it or that the "
             "package which adds it to torch is imported before."
         )
@@ -168,9 +168,9 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
         )
     except RuntimeError as error:
         raise CollectiveError(
-            f"Rank {env.rank} on {socket.gethostname()} met the other ranks, but could not connect to them over "
+            f"Rank {env.rank} on {socket.gethostname()} found the other ranks, but could not connect to them over "
             f"{backend}: {error}\n"
-            "Another rank may have ended meanwhile. Otherwise the network interface is the wrong one: set "
+            "Another rank may have ended. Otherwise the network interface is wrong: set "
             f"{GLOO_INTERFACE} (for NCCL: NCCL_SOCKET_IFNAME) to one that reaches the other machines, and let the "
             "firewall pass all ports between them."
         ) from error
@@ -435,7 +435,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         store = PrefixStore(f"{met.prefix}/shm", met.store)
         serves, reason = hierarchy.serves(store, env.rank, env.world_size)
         if reason and env.rank == 0 and env.world_size > 1:
-            print(f"lockstep: Gloo serves this job, which is slower than shared memory: {reason}.", file=sys.stderr)
+            print(f"lockstep: this job uses Gloo, which is slower than shared memory: {reason}.", file=sys.stderr)
         name = name if serves else "gloo"
     interface = gloo_interface(env.master_addr, one_machine=one_machine)
     with ExitStack() as stack:
@@ -454,7 +454,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     if isinstance(group, CpuProcessGroup):
         group.set_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(name):
-        dist.distributed_c10d._set_pg_timeout(limit)
+        # The public function came with torch 2.14, which warns of the other one.
+        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(limit)
     # Groups that are made later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))

@@ -195,13 +195,13 @@ class BatchIterator:
 
         Args:
             step: What the next micro-batch is of.
-            state: Of a stream, what `state` returned behind the step before.
+            state: Of a stream, what `state` returned after the previous step.
         """
         self._position, self._note = StreamPosition(step, state), None
         self.close()
 
     def state(self) -> dict[str, Any] | None:
-        """Return where the stream stands behind the last micro-batch's step; None if that is unknown, or for no stream.
+        """Return the stream's position after the last micro-batch's step; None if unknown or without a stream.
 
         Warns on the first rank if the stream's states are of no use.
         """
@@ -210,7 +210,8 @@ class BatchIterator:
             return self._position.state
         if note.problem is not None and self._split.shares.start == 0:
             warnings.warn(
-                f"A resumed run will read and drop what came before: state_dict() of {type(self._samples).__name__} "
+                "A resumed run will read and discard the earlier samples: state_dict() of "
+                f"{type(self._samples).__name__} "
                 f"{note.problem}.\nReturn all that its position and order depend on as numbers, strings, lists, dicts "
                 "and tensors, to resume at once.",
                 stacklevel=2,

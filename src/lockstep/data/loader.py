@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import multiprocessing
+import multiprocessing.queues
+import os
 import signal
 import sys
 import traceback
@@ -28,6 +30,7 @@ _ADVICE = (
     "Repair or remove what cannot be read, or go on without such samples and have them counted: "
     'bad_samples="skip" (--bad-samples skip).'
 )
+_TOO_MANY_FILES = "Raise the limit with `ulimit -n 65536`, or close files in the data set when a sample has been read."
 
 
 class BadSample(NamedTuple):
@@ -81,12 +84,14 @@ def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> Data
     first = next((sample for sample in bad if sample.others), bad[0])
     place = "" if evaluation else f" (epoch {first.epoch + 1}, step {first.step + 1})"
     if first.others:
-        head = f"Samples {_first_few([first.sample, *first.others])} of {data} cannot be made into a batch{place}."
+        head = f"Samples {_first_few([first.sample, *first.others])} of {data} cannot be collated into a batch{place}."
         tail = "Return samples of one kind and shape from the data set, or make batches of them with Task.collate."
     else:
         head = f"Sample {first.sample} of {data} cannot be read{place}."
-        more = f"Nor can {len(bad) - 1} more: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (len(bad) > 1)
-        tail = f"{more}{_ADVICE}"
+        more = f"{len(bad) - 1} more cannot be read either: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (
+            len(bad) > 1
+        )
+        tail = f"{more}{_TOO_MANY_FILES if 'Too many open files' in first.cause else _ADVICE}"
     text = f"{head}\n{first.cause}\n{tail}"
     error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
     if first.trace is not None:
@@ -175,9 +180,20 @@ def _init_worker(num_threads: int | None, _worker: int) -> None:
     # of a task; what follows is for the one that trains to decide. SIGTERM is how torch ends a loader process.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     # Torch has set it to 1 by now: ranks and their loader processes share the cores.
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+
+
+# The exit code of a loader process.
+_NO_SHARED_MEMORY = os.EX_IOERR
+
+
+def _end_worker(error: Exception, _batch: object) -> None:
+    """End a loader process that cannot send a batch: multiprocessing prints why, and the batch is awaited for ever."""
+    traceback.print_exception(error)
+    os._exit(_NO_SHARED_MEMORY if "shared memory" in str(error) else 1)
 
 
 class Request(NamedTuple):
@@ -196,7 +212,7 @@ class StreamNote(NamedTuple):
     """A stream's state, sent along with each micro-batch of a step; see `lockstep.data.stream`.
 
     Args:
-        state: Where it stands behind the step, pickled, if it has a state.
+        state: Its position after the step, pickled, if it has a state.
         checksum: Of the step's samples, if they are to be compared between the ranks.
         problem: Why its states are of no use, if they are not: the end of a sentence about its ``state_dict()``.
     """
@@ -247,7 +263,7 @@ class _Fetch(Dataset[MicroBatch]):
         micro = MicroBatch(request.step, request.num_global, [], [], [])
         for number, indices in request.shares.items():
             read, batch = self._share(indices, request, bad)
-            if bad and not self._skip_bad:  # there is no use in reading on: the run ends
+            if bad and not self._skip_bad:  # the run ends, so more samples are not needed
                 return MicroBatch(request.step, request.num_global, [], [], [], tuple(bad))
             if read:
                 micro.numbers.append(number)
@@ -299,13 +315,17 @@ def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: i
 
 # --- Loader processes that die
 
+_SHARED_MEMORY = (
+    "Most likely shared memory (/dev/shm) is full. Make it larger (docker run --shm-size=8g, or --ipc=host), or use "
+    "fewer loader processes (workers, --workers)."
+)
 # By how it died, in torch's words.
 _WHAT_TO_DO = {
     "signal: Killed": "Most likely the machine ran out of memory. Each loader process has its own copy of what the "
     "data set keeps in memory: use fewer of them (workers, --workers), or keep less.",
-    "signal: Bus error": "Most likely shared memory (/dev/shm) is full. Make it larger (docker run --shm-size=8g, or "
-    "--ipc=host), or use fewer loader processes (workers, --workers).",
-    "signal: Segmentation fault": "A library that is not written in Python crashed: find the line with workers=0 "
+    "signal: Bus error": _SHARED_MEMORY,
+    f"exit code {_NO_SHARED_MEMORY}": _SHARED_MEMORY,
+    "signal: Segmentation fault": "A native library crashed: find the line with workers=0 "
     "(--workers 0) and `python -X faulthandler`.",
 }
 
@@ -325,6 +345,6 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
         if not str(error).startswith("DataLoader worker (pid"):
             raise
         cause = str(error.__cause__ or error).splitlines()[0].strip()  # how it ended, where torch knows
-        otherwise = "Find out why with workers=0 (--workers 0), which loads in the process that trains."
+        otherwise = "Find out why with workers=0 (--workers 0), which loads samples in the training process."
         advice = next((advice for how, advice in _WHAT_TO_DO.items() if how in cause), otherwise)
         raise LoaderDied(f"A loader process of rank {rank} died: {cause}\n{advice}") from None

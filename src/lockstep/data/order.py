@@ -1,4 +1,4 @@
-"""Which samples make up each global batch, and which of them fall to whom: pure functions of seed and position."""
+"""Which samples make up each global batch, and which rank gets them: pure functions of seed and position."""
 
 import random
 import struct
@@ -46,7 +46,7 @@ def seed_device(device: torch.device, value: int) -> None:
 #
 # A position is written in the fewest bits that can hold the last one, and these are cut into two halves. In each
 # round one half is changed by a keyed hash of the other, in turn: whatever the hash, the round can be undone, so all
-# rounds together are a bijection of the numbers with that many bits. A result that is no position goes through the
+# rounds together are a bijection of the numbers with that many bits. A result that is not a position goes through the
 # rounds again until it is one; that keeps it a bijection, and as at least half of the numbers are positions, it takes
 # two turns on average. On few bits this would need many rounds until every order is equally likely, so a short
 # permutation is a table: the positions sorted by a keyed hash of each. The arithmetic is that of unsigned 64-bit
@@ -207,7 +207,7 @@ class GlobalOrder:
 
 @lru_cache(maxsize=4)
 def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
-    """Return so many samples of an epoch's order at once that the work of a batch hardly shows."""
+    """Return a block of an epoch's order, large enough that the cost per batch is small."""
     start = block * _BLOCK_SIZE
     permutation = Permutation(num_samples, mix(seed, _ORDER, epoch))
     return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))

@@ -101,7 +101,7 @@ def check_same_stream(note: StreamNote, step: int, *, group: Group | None, devic
     if others:
         ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
         raise ConfigurationError(
-            f"The stream of Task.dataset gave other samples on {ranks} than on rank 0, in step {step}.\n"
+            f"The stream of Task.dataset gave different samples on {ranks} than on rank 0, in step {step}.\n"
             "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
             "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
         )
@@ -136,7 +136,7 @@ def check_same_length(samples: Any, field: str, *, group: Group | None, device: 
 # --- Global batches of a stream
 #
 # [Note: the state of a stream]
-# A stream with ``state_dict()`` and ``load_state_dict(state)`` gives its state behind each global batch, so
+# A stream with ``state_dict()`` and ``load_state_dict(state)`` gives its state after each global batch, so
 # that a resumed run goes on there at once. Some states are not exact: Hugging Face's shuffle buffers are refilled
 # with other samples. So the first one is tried out: a copy of the stream that loaded it must give the batch that comes
 # next. If it does not, no state is kept, and a resumed run reads and drops what came before, which is always exact.
@@ -144,7 +144,7 @@ def check_same_length(samples: Any, field: str, *, group: Group | None, device: 
 # Keeps the bits that a stream draws apart from those that other purposes draw from the same seed.
 _STREAM = 6
 
-_INEXACT = "does not lead back to the same samples, as with a shuffle buffer"
+_INEXACT = "does not restore the same samples, as with a shuffle buffer"
 
 
 @runtime_checkable
@@ -152,7 +152,7 @@ class Stateful(Protocol):
     """A stream that knows its position, and can go on from there with the next ``iter``."""
 
     def state_dict(self) -> Any:
-        """Return where it stands: behind the sample that it gave last."""
+        """Return its position: after the last sample that it gave."""
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next ``iter`` go on from there; the one after that begins anew."""
@@ -183,7 +183,7 @@ class StreamPosition:
 
     Args:
         step: The first global batch that is wanted.
-        state: What was kept behind the one before, if anything was: the epoch and the stream's own state.
+        state: What was kept after the previous one, if anything: the epoch and the stream's own state.
     """
 
     step: int = 0
@@ -241,7 +241,7 @@ class StreamReader:
             self._epoch += 1
 
     def state(self) -> bytes | None:
-        """Return where the stream stands behind the batch that was read last, pickled: it must not change with it.
+        """Return the stream's position after the last batch, pickled, so that it does not change with the stream.
 
         None if the stream has no state, or the first one has yet to be tried out.
         """
@@ -267,7 +267,7 @@ class StreamReader:
             return None
         try:
             stream = copy.deepcopy(self._stream)
-        except Exception:  # it may hold a connection: then its state must be believed
+        except Exception:  # it may hold a connection: then this check is skipped
             return None
         try:
             return checksum(self._read(self._begin(stream, step, pickle.loads(pickled)), step))

@@ -94,7 +94,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         if not self._ends[-1]:
             longest = max(self._files, key=lambda file: file.num_tokens)
             raise ConfigurationError(
-                f"No file holds a window of {self._window} tokens: the longest, {longest.path}, "
+                f"No file contains a window of {self._window} tokens: the longest, {longest.path}, "
                 f"has {longest.num_tokens}.\nMake length smaller."
             )
         self._open = lru_cache(_MAX_OPEN)(_open)
@@ -106,7 +106,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
 
     @property
     def num_unused_tokens(self) -> int:
-        """Tokens behind the last window of their file."""
+        """Tokens after the last window of their file."""
         counts = [end - before for before, end in pairwise([0, *self._ends])]
         return self.num_tokens - sum((count - 1) * self._stride + self._window for count in counts if count)
 
@@ -163,7 +163,7 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         if len(data) < size:
             text = (
                 f"{file.path} ends at byte {offset + len(data)}, but sample {index} lies at bytes {offset} to "
-                f"{offset + size}.\nThe file was cut short after the data set was made. Restore it and resume."
+                f"{offset + size}.\nThe file was truncated after the data set was created. Restore it and resume."
             )
             raise DataError(text, file=file.path, offset=offset, sample=index)
         return np.frombuffer(data, file.dtype)
@@ -193,10 +193,10 @@ def _expand(files: Files) -> list[str]:
             raise DataError(f"No file matches {name}.\nCheck the pattern, and that this machine sees the folder.")
         paths += map(os.path.abspath, matches)
     if not paths:
-        raise ConfigurationError("No files are named.\nGive the path of at least one.")
+        raise ConfigurationError("No files are given.\nGive the path of at least one.")
     path, times = Counter(paths).most_common(1)[0]
     if times > 1:
-        raise ConfigurationError(f"{path} is named twice, so its samples would count twice.\nName each file once.")
+        raise ConfigurationError(f"{path} is given twice, so its samples would count twice.\nGive each file once.")
     return paths
 
 
@@ -206,7 +206,7 @@ def _integers(dtype: str) -> np.dtype[Any]:
     except TypeError:
         found = np.dtype(object)
     if found.kind not in "iu":
-        raise ConfigurationError(f'dtype={dtype!r} is no type of whole numbers.\nGive one, such as "uint16".')
+        raise ConfigurationError(f'dtype={dtype!r} is not an integer type.\nGive one, such as "uint16".')
     return found
 
 
@@ -224,8 +224,8 @@ def _open_raw(path: str, dtype: np.dtype[Any], header_bytes: int) -> _TokenFile:
     if size < header_bytes or (size - header_bytes) % dtype.itemsize:
         header = f", {header_bytes} of them a header" if header_bytes else ""
         raise DataError(
-            f"{path} has {size} bytes{header}, which is no whole number of {dtype.name} tokens.\n"
-            "It was cut short, or holds another type: restore it, or give the dtype that it was written with.",
+            f"{path} has {size} bytes{header}, which is not a whole number of {dtype.name} tokens.\n"
+            "The file is truncated or has another dtype: restore it, or pass the dtype that it was written with.",
             file=path,
         )
     return _TokenFile(path, dtype, header_bytes, (size - header_bytes) // dtype.itemsize)
@@ -243,7 +243,7 @@ def _open_npy(path: str) -> _TokenFile:
         raise DataError(text, file=path) from error
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
-            f"{path} holds an array of {array.dtype} in {array.ndim} dimensions.\nSave whole numbers in one dimension.",
+            f"{path} holds an array of {array.dtype} in {array.ndim} dimensions.\nSave integers in one dimension.",
             file=path,
         )
     return _TokenFile(path, array.dtype, array.offset, len(array))

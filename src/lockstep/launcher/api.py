@@ -23,8 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size
 
 from lockstep.accelerator import check_count
-from lockstep.env import usable_cores
-from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed, Stopped
+from lockstep.env import open_closed_streams, usable_cores
+from lockstep.errors import CollectiveError, ConfigurationError, LaunchTimeout, LockstepError, RankFailed, Stopped
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
@@ -104,6 +104,7 @@ def launch_with(
         Stopped: A signal came, and all ranks have stopped gracefully; has what they returned.
     """
     _refuse_inside_a_rank()
+    open_closed_streams()
     num_ranks = choose_num_ranks(devices, f"devices={devices!r}")
     with environment_restored(), Reaper() as reaper:  # the agent sets variables of this process
         if num_ranks > 1:
@@ -124,7 +125,7 @@ def launch_with(
         is_over = threading.Event()
 
         def end() -> None:
-            is_over.set()
+            is_over.set()  # first: the ranks that are killed are an error of the time limit
             reaper.kill_ranks()
 
         timer = threading.Timer(timeout_s or 0.0, end)
@@ -148,7 +149,7 @@ def launch_with(
         except RankFailed as error:
             if is_over.is_set():
                 raise LaunchTimeout(
-                    f"The {num_ranks} ranks had not finished within {timeout_s:g} s and were ended.\n"
+                    f"The {num_ranks} ranks did not finish within {timeout_s:g} s and were ended.\n"
                     "Pass a longer timeout_s, or look for a rank that waits for another."
                 ) from None
             raise error from _exception_of(reaper.run_dir, error.rank)
@@ -157,11 +158,23 @@ def launch_with(
                 error.results = _results(reaper.run_dir)
                 raise
             stopped_by = error.signal
+            reaper.kill_ranks()  # torch elastic forgets those that it had started when the signal came amid the start
         finally:
             timer.cancel()
     # Everything is cleared away: now the signal does here what it would have done without us.
     signal.raise_signal(stopped_by)
     raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)
+
+
+@contextmanager
+def raising_task_errors() -> Iterator[None]:
+    """Raise what a rank found wrong with task or settings without its traceback: all ranks found the same."""
+    try:
+        yield
+    except RankFailed as error:
+        if isinstance(error.__cause__, LockstepError) and not isinstance(error.__cause__, CollectiveError):
+            raise error.__cause__ from None
+        raise
 
 
 @contextmanager
@@ -217,7 +230,7 @@ def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
             f"{given_as}: {str(error).rstrip('.')}.\nPass a number, 'gpu', 'cpu' or 'auto'."
         ) from None
     if count < 1:
-        raise ConfigurationError(f"{count} devices cannot run anything.\nAsk for at least one.")
+        raise ConfigurationError(f"{count} is not a valid number of devices.\nUse at least one.")
     check_count(count)
     return count
 
@@ -249,7 +262,7 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     except Exception as error:
         raise ConfigurationError(
             f"The function or one of its arguments cannot be sent to the ranks: {error}\n"
-            "Make what cannot be pickled, such as locks, open files and CUDA tensors, inside the function."
+            "Create what cannot be pickled, such as locks, open files and CUDA tensors, inside the function."
         ) from error
 
 

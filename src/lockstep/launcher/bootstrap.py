@@ -224,6 +224,10 @@ def _replace_first_path(path: str) -> None:
 _recorded: list[tuple[BaseException, int]] = []
 _exit_codes: list[int] = []
 
+# In the names of files that are not the user's; and those of the frames that start the program.
+_STARTERS = (os.path.dirname(os.path.abspath(__file__)), runpy.__file__, "<frozen runpy>")
+_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), os.path.dirname(_STARTERS[0]), "<frozen")
+
 
 def run_recorded(program: Callable[[], None]) -> None:
     """Run the program; an exception that leaves it is written down before exit handlers run, which may take long."""
@@ -280,22 +284,19 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
 
 def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
-    """Return ``trace`` from the user's first frame on, or whole if there is none."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    theirs = trace
-    while theirs is not None:
-        name = theirs.tb_frame.f_code.co_filename
-        if os.path.dirname(os.path.abspath(name)) != here and name not in (runpy.__file__, "<frozen runpy>"):
+    """Return ``trace`` from the user's first frame on; if there is none, from the first one behind the launcher's."""
+    for hidden in (_LIBRARIES, _STARTERS):
+        theirs = trace
+        while theirs is not None and any(part in theirs.tb_frame.f_code.co_filename for part in hidden):
+            theirs = theirs.tb_next
+        if theirs is not None:
             break
-        theirs = theirs.tb_next
     return theirs or trace
 
 
 def user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    libraries = ("site-packages", "dist-packages", os.path.dirname(os.__file__), package)
-    theirs = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
+    theirs = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
     last = (theirs or list(frames))[-1:]
     return f"{last[0].filename}:{last[0].lineno}" if last else ""
 

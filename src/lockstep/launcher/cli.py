@@ -26,7 +26,7 @@ from lockstep.telemetry.run_record import RANK_FILES
 
 
 class UsageError(Exception):
-    """The arguments make no sense; the message is argparse's own."""
+    """The arguments are invalid; the message is argparse's own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
     If a rank fails, its traceback is shown first and the others are stopped; Ctrl-C stops all of them.
 
     Examples:
-      all GPUs of this machine, or all CPU cores where there is none
+      all GPUs of this machine, or all CPU cores if there is no GPU
           lockstep run train.py
       four ranks; what follows is for the script
           lockstep run train.py --devices 4 --lr 0.1
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
       machines that may come and go, with restarts
           lockstep run --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host0:29500 --max-restarts 3 train.py
 
-    --devices and --adopt stand before the script or directly behind it; all else behind it goes to the script.
+    --devices and --adopt may precede or directly follow the script; other arguments after it go to the script.
     """
 
     def error(self, message: str) -> None:  # type: ignore[override]
@@ -77,14 +77,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--devices",
         dest="nproc_per_node",
         metavar="N",
-        help="ranks on this machine; all GPUs, or all cores",
+        help="ranks on this machine; default: all GPUs, or all cores",
     )
-    flag("--adopt", action="store_true", help="put Lockstep's engines and sampler where torch's names are")
-    flag("--monitor", metavar="DIR", help="record any training loop for `lockstep report DIR`; before the script only")
-    flag("--watchdog", type=float, metavar="SECONDS", help="report who waits for whom after so long (60); 0: never")
-    flag("--watchdog-action", choices=("end", "warn"), help="after that the job ends with exit code 83, or goes on")
-    flag("--min-devices", type=int, metavar="N", help="with --max-restarts: go on without killed ranks, N at least")
-    flag("--logs", choices=("merged", "raw"), default="merged", help="merge what ranks write, or do not")
+    flag("--adopt", action="store_true", help="replace torch's engines and sampler by Lockstep's")
+    flag("--monitor", metavar="DIR", help="record any training loop for `lockstep report DIR`; must precede SCRIPT")
+    flag("--watchdog", type=float, metavar="SECONDS", help="report a hang after this time (60); 0: never")
+    flag("--watchdog-action", choices=("end", "warn"), help="after that report, end with exit code 83, or continue")
+    flag(
+        "--min-devices",
+        type=int,
+        metavar="N",
+        help="with --max-restarts: continue without killed ranks, with at least N ranks",
+    )
+    flag("--logs", choices=("merged", "raw"), default="merged", help="merge the output of the ranks, or not")
     flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
     flag("--quiet", action="store_const", dest="log_level", const="error", help="the same as --log-level error")
     for action in parser._actions:
@@ -93,11 +98,11 @@ def build_parser() -> argparse.ArgumentParser:
         if action.dest == "training_script":
             action.metavar, action.help = "SCRIPT", "the program; a module with -m, any executable with --no-python"
         elif action.dest == "training_script_args":
-            action.metavar, action.help = "...", "what the script finds in sys.argv[1:]"
+            action.metavar, action.help = "...", "arguments of the script (sys.argv[1:])"
         elif action.dest == "log_dir":
             action.help = "folder for a file rank-N.log of each rank; with --redirects or --tee for torchrun's own"
     for name in ("nproc_per_node", "master_port"):
-        # So that what was chosen can be told from torch's defaults, which change from version to version.
+        # To distinguish the user's choice from torch's defaults, which change from version to version.
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
     return parser
@@ -107,7 +112,7 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
     """Parse what follows ``lockstep run``; ``nproc_per_node`` is ``None`` if nobody chose it.
 
     Raises:
-        UsageError: The arguments make no sense.
+        UsageError: The arguments are invalid.
     """
     parser = build_parser()
     found = parser.parse_args(args)
@@ -138,7 +143,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
         attach: What each rank calls for ``--monitor``, with the folder.
 
     Raises:
-        UsageError: The arguments make no sense.
+        UsageError: The arguments are invalid.
         ConfigurationError: The script, the devices or the port are not there.
         JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
@@ -184,13 +189,13 @@ def _check_target(args: argparse.Namespace) -> str:
     """Check what each rank is to become; return its mode."""
     if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
         raise ConfigurationError(
-            f"--min-devices {args.min_devices} cannot be had: it is at least 1, and for a job on one machine only.\n"
+            f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
-        raise ConfigurationError(f"There is no executable {target}.\nCheck its name, or leave --no-python out.")
+        raise ConfigurationError(f"Executable not found: {target}.\nCheck its name, or leave --no-python out.")
     if mode == "script" and not os.path.isfile(target) and not os.path.isfile(os.path.join(target, "__main__.py")):
         near = difflib.get_close_matches(target, map(str, Path(target).parent.glob("*.py")), n=1)
         hint = f"Did you mean {near[0]}?" if near else "Check the path; with -m it is a module's name."
@@ -202,7 +207,7 @@ def _log_settings(args: argparse.Namespace) -> LogSettings:
     has_torchruns = args.redirects != "0" or args.tee != "0"
     excluding = {
         "--redirects and --tee": has_torchruns,
-        # Then every rank takes itself to be local rank 0, and they could not be told apart.
+        # Then every rank has local rank 0, so their logs cannot be distinguished.
         "--virtual-local-rank": args.virtual_local_rank,
         "--logs raw": args.logs == "raw",
     }
@@ -220,7 +225,7 @@ def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -
         os.environ["OMP_NUM_THREADS"] = str(threads)
         notes.append(f"OMP_NUM_THREADS={threads}, as {num_ranks} ranks share {num_cores()} cores")
     if any(arg.partition("=")[0] == "--devices" for arg in args.training_script_args) and not was_chosen:
-        notes.append("--devices behind other arguments goes to the script; put it before or directly behind the script")
+        notes.append("--devices after other arguments goes to the script; put it before or directly after the script")
     for note in notes + choose_interfaces(args):
         _print(args, note)
 
@@ -243,12 +248,14 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
 
 @contextmanager
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
-    """Print at the end what came of ``--monitor``, if it was given; the ranks write what they record."""
+    """Print at the end where ``--monitor``, if given, recorded the run; the ranks write the record."""
     if args.monitor is None:
         yield
         return
     if args.no_python:
-        raise ConfigurationError("--monitor records Python scripts, but --no-python starts anything.\nLeave one out.")
+        raise ConfigurationError(
+            "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
+        )
     folder, began_s = Path(args.monitor), time.time()
     try:
         yield
@@ -256,4 +263,5 @@ def _monitoring(args: argparse.Namespace) -> Iterator[None]:
         is_recorded = any(path.stat().st_mtime >= began_s - 1.0 for path in folder.glob(RANK_FILES))
         found = f"recorded in {folder}; read it with: lockstep report {folder}"
         none = f"nothing was recorded in {folder}: no rank ran forward and backward of a torch model that could be seen"
-        _print(args, found if is_recorded else none)
+        if is_recorded or sys.exception() is None:  # else the failure is the cause, and follows
+            _print(args, found if is_recorded else none)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import JobHangs, LockstepError, RankFailed
-from lockstep.run_folder import CRASH, FAILURE, rank_file, rank_files, read_failure
+from lockstep.run_folder import CRASH, FAILURE, rank_file, rank_files, read_object
 from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
@@ -119,11 +119,11 @@ def rank_exits(
         patience_ns = SIGTERM_S * 10**9 if code == -signal.SIGKILL else 0
         was_stopped = pid in stopped_at_ns and ended_ns - stopped_at_ns[pid] >= patience_ns
         known = RankExit(rank, code, ended_ns, was_stopped=was_stopped)
-        record = read_failure(folder, rank)
+        record = read_object(rank_file(folder, FAILURE, rank))
         exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
-    # Ranks that caught what had ended `lockstep.init`, and then ended well: the others waited for them in vain.
+    # Ranks that caught the exception that ended `lockstep.init`, and then exited with 0: the others waited for them.
     for rank in rank_files(folder, FAILURE).keys() - failures.keys():
-        exits.append(_with_exception(RankExit(rank, 0), read_failure(folder, rank), resources))
+        exits.append(_with_exception(RankExit(rank, 0), read_object(rank_file(folder, FAILURE, rank)), resources))
     return exits
 
 
@@ -145,7 +145,7 @@ def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resou
 
 
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
-    """Return how a rank ended that left no exception, as it was killed or is no Python: what is known from outside."""
+    """Return how a rank ended that left no exception, because it was killed or is not a Python program."""
     number = -known.exit_code if known.exit_code < 0 else known.exit_code - 128
     facts, was_short = "", None
     if number == signal.SIGKILL:
@@ -290,14 +290,14 @@ def failure_report(exits: list[RankExit], ranks: range) -> str:
     first = first_failure(exits)
     top = [headline(first), first.place, first.facts]
     if first.exit_code == 0:
-        top.append("The program caught that and went on to its end, while other ranks waited for this one.")
-    # Without a cause on this machine a hint about the consequence would lead astray.
+        top.append("The program caught the exception and ended normally, while other ranks waited for this one.")
+    # If the cause is not on this machine, a hint about the consequence would mislead.
     hint, elsewhere = hint_for(first.message), ""
     if is_consequence(first):
         finished = [str(rank) for rank in ranks if rank not in {exit.rank for exit in exits}]
         early = f"rank{'s' * (len(finished) > 1)} {', '.join(finished)} finished while others waited, or "
         where = f"{early * bool(finished)}look at {'' if finished else 'the '}other machines."
-        hint, elsewhere = "", f"It says only that another rank is gone: {where}"
+        hint, elsewhere = "", f"This error only means that another rank ended: {where}"
     lines = rank_lines(exits, [rank for rank in ranks if rank != first.rank])
     parts = ["\n".join(filter(None, top)), first.trace.rstrip(), hint, lines, elsewhere]
     return "\n\n".join(filter(None, parts))
@@ -321,19 +321,19 @@ def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
 _LIKELY: dict[int, str] = {
     signal.SIGKILL: "most likely the machine ran out of memory.\n"
     "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
-    signal.SIGSEGV: "native code touched memory that is not its own.\n"
-    "An extension module or a driver may be broken; the Python stack says who called it.",
+    signal.SIGSEGV: "native code accessed invalid memory.\n"
+    "An extension module or a driver may be broken; the Python stack shows the caller.",
     signal.SIGBUS: "most likely shared memory is full.\n"
     "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
-    signal.SIGABRT: "native code gave up.\nIts own message is further up.",
+    signal.SIGABRT: "native code aborted.\nIts own message is further up.",
     signal.SIGTERM: "something outside the job asked it to end.\nA scheduler, a time limit or `kill` does that.",
 }
 _SHORT_OF_MEMORY = (
-    "the kernel ended it, as memory ran out.\nUse fewer ranks, a smaller batch or fewer DataLoader workers."
+    "the kernel killed it because memory ran out.\nUse fewer ranks, a smaller batch or fewer DataLoader workers."
 )
 _NOT_SHORT = (
     "something outside the job did that, such as a scheduler or `kill -9`.\n"
-    "The kernel has ended nothing for lack of memory meanwhile."
+    "The kernel has not killed any process for lack of memory meanwhile."
 )
 
 
@@ -343,12 +343,13 @@ def headline(exit: RankExit) -> str:
     if exit.error_type == "SystemExit":
         return f"{name} left with exit code {code} ({exit.message} at {exit.where})."
     if exit.message:  # the rest of a long one stands in the traceback below
-        return f"{name} failed: {_first_line(exit.message)}"
+        cause = "a GPU is needed, but torch finds none here: " * any(mark in exit.message for mark in _NO_GPU)
+        return f"{name} failed: {cause}{_first_line(exit.message)}"
     if code - 128 in _LIKELY:  # a shell, or a wrapper like it, passes a signal on in this way
         return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_LIKELY[code - 128]}"
     if code >= 0:
-        return f"{name} left with exit code {code}, without an exception.\nWhat it wrote before is further up."
-    likely = _LIKELY.get(-code, "what it wrote before is further up.")
+        return f"{name} left with exit code {code}, without an exception.\nIts earlier output is further up."
+    likely = _LIKELY.get(-code, "its earlier output is further up.")
     if code == -signal.SIGKILL and exit.was_short is not None:
         likely = _SHORT_OF_MEMORY if exit.was_short else _NOT_SHORT
     return f"{name} {_killed_by(-code)}: {likely}"
@@ -360,7 +361,8 @@ _LONGEST_LINE = 200
 def _in_a_line(exit: RankExit) -> str:
     if exit.message:
         text = _first_line(exit.message)
-        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]} ..."
+        if len(text) > _LONGEST_LINE:
+            text = f"{text[:_LONGEST_LINE].rpartition(' ')[0] or text[:_LONGEST_LINE]} ..."
         return f"{text} ({exit.where})" if exit.where else text
     if exit.was_stopped and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
         return "stopped by the launcher"
@@ -382,18 +384,26 @@ def _killed_by(number: int) -> str:
 
 # Hints: what the errors of NCCL, Gloo, the store and CUDA mean.
 
+_NO_GPU = (
+    "has no attribute '_cuda_",
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+    "no GPUs found",
+    "torch.cuda.is_available() is False",
+)
 
 # Marks in an error's text, what they mean, and what to do about it.
 ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),
         "Another rank's process has ended, or the network has dropped the connection to it.",
-        "Look for the rank that failed first, here or on the other machines; this one only noticed.",
+        "Look for the rank that failed first, here or on another machine.",
     ),
     (
         ("Duplicate GPU detected",),
         "Two ranks use the same GPU.",
-        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank a GPU.",
+        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU.",
     ),
     (
         ("unhandled system error", "ncclSystemError"),
@@ -408,7 +418,7 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"),
         "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.",
-        "Look for code behind `if rank == 0`, and for shapes that depend on a rank's own data.",
+        "Look for code under `if rank == 0`, and for shapes that depend on a rank's own data.",
     ),
     (
         ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"),
@@ -437,8 +447,13 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("device-side assert", "illegal memory access"),
-        "A kernel on the GPU failed some time ago; the line above is only where that was noticed.",
-        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the right line; mostly an index is out of range.",
+        "A GPU kernel failed earlier; the line above is only where the error was reported.",
+        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range.",
+    ),
+    (
+        _NO_GPU,
+        "The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.",
+        "Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver.",
     ),
     (
         ("Too many open files",),
@@ -459,7 +474,7 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def hint_for(error: str) -> str:
-    """Return what the text of an error means and what to do, in two lines; empty if it is none of these."""
+    """Return what the text of an error means and what to do, in two lines; empty if no hint matches."""
     for marks, means, advice in ERROR_HINTS:
         if any(mark in error for mark in marks):
             return f"What that means: {means}\n{advice}"

@@ -36,6 +36,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep.env import usable_cores
 from lockstep.launcher import bootstrap
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -46,11 +47,12 @@ _CAUGHT = _SIGNALS[:4]  # those that the launcher, which has started by then, ha
 _POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
 # Variables that a new interpreter, the loader, or a library reads when it is started or imported, for good.
 _READ_ONCE = re.compile(
-    r"\b(?!TORCHELASTIC|TORCH_NCCL|KMP_INIT_AT_FORK|KMP_DUPLICATE_LIB_OK)"  # read later; set by scikit-learn itself
+    r"\b(?!TORCHELASTIC|TORCH_NCCL|TORCH_DISABLE_SHARE_RDZV"  # read later, and set for ranks
+    r"|KMP_INIT_AT_FORK|KMP_DUPLICATE_LIB_OK)"  # set by scikit-learn itself
     r"(PYTHON|(LD|GLIBC|MALLOC|OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|NPY|PYTORCH|TORCH[A-Z]*)_)[A-Z]"
 )
-# What importing torch leaves for later, and every training script needs: the first optimizer imports it.
-_TRAINING = ("torch.distributed", "torch._dynamo")
+# The first optimizer of a rank imports it, which takes nearly as long as torch.
+OPTIMIZER = "torch._dynamo"
 
 # The launcher's side.
 
@@ -174,9 +176,9 @@ def start() -> None:
 
 
 def preload(*names: str) -> None:
-    """Have the server that was started, if any, import what training needs, and more; does not block."""
+    """Have the server that was started, if any, import what its ranks need; does not block."""
     if _server is not None:
-        _server.preload([*_TRAINING, *names])
+        _server.preload(names)
 
 
 @contextmanager
@@ -197,7 +199,11 @@ def forked_ranks(mode: str, target: str, num_ranks: int) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     server = _server or _interpreter()
-    server.preload(_TRAINING)
+    # A script's first line would wait for that import, two seconds. With a core for each rank, the first step comes
+    # nearly as soon if each imports it itself, for half as much processor time again and 64 MiB each; eight ranks on
+    # two cores would take 13 seconds in place of 5. What commands call (`fit`) has no first line that anyone awaits.
+    if mode == "call" or num_ranks > usable_cores():
+        server.preload(["torch.distributed", OPTIMIZER])
     start_interpreter = SubprocessHandler._popen
 
     def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
@@ -266,7 +272,7 @@ def serve(connection: socket.socket) -> list[str]:
             os._exit(0)
         request = json.loads(message)
         if isinstance(request, list):
-            _import(request)
+            import_modules(request)
             continue
         if (between := os.fork()) == 0:
             between = os.getpid()
@@ -280,9 +286,7 @@ def serve(connection: socket.socket) -> list[str]:
             reply = descriptors.pop()
             take_place(request, descriptors)
             for number, handler in handlers.items():
-                is_lost = (
-                    handler == signal.SIG_IGN and number in _CAUGHT
-                )  # an interpreter that is started now gets none
+                is_lost = handler == signal.SIG_IGN and number in _CAUGHT  # a new interpreter would not ignore it
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, default if is_lost else handler)
             if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
@@ -303,7 +307,8 @@ def _is_bound_to_device() -> bool:
     return accelerator is not None and bool(torch.get_device_module(accelerator)._is_in_bad_fork())
 
 
-def _import(names: Sequence[str]) -> None:
+def import_modules(names: Sequence[str]) -> None:
+    """Import what is there of them; no collection looks at what they made, now or at the end of the process."""
     gc.disable()
     for name in names:
         with contextlib.suppress(Exception):  # the rank that needs it will say why

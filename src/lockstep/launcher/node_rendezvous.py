@@ -161,7 +161,9 @@ class RendezvousPerRestart(RendezvousHandler):
         assert self._config is not None
         self._is_lost = True
         cast(Any, self._inner)._stop_heartbeats()  # torch's client would log every one that fails
-        text = f"lockstep: the store at {self._config.rdzv_endpoint}, where the machines meet, is lost"
+        text = (
+            f"lockstep: the store at {self._config.rdzv_endpoint}, where the machines meet, does not respond any more"
+        )
         print(text, file=sys.stderr, flush=True)
 
     def _is_back(self) -> bool:
@@ -245,7 +247,7 @@ def _meet_in_slurm_step(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"srun has started {env.world_size} launchers on {num_nodes} machines, and each would start a rank on "
             "every device.\nStart one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a "
-            "job of its own."
+            "separate job."
         )
     args.nnodes, args.rdzv_backend = num_nodes, "c10d"
     args.rdzv_endpoint = f"{env.master_addr}:{env.master_port}"
@@ -327,7 +329,7 @@ def _await_host(host: str, port: int, conf: Mapping[str, Any], *, may_be_here: b
                     f"{socket.gethostname()} could not reach the first machine at {host}:{port} "
                     f"within {timeout_s:g} s: {error.strerror or error}.\n"
                     "Check that the command runs there (with --node-rank 0), that the address and the port are the "
-                    "same on every machine, and that no firewall lies between."
+                    "same on every machine, and that no firewall blocks it."
                 ) from None
         time.sleep(_RETRY_S)
 
@@ -342,7 +344,7 @@ def max_nodes(args: argparse.Namespace) -> int:
         return int(parse_min_max_nnodes(args.nnodes)[1])
     except (ValueError, RuntimeError):
         raise ConfigurationError(
-            f"--nnodes {args.nnodes} is no number of machines.\nPass one such as 2, or a range such as 1:4."
+            f"--nnodes {args.nnodes} is not a number of machines.\nPass one such as 2, or a range such as 1:4."
         ) from None
 
 
@@ -352,7 +354,9 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
     try:
         return parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=args.master_port)
     except ValueError:
-        raise ConfigurationError(f"--rdzv-endpoint {args.rdzv_endpoint} is no address.\nPass <host>:<port>.") from None
+        raise ConfigurationError(
+            f"--rdzv-endpoint {args.rdzv_endpoint} is not an address.\nPass <host>:<port>."
+        ) from None
 
 
 def _why_not_bindable(port: int) -> str | None:

@@ -47,10 +47,12 @@ class LogSettings:
             raise ConfigurationError(f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}.")
         if "://" in str(self.folder):  # they are appended to line by line, which object stores cannot do
             raise ConfigurationError(
-                f"--log-dir {self.folder} is no folder of this machine.\nName one; logs cannot be in an object store."
+                f"--log-dir {self.folder} is not a local folder.\nName one; logs cannot be in an object store."
             )
         if self.excluded_by and self.flags:
-            raise ConfigurationError(f"{self.flags} cannot be had with {self.excluded_by}.\nLeave one of them out.")
+            raise ConfigurationError(
+                f"{self.flags} cannot be combined with {self.excluded_by}.\nLeave one of them out."
+            )
 
     @property
     def flags(self) -> str:
@@ -287,7 +289,7 @@ class LogTail:
             self._is_mid_line = False
 
     def _keep(self, rank: int, line: str) -> None:
-        """Write a line into the rank's file. A full disk is no reason to end a job: then lines are lost."""
+        """Write a line into the rank's file. If the disk is full, lines are lost, but the job continues."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 if rank not in self._files:

@@ -116,9 +116,9 @@ def supervise(
     def on_report(text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
         """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
         if watchdog_action == "warn":
-            log(f"{text}\nThe job goes on, as --watchdog-action warn says.")
+            log(f"{text}\nThe job continues, because of --watchdog-action warn.")
         elif verdict is not Verdict.HANGS:
-            log(f"{text}\nThe job goes on for now; it ends if this lasts and nothing moves.")
+            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
         elif job.num_restarts_left and awaited:
             log(f"{text}\nThe ranks are started again.")
             # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
@@ -162,7 +162,7 @@ def supervise(
             # A signal that came while the ranks stopped for another machine finds them stopped, and saved.
             stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
             name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
-            raise stopped or Stopped(f"Stopped by {name}; no rank is left.", signal=error.sigval) from None
+            raise stopped or Stopped(f"Stopped by {name}; all ranks have ended.", signal=error.sigval) from None
         except (RuntimeError, OSError, ValueError, RendezvousError) as error:
             raise _not_met(error, config) from error
         if (stopped := stop.outcome({0})) is not None:
@@ -175,14 +175,14 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
         return LockstepError(f"The ranks could not be started: {reason}.")
     if isinstance(error, RendezvousClosedError):
         return LockstepError(
-            f"The job at {config.rdzv_endpoint} has ended, and takes up no more machines.\n"
-            "To start another one, start the command on all machines."
+            f"The job at {config.rdzv_endpoint} has ended and accepts no more machines.\n"
+            "To start a new job, start the command on all machines."
         )
     if isinstance(error, RendezvousTimeoutError):
-        reason = "fewer came in time than --nnodes asks for"
+        reason = "fewer machines than --nnodes joined in time"
     place = "each with its own --node-rank" if config.rdzv_backend == "static" else "with the same --rdzv-id"
     return LockstepError(
-        f"The machines of the job did not come together at {config.rdzv_endpoint}: {reason}.\n"
+        f"The machines of the job did not meet at {config.rdzv_endpoint}: {reason}.\n"
         f"This is {socket.gethostname()}. Start the same command on all {config.max_nodes} machines, {place}, and "
         "check that they reach that address, that its job has not ended, and that the port is free on the first of "
         "them."
@@ -467,7 +467,7 @@ class _Agent(LocalElasticAgent):
         number = spec.max_restarts - self._remaining_restarts
         if self.job.log_tail is not None:
             self.job.log_tail.settle()
-        text = "lockstep: machines came or left; the ranks start again"
+        text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
             # A step in a loop of ours is counted from 0 while it runs; in others, the steps that are done are counted.
             step, num_steps = read_step_counter(self.job.folder, first.rank)
@@ -491,7 +491,7 @@ class _Agent(LocalElasticAgent):
 
     def _raise_if_signalled(self) -> None:
         if run_folder.is_stopped_by_signal(self.job.folder):
-            raise StoppedWhileRestarting("a signal came meanwhile", sigval=signal.SIGTERM)
+            raise StoppedWhileRestarting("a signal arrived meanwhile", sigval=signal.SIGTERM)
 
     def _exit_barrier(self) -> None:
         if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on

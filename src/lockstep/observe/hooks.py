@@ -1,4 +1,4 @@
-"""Hooks on models, loaders and optimizers of a training loop, which never harm the program they watch."""
+"""Hooks on models, loaders and optimizers of a training loop, whose errors do not affect the program."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Fail = Callable[[Exception], None]
 
 
 class Hook:
-    """Calls ``listener`` and returns nothing; passes an error of it to ``fail``: errors of ours end the watching only.
+    """Calls ``listener`` and returns nothing; passes its errors to ``fail``, which ends the observation.
 
-    Within a function that is compiled it does nothing. Copies and pickles of it do nothing either: a copy of a model
-    that is watched, such as one for averaged weights, is not watched.
+    Does nothing while a function is compiled. Copies and pickles do nothing, so that a copy of an observed model, such
+    as one for averaged weights, is not observed.
     """
 
-    # Keeps torch from warning that tensors are pickled without it.
+    # Suppresses torch's warning that tensors are pickled without the hook.
     __torch_unserializable__ = True
 
     def __init__(self, listener: Callable[..., object] | None = None, fail: Fail | None = None) -> None:
@@ -56,7 +56,7 @@ class Hook:
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Put a function of ours in the place of one; return what puts that back, unless somebody else was there since."""
+    """Replace an attribute; return a function that restores it, unless other code has replaced it since."""
     original = getattr(owner, name)
     setattr(owner, name, value)
 
@@ -68,31 +68,31 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward, which may run forwards again."""
+    """Return whether this thread runs a backward, which may recompute forwards."""
     return torch._C._current_graph_task_id() != -1
 
 
 # [Note: the end of backward]
-# When the first gradient comes to what a model has returned, its backward begins, and a callback is put at its end.
-# Autograd calls those in the order in which they were put there. torch's DistributedDataParallel puts the one in
-# which it waits for its buckets there when the last of them is on its way, so later: ours sees this rank's own work
-# done. Then it puts a second one behind all others, which sees the gradients reduced. On CUDA both are called with
-# the streams of backward waited for, so that events mark the same moments on the device.
+# A backward begins with the first gradient of an output of the model. Then a callback is queued for its end. Autograd
+# calls such callbacks in order. torch's DistributedDataParallel queues the callback that waits for its buckets later,
+# when the last bucket has been launched, so ours is called at the end of this rank's own work. It then queues a second
+# callback after all others, which is called when the gradients are reduced. On CUDA, both are called after waiting for
+# the streams of backward, so events mark the same moments on the device.
 
-# A model may return thousands of tensors, such as caches; a hook on each would slow it down.
+# A model may return thousands of tensors, such as caches; hooks on all would slow it down.
 _MOST_OUTPUTS = 64
 
 
 class Hooks:
-    """Reports the forwards and backwards of models, the waiting for batches, and the steps of optimizers.
+    """Reports forwards and backwards of models, waiting for batches, and steps of optimizers to `Steps`.
 
     Args:
-        steps: To which.
-        take_stamps: Returns what an engine of ours has stamped of the backward that has just ended.
+        steps: Gets the reports.
+        take_stamps: Returns the time stamps of our engine for the backward that has just ended.
         fail: Gets errors of the hooks.
 
     Attributes:
-        stop: Takes all hooks away.
+        stop: Removes all hooks.
     """
 
     def __init__(self, steps: Steps, take_stamps: Callable[[], list[Reduction]], fail: Fail) -> None:
@@ -103,17 +103,17 @@ class Hooks:
         self._on_own_done, self._on_end = Hook(self._own_work_done, fail), Hook(self._backward_ends, fail)
         self._task, self._num_inputs, self._num_updates = -1, 0, 0
         self._trains = self._is_within = False
-        # Loaders, iterators and optimizers are held weakly: they, and processes of theirs, end when they always did.
+        # Weak references, so that loaders, iterators and optimizers, and their processes, end as without hooks.
         self._batch_sizes: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._are_ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     # --- models ---
 
     def watch_model(self, model: nn.Module) -> None:
-        """Watch a model."""
+        """Observe a model."""
         before, behind = Hook(self.forward_begins, self._fail), Hook(self._forward_ends, self._fail)
         if (compiled := compiled_call(model)) is not None:
-            # Around the compiled function: in it, hooks would be compiled as well.
+            # Around the compiled function, as hooks inside would be compiled.
             def call(*args: Any, **kwargs: Any) -> Any:
                 before(model, args, kwargs)
                 output = compiled(*args, **kwargs)
@@ -142,7 +142,7 @@ class Hooks:
             if self._steps.lacks_samples or not self._trains:
                 self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
             tensors = (output,) if isinstance(output, Tensor) else islice(find_tensors(output), _MOST_OUTPUTS)
-            # Which output backward starts from is not known: the first gradient that arrives at any of them counts.
+            # Backward may start from any output: the first gradient of any of them counts.
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_gradient)
@@ -152,7 +152,7 @@ class Hooks:
             self._steps.idle_forward(is_over=True, is_training=model.training)
 
     def _backward_begins(self, _: Tensor) -> None:
-        """See [Note: the end of backward]; on CUDA this is a thread of autograd's."""
+        """See [Note: the end of backward]; on CUDA, this runs in a thread of autograd."""
         task = torch._C._current_graph_task_id()
         if task in (-1, self._task) or not self._steps.is_watching:
             return
@@ -171,12 +171,12 @@ class Hooks:
     # --- loaders ---
 
     def _timed(self, call: Callable[[], Any], size: Callable[[Any], int | None]) -> Any:
-        """Return what ``call`` returns, and report how long that took; ``size`` returns the samples in it.
+        """Return the result of ``call``, and report its time; ``size`` returns the number of samples in it.
 
-        What ends the iteration, or fails, is not reported; nor is what is asked for within such a call.
+        Calls that raise, and calls inside others, are not reported.
         """
         if self._is_within or not self._steps.is_mine:
-            return call()  # a loader that iterates another one: the outer one is what the loop waits for
+            return call()  # the loop waits for the outer of two nested loaders
         asked = self._steps.moment()
         self._is_within = True
         try:
@@ -190,7 +190,7 @@ class Hooks:
         return batch
 
     def iterated(self, batches: Any) -> Iterator[Any]:
-        """Yield what ``batches`` yields."""
+        """Yield from ``batches``, and report the waiting."""
         iterator = self._timed(lambda: iter(batches), lambda _: None)
         while True:
             try:
@@ -200,10 +200,10 @@ class Hooks:
             yield batch
 
     def watch_loaders(self, loaders: Sequence[DataLoader[Any]] | None) -> None:
-        """Watch these DataLoaders, or all of the process."""
+        """Observe these DataLoaders, or all of the process."""
         chosen: weakref.WeakSet[Any] = weakref.WeakSet()
         for each in loaders or ():
-            chosen.add(getattr(each, "base_dataloader", None) or each)  # Accelerate's loaders iterate one within
+            chosen.add(getattr(each, "base_dataloader", None) or each)  # Accelerate's loaders contain one
         began, came, sizes = DataLoader.__iter__, _BaseDataLoaderIter.__next__, self._batch_sizes
 
         @functools.wraps(began)
@@ -224,7 +224,7 @@ class Hooks:
     # --- optimizers ---
 
     def watch_optimizers(self, optimizers: Sequence[Optimizer] | None, models: Sequence[nn.Module]) -> None:
-        """Watch these, or if ``None`` all that update one of ``models``, of which there may be more later."""
+        """Observe these optimizers, or, if ``None``, all that update one of ``models``; more models may be added."""
         self._are_ours.update(dict.fromkeys(optimizers or (), True))
         self._updated = models if optimizers is None else ()
         self._undo.callback(register_optimizer_step_pre_hook(Hook(self._optimizer_begins, self._fail)).remove)
@@ -233,7 +233,7 @@ class Hooks:
         begins, fails = Hook(self._steps.optimizer_begins, self._fail), Hook(self._steps.optimizer_failed, self._fail)
         ends = Hook(self._scaled, self._fail)
 
-        # It skips an optimizer's step whose gradient is not finite.
+        # It skips the step of an optimizer if a gradient is not finite.
         @functools.wraps(original)
         def step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not (scaler.is_enabled() and self._steps.is_mine and self._is_ours(optimizer)):
@@ -259,7 +259,7 @@ class Hooks:
             self._steps.optimizer_begins(id(optimizer))
 
     def _optimizer_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        if in_backward():  # in whatever thread that runs
+        if in_backward():  # in any thread
             if not self._steps.is_over and self._is_ours(optimizer):
                 self._steps.optimizer_within(learning_rate_of(optimizer))
         elif self._steps.is_mine and self._is_ours(optimizer):
@@ -274,22 +274,22 @@ class Hooks:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return the compiled function to which calls of a module go, hooks and all, as ``module.compile()`` has it."""
+    """Return the function set by ``module.compile()``, which calls module and hooks; None if there is none."""
     return module._compiled_call_impl
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Return how many samples a batch of a loader has; None if its sampler decides."""
+    """Return the batch size of a loader; None if its sampler defines it."""
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
 def num_samples(batch: Any, batch_size: int | None = None) -> int:
-    """Return how many samples a batch holds: the length of the first dimension of its first tensor; 0 without any.
+    """Return the number of samples in a batch: the first dimension of its first tensor; 0 without tensors.
 
     Args:
-        batch: As a loader gives it, or the arguments of a forward.
-        batch_size: What the loader was asked for: a list of so many items is one of samples.
+        batch: From a loader, or the arguments of a forward.
+        batch_size: Of the loader: a list with so many items is a list of samples.
     """
     if isinstance(batch, (list, tuple)) and batch:
         first = batch[0]
@@ -314,6 +314,6 @@ def updates(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
 
 
 def learning_rate_of(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of the first group; None if there is none, or only the device knows it."""
+    """Return the learning rate of the first group; None if there is none, or if it is on the device."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)

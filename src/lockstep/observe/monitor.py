@@ -1,4 +1,4 @@
-"""``monitor``, one line that has a training script recorded; and ``lockstep run --monitor``, which needs none."""
+"""`monitor` records a training script with one line; ``lockstep run --monitor`` records it without a change."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from lockstep.observe.steps import Step
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.run_record import Number, num_restarts
 
-# --- ``lockstep run --monitor``: a script that knows nothing of it ----------------------------------------------------
+# --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
 #
 # [Note: finding the model]
-# Until optimizers have stepped some times, every call of a module of the process is checked. The outermost ones that
-# train are the models; they get hooks of their own, and calls are not checked any more. Global hooks of torch would do
-# the same, but compiled models warn of those. What is compiled while calls are checked may be compiled again later, so
-# as soon as a compiled model is found, no further ones are searched for.
+# During the first optimizer steps, every call of a module is checked. The outermost modules that train are the models;
+# they get hooks, and calls are no longer checked. Global hooks of torch would do the same, but compiled models warn of
+# them. Functions compiled while calls are checked may be compiled again later, so the search ends with the first
+# compiled model.
 
-# After so many steps of optimizers all models have been seen.
+# After so many optimizer steps, all models have been called.
 _NUM_STEPS = 3
-# A program that calls modules and never trains is not to be slowed down for ever.
+# The search ends after so many calls, to not slow down a program that never trains.
 _MOST_CALLS = 20_000
 
 _attached: Attached | None = None
 
 
 def attach(folder: str) -> None:
-    """Have this process recorded into ``folder`` as soon as it trains; called before the script is."""
+    """Record this process into ``folder`` as soon as it trains; called before the script starts."""
     global _attached
     _attached = Attached(Path(folder))
 
 
 class Attached:
-    """Waits for the training loop of this process, and records it.
+    """Finds the training loop of this process, and records it.
 
     Args:
-        folder: For the record.
+        folder: The folder for the record.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rank, self._num_ranks = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-        # Now, as the script may change its folder, or use CUDA, behind which git is not to be started.
+        # Now, as the script may change the working directory, or initialize CUDA, after which git should not be forked.
         self._provenance: Provenance | None = gather(Path(sys.argv[0])) if self._rank == 0 else None
         self._models: list[nn.Module] = []
         self._found: Observation | None = None
@@ -75,7 +75,7 @@ class Attached:
         self._handle = register_optimizer_step_post_hook(Hook(self._on_step, self._fail))
 
     def stop(self) -> None:
-        """Leave the recording to the script, which calls `monitor` itself."""
+        """Stop recording, as the script calls `monitor` itself."""
         self._stop_searching()
         self._handle.remove()
         if self._found is not None:
@@ -101,11 +101,11 @@ class Attached:
             return
         if activity.now.step is not None:
             self._stop_searching()
-            self._print("nothing is recorded, as the script trains with fit(), which has run_dir for that")
+            self._print("nothing is recorded, as the script trains with fit(): use its setting run_dir")
             return
         if self._found is None:
             self._models.append(module)
-            # No group: the ranks may be anywhere in the script, so they agree on nothing by collectives.
+            # No group: the ranks may be at different places in the script, so collectives are not possible.
             name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{num_restarts()}"
             self._found = Observation(
                 self._models,
@@ -144,17 +144,17 @@ def _is_compiled(module: nn.Module) -> bool:
 
 Batch = TypeVar("Batch")
 
-# Values a step that are averaged.
+# Maximum number of losses per step.
 _MOST_LOSSES = 1024
 
 
 class Watch:
-    """The record of a training loop; made by `lockstep.monitor`.
+    """The record of a training loop; returned by `lockstep.monitor`.
 
-    A context manager: leaving the block ends the record. Otherwise it ends with the process.
+    As a context manager, it ends the record at the end of the block. Otherwise the record ends with the process.
 
     Attributes:
-        run_dir: The folder with the record, for ``lockstep report``.
+        run_dir: The folder of the record, for ``lockstep report``.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -166,52 +166,52 @@ class Watch:
 
     @property
     def num_steps(self) -> int:
-        """Steps done, those that GradScaler left out included."""
+        """Number of steps done, including those that GradScaler skipped."""
         return self._observation.steps.num_done
 
     def loss(self, value: Tensor | float) -> None:
-        """Record a loss of the current step, or of the one that is just over; of several the mean is taken.
+        """Record a loss of the current step, or of the last one between two steps; several losses are averaged.
 
-        Does not block: a tensor on a CUDA device is copied when the device gets there.
+        Does not block: a tensor on a device is copied asynchronously.
 
         Args:
             value: A number, or a tensor with one element.
 
         Raises:
-            ConfigurationError: It has more than one.
+            ConfigurationError: It has more than one element.
         """
         found, step = _number(value), self._step
         if step is not None and len(step.losses) < _MOST_LOSSES:
             step.losses.append(found)
 
     def grad_norm(self, value: Tensor | float) -> None:
-        """Record the norm of the gradient of the current step, such as ``clip_grad_norm_`` returns. Does not block.
+        """Record the gradient norm of the current step, such as that returned by ``clip_grad_norm_``. Does not block.
 
         Args:
             value: A number, or a tensor with one element.
 
         Raises:
-            ConfigurationError: It has more than one.
+            ConfigurationError: It has more than one element.
         """
         found, step = _number(value), self._step
         if step is not None:
             step.grad_norm = found
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield what ``batches`` yields, for loops over something else than a DataLoader, whose waiting is seen so."""
+        """Yield the batches of an iterable that is not a DataLoader, and record the waiting for them."""
         return self._observation.hooks.iterated(batches)
 
     def finish(self) -> None:
-        """End the record in order, and compare the clocks of the ranks' machines once more.
+        """End the record, and compare the clocks of the ranks' machines once more.
 
         Collective: every rank. Blocks for some small messages, and as `close` does.
         """
         self._observation.finish()
 
     def close(self) -> None:
-        """End the record; again has no effect. Blocks until the device is done, and some seconds at most for the disk.
+        """End the record; further calls have no effect. Blocks for the device, and at most some seconds for the disk.
 
-        Unlike `finish`, ranks may call this at any time, or not at all: then it happens when the process ends.
+        Unlike `finish`, this is not collective. Without a call, the record ends with the process.
         """
         self._observation.close()
 
@@ -229,7 +229,7 @@ def _number(value: Tensor | float) -> Number:
         return Number(float(value))
     if value.numel() != 1:
         raise ConfigurationError(
-            f"What was given to be recorded has {value.numel()} elements.\nGive one number, such as the mean."
+            f"The value to record has {value.numel()} elements.\nGive one number, such as the mean."
         )
     if value.device.type == "cpu":
         return Number(float(value.item()))
@@ -245,40 +245,42 @@ def monitor(
     run_dir: str | Path | None = None,
     first_step: int = 0,
 ) -> Watch:
-    """Record a training loop of one's own, as ``fit`` records its runs, for ``lockstep report``.
+    """Record the training loop of a script for ``lockstep report``.
 
-    Each rank writes how long its steps take and what for, their learning rate, memory and load; with
-    `Watch.loss` and `Watch.grad_norm` these, too. A step is what lies between two ``optimizer.step()``, with any number
-    of micro-batches; forwards without gradients, or in evaluation mode, are an evaluation. Works with
-    ``DistributedDataParallel`` and ``DataParallel``, ours and torch's, and with a bare model. Changes nothing that is
-    computed, and waits for no device.
+    Each rank records the time of its steps and their parts, the learning rate, memory and load, and the values given
+    to `Watch.loss` and `Watch.grad_norm`. A step ends with ``optimizer.step()`` and may have any number of
+    micro-batches. Forwards without gradients, or in evaluation mode, are an evaluation. Works with
+    ``DistributedDataParallel`` and ``DataParallel`` of Lockstep and torch, and with a bare model. Does not change the
+    computation, and does not synchronize devices.
 
-    Collective where there is a default process group: every rank, behind making it. Blocks until all have come.
+    Collective if there is a default process group: call it on every rank, after creating the group. Blocks until all
+    ranks have called it.
 
     Args:
-        model: What is called for a forward: the wrapper, if there is one, on its device. Several for a loop that
-            trains several.
-        optimizer: That ends a step; of several, the first that steps. If left out, all that update ``model``.
-        loader: Whose waiting is seen; every DataLoader of the process if left out. For a loop over something else, see
-            `Watch.batches`.
-        run_dir: The folder for the record; made if it is not there. By default ``runs/`` and the name of the script. An
-            earlier record in it is overwritten, unless ``first_step`` is given.
-        first_step: Steps done before, in a script that goes on from a checkpoint.
+        model: The module that is called in a forward, on its device: the wrapper, if there is one. A list if the loop
+            trains several models.
+        optimizer: The optimizer whose ``step()`` ends a step; of several, the first one. By default, all optimizers
+            that update ``model``.
+        loader: The DataLoader (or several) whose waiting is recorded; by default, all of the process. For other
+            iterables, see `Watch.batches`.
+        run_dir: The folder for the record, created if it does not exist; by default ``runs/`` and the name of the
+            script. An earlier record in it is overwritten, unless ``first_step`` is given.
+        first_step: Number of steps done before, in a script that resumes from a checkpoint.
 
     Returns:
-        What takes losses, and ends the record. It ends by itself with the process.
+        The record, which also takes losses. It ends with the process.
 
     Raises:
-        ConfigurationError: What is given does not go together, or a rank cannot write into the folder; then on all.
+        ConfigurationError: The arguments do not fit together; or, on all ranks, a rank cannot write into the folder.
     """
     models: list[nn.Module] = _listed(
-        model, nn.Module, "model", "no nn.Module.\nGive the model that is called in training, or a list."
+        model, nn.Module, "model", "not an nn.Module.\nGive the model that is called in training, or a list."
     )
     optimizers: list[Optimizer] = _listed(
         optimizer,
         Optimizer,
         "optimizer",
-        "no torch.optim.Optimizer.\nGive that which steps, or a list, or leave it out.",
+        "not a torch.optim.Optimizer.\nGive the optimizer, or a list, or omit it.",
     )
     for number, each in enumerate(optimizers):  # some libraries wrap them
         inner = getattr(each, "optimizer", None)
@@ -287,22 +289,22 @@ def monitor(
         loader,
         DataLoader,
         "loader",
-        "no DataLoader, so that waiting for its batches cannot be seen.\n"
-        "Leave it out, and write: for batch in watch.batches(loader), where watch is what monitor() returns.",
+        "not a DataLoader, so waiting for its batches cannot be measured.\n"
+        "Omit it, and write: for batch in watch.batches(loader), where watch is the result of monitor().",
     )
     names = " and ".join(type(each).__name__ for each in models)
     if not trained_parameters(models):
         raise ConfigurationError(
-            f"{names} has no parameter that is trained.\nGive the model that is called in training."
+            f"{names} has no parameter that requires a gradient.\nGive the model that is called in training."
         )
     for each in optimizers:
         if not updates(each, models):
             raise ConfigurationError(
                 f"The optimizer {type(each).__name__} updates no parameter of {names}.\n"
-                "Give the model and the optimizer of the same training; make the optimizer behind wrapping the model."
+                "Give the optimizer of this model; create it after wrapping the model."
             )
     if isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0:
-        raise ConfigurationError(f"first_step is {first_step!r}.\nGive the number of steps done before, 0 or more.")
+        raise ConfigurationError(f"first_step is {first_step!r}.\nGive the number of steps done before, at least 0.")
     folder = Path("runs") / (Path(sys.argv[0]).stem or "script")
     if _attached is not None:
         _attached.stop()
@@ -310,15 +312,15 @@ def monitor(
     if run_dir is not None:
         if "://" in str(run_dir):
             raise ConfigurationError(
-                f"run_dir={run_dir} is in an object store, where only checkpoints can be.\n"
+                f"run_dir={run_dir} is in an object store, which can only hold checkpoints.\n"
                 "Name a folder on this machine."
             )
         folder = Path(run_dir)
     global _last
     if _last is not None and not _last.is_closed:
         raise ConfigurationError(
-            f"This process is monitored already, into {_last.run_dir}.\n"
-            "Call close() on what monitor() has returned, or give all models and optimizers at once."
+            f"This process is already being recorded, into {_last.run_dir}.\n"
+            "Call close() on the result of monitor(), or give all models and optimizers in one call."
         )
     place = find_place()
     _last = Observation(models, optimizers or None, loaders or None, run_dir=folder, place=place, first_step=first_step)
@@ -329,7 +331,7 @@ _last: Observation | None = None
 
 
 def _listed(value: Any, kind: type, name: str, otherwise: str) -> list[Any]:
-    """Return what was given as a list, of which each is of a kind; empty if it was left out."""
+    """Return an argument as a list whose items have the type ``kind``; empty if it was omitted."""
     if value is None and kind is not nn.Module:
         return []
     values = list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""All that watches a training loop from outside, and its record, put together."""
+"""The observation of a training loop by hooks, and its record."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.activity import one_line
-from lockstep.comm.clocks import ClockOffset, machine_name, measure_clock_offsets
+from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, device_for, is_initialized
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hooks, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.run_folder import current_run_folder, read_failure
+from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.run_record import Event, Reduction, RunFolder, num_restarts
 
-# --- what exchanges gradients in a script, and what is known of that --------------------------------------------------
+# --- the engine that exchanges the gradients of a script --------------------------------------------------------------
 
 Kind = Literal["single", "ddp", "torch-ddp", "dp", "torch-dp", "unknown"]
 
 
 @dataclass
 class Engine:
-    """What exchanges gradients.
+    """The engine that exchanges gradients.
 
     Attributes:
-        kind: ``single`` if nobody has to, ``unknown`` if it is something else than the engines named so in docs/fit.
-        ours: Wrappers of ours.
-        stamps: What takes their moments, by wrapper.
+        kind: ``single`` for one rank, ``unknown`` for an engine that is not listed here.
+        ours: The wrappers of Lockstep.
+        stamps: The time stamps of their buckets, by wrapper.
     """
 
     kind: Kind
@@ -52,22 +52,22 @@ class Engine:
     stamps: list[BucketStamps] = field(default_factory=list)
 
     def stamp(self, device: torch.device) -> None:
-        """Have the buckets of our engines stamped from now on."""
+        """Start taking time stamps of the buckets of our engines."""
         self.stamps = [BucketStamps(device) for _ in self.ours]
         for module, stamps in zip(self.ours, self.stamps, strict=True):
             module.stamp_buckets(stamps)
 
     def stop(self) -> None:
-        """Have nothing stamped any more."""
+        """Stop taking time stamps."""
         for module in self.ours:
             module.stamp_buckets(None)
 
     def take(self) -> list[Reduction]:
-        """Return what was recorded of the backward that has just ended."""
+        """Return the record of the backward that has just ended."""
         return [found for each in self.stamps if (found := each.take()) is not None]
 
     def complete(self, step: Step) -> None:
-        """Add to a step that is over what is known of its communication, and what could not be seen of it."""
+        """Add to a completed step its communication, and which phases could not be observed."""
         if self.kind == "torch-ddp":
             step.reductions = [Reduction(waited=wait) for wait in step.waits]
         is_known = self.kind == "single" or (step.has_backward and self.kind in ("ddp", "torch-ddp"))
@@ -78,8 +78,8 @@ class Engine:
 
 
 def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
-    """Return what exchanges the gradients of ``models`` among so many ranks."""
-    # Each once: one model may be a part of another.
+    """Return the engine that exchanges the gradients of ``models`` among so many ranks."""
+    # Without duplicates, as a model may be a part of another.
     modules = dict.fromkeys(module for model in models for module in model.modules())
     kinds: tuple[tuple[Kind, Any], ...] = (
         ("ddp", _imported("lockstep.parallel.ddp.wrapper", "DistributedDataParallel")),
@@ -94,21 +94,21 @@ def find_engine(models: Sequence[nn.Module], num_ranks: int) -> Engine:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Return a class of ours if the script uses it, else what nothing is an instance of."""
+    """Return a class of ours if the script has imported it, else a tuple without classes."""
     return getattr(sys.modules.get(module), name, ())
 
 
-# --- this rank among those that train together ------------------------------------------------------------------------
+# --- this rank and its group ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank among those that train together.
+    """The rank of this process, and the group of the ranks.
 
     Attributes:
         rank, num_ranks: Of the job.
-        group: Through which they agree on the record; ``None`` if they do without.
-        name: Of the session, where they do without.
+        group: The group for collectives; ``None`` to record without collectives.
+        name: The name of the session, if there is no group.
     """
 
     rank: int
@@ -122,7 +122,7 @@ class Place:
         return [value] if group is None else all_gather_object(value, group=group, device=device_for(group))
 
     def offsets(self) -> list[ClockOffset]:
-        """Return how far the ranks' clocks are apart. Collective if there is a group: every rank."""
+        """Return the offsets of the ranks' clocks. Collective if there is a group: every rank."""
         return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
@@ -138,7 +138,7 @@ def find_place() -> Place:
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigurationError(
             f"This process is one of {os.environ['WORLD_SIZE']} ranks, but has no process group yet.\n"
-            "Call monitor() behind lockstep.init() or torch.distributed.init_process_group()."
+            "Call monitor() after lockstep.init() or torch.distributed.init_process_group()."
         )
     return Place(0, 1)
 
@@ -147,22 +147,22 @@ def find_place() -> Place:
 
 
 class Observation:
-    """Watches a training loop and records it, until it is closed or the process ends.
+    """Observes a training loop and records it, until it is closed or the process ends.
 
-    Collective if ``place`` has a group: every rank makes one. Blocks until all have.
+    Collective if ``place`` has a group: every rank creates one. Blocks until all ranks have.
 
     Args:
-        models: That are trained; there may be more later.
-        optimizers: That end steps; all that update a model if ``None``.
-        loaders: Whose waiting is seen; all of the process if ``None``.
-        run_dir: The folder for the record; made if it is not there. Ranks of several machines may have one each.
+        models: The models that are trained; more may be added.
+        optimizers: The optimizers that end steps; all that update a model if ``None``.
+        loaders: The loaders whose waiting is recorded; all of the process if ``None``.
+        run_dir: The folder for the record, created if it does not exist. Each machine may have its own.
         place: This rank.
-        first_step: Steps done before; the record goes on behind what is in the folder then.
-        provenance: What was found out before; gathered now if ``None``.
+        first_step: Number of steps done before; if not 0, an existing record is continued.
+        provenance: Machine and versions; gathered now if ``None``.
 
     Attributes:
-        steps: What was seen so far.
-        hooks: That see it.
+        steps: The steps observed so far.
+        hooks: The hooks that observe them.
         is_closed: Whether the record has ended.
 
     Raises:
@@ -191,9 +191,9 @@ class Observation:
         self._recorder.start()
         self._batch_size = 0
         if restarts := num_restarts():
-            self._event("restart", f"started again ({restarts} so far), and counts from {first_step}", first_step)
+            self._event("restart", f"restarted ({restarts} times so far), counting from step {first_step}", first_step)
         if first_step:
-            self._event("resume", f"went on after step {first_step}", first_step)
+            self._event("resume", f"resumed after step {first_step}", first_step)
         self.steps = Steps(device, self, first_step)
         self._engine.stamp(device)
         self.hooks = Hooks(self.steps, lambda: self._engine.take(), self._fail)
@@ -205,50 +205,50 @@ class Observation:
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self.steps)))
 
     def add_model(self, model: nn.Module) -> None:
-        """Watch one more model."""
+        """Observe one more model."""
         self._models.append(model)
         self._engine = find_engine(self._models, self._num_peers)
         self._engine.stamp(self._device)
         self.hooks.watch_model(model)
 
     def forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take a forward that has begun before its model was watched, and so maybe before its batch was."""
+        """Report a forward that began before its model was observed."""
         if self.steps.current is None:
             self.steps.batch_was(num_samples(args) or num_samples(kwargs))
-        if compiled_call(model) is None:  # else its calls are watched already
+        if compiled_call(model) is None:  # otherwise its calls are already observed
             self.hooks.forward_begins(model, args, kwargs)
 
     # --- from the hooks, by way of Steps ---
 
     def opened(self, step: Step) -> None:
         """A step has begun."""
-        # Before its first bucket: single buckets are stamped only in steps that have a timeline.
+        # Single buckets get time stamps only in steps with a timeline.
         for each in self._engine.stamps:
             each.closely = has_timeline(step.number)
 
     def done(self, step: Step) -> None:
-        """Record a step; the device may still owe its figures. Does not block."""
+        """Record a step, which the device may not have completed. Does not block."""
         self._engine.complete(step)
-        # Ranks are taken to have batches of one size: to ask them would be a collective in somebody else's loop.
+        # Assumes batches of equal size on all ranks, as a collective in the loop of the script is not allowed.
         step.samples *= self._place.num_ranks
-        # The largest: the last batch of an epoch may be smaller.
+        # The maximum, as the last batch of an epoch may be smaller.
         self._batch_size = max(self._batch_size, step.samples)
         self._recorder.add(step)
         if step.is_skipped:
-            text = f"step {step.number + 1}: left out by GradScaler: the gradient was not finite"
+            text = f"step {step.number + 1}: skipped by GradScaler, as the gradient was not finite"
             self._event("skipped", text, step.number + 1)
 
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
-        """Record an evaluation: when it began, and how long training stood still for it."""
-        text = "forwards that did not train"
+        """Record an evaluation: when it began, and how long training paused for it."""
+        text = "forwards without training"
         self._recorder.event("evaluation", text, step=num_steps, time_s=wall_s, seconds=seconds)
 
     # --- the end ---
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the record, with what has ended the training if that failed; again has no effect.
+        """End the record, with the ``error`` that ended training, if any; further calls have no effect.
 
-        Blocks until the device is done, unless there is an error, and some seconds at most for the disk.
+        Blocks until the device is idle, unless there is an error, and at most some seconds for the disk.
         """
         has_failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
         self._close(text=one_line(error) if error is not None and has_failed else None)
@@ -264,7 +264,7 @@ class Observation:
             return
         self.is_closed = True
         atexit.unregister(self._at_exit)
-        # The hooks go first, so that nothing comes behind the last step.
+        # Hooks first, so that nothing follows the last step.
         self.hooks.stop()
         self._engine.stop()
         self.steps.close()
@@ -280,10 +280,10 @@ class Observation:
         self._close(text=_failure() if error is None or error is self._error_before else one_line(error))
 
     def _fail(self, error: Exception) -> None:
-        """End the watching after an error of ours; training goes on."""
+        """Stop observing after an internal error; training continues."""
         if not self.steps.is_over:
             self.steps.is_over = True
-            text = f"the recording ended with an error of its own: {one_line(error)}"
+            text = f"the recording ended with an internal error: {one_line(error)}"
             self._event("remark", text, self.steps.num_done)
             sys.stderr.write(f"lockstep: {text}\n")
 
@@ -299,7 +299,7 @@ class Observation:
     ) -> RunFolder:
         place, rank_zero = self._place, self._place.rank == 0
         if not first_step and num_restarts():
-            # It is not known at which step the script goes on: what was recorded before gets another name.
+            # The step at which the script resumes is unknown: the earlier record is renamed.
             name = f"rank-{place.rank}.jsonl"
             with suppress(OSError):
                 os.replace(self.run_dir / name, self.run_dir / f"before-restart-{num_restarts()}.{name}")
@@ -308,9 +308,8 @@ class Observation:
             place.rank,
             place.num_ranks,
             device=str(self._device),
-            machine=machine_name(),
             first_step=first_step,
-            fresh=not first_step,
+            fresh=not first_step and not num_restarts(),  # earlier sessions are a part of the run
             gather=place.gather,
             name=place.name,
         )
@@ -340,18 +339,18 @@ class Observation:
 
 
 def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters that are trained, as often as they are in the models."""
+    """Return the parameters that require a gradient, with duplicates."""
     return [each for model in models for each in model.parameters() if each.requires_grad]
 
 
 def _failure() -> str | None:
-    """Return what ended this rank, as the launcher's bootstrap has written it down; None if nothing did."""
+    """Return the error that ended this rank, as written by the launcher's bootstrap; None without an error."""
     folder = current_run_folder()
-    failure = {} if folder is None else read_failure(folder, os.environ["RANK"])
+    failure = {} if folder is None else read_object(rank_file(folder, FAILURE, os.environ["RANK"]))
     return str(failure["message"]).splitlines()[0] if failure.get("message") else None
 
 
 def _leave_to_parent(steps: weakref.ref[Steps]) -> None:
-    """Watch nothing in a process that was forked: nobody there takes what is seen."""
+    """Stop observing in a forked process, which does not record."""
     if (found := steps()) is not None:
         found.is_over = True

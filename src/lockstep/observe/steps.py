@@ -1,15 +1,15 @@
-"""Puts together the steps of a loop from what hooks see of it: batches, forwards, backwards, optimizer steps.
+"""Assembles the steps of a loop from the reports of hooks: batches, forwards, backwards, optimizer steps.
 
 [Note: what a step is]
-A step ends when the *lead* optimizer has stepped: the first that steps, or another when that one does not any more.
-Optimizers that step right behind it belong to the same step. It begins with the first batch, or else the first
-training forward, since the step before. Between the two lies what the script does besides: that belongs to no step.
+A step ends with the step of the *lead* optimizer: the first one, or another if that one is no longer used. Optimizers
+that step directly after it belong to the same step. A step begins with the first batch, or else the first training
+forward, after the step before. The time between two steps belongs to the script.
 
 [Note: training or not]
 A forward trains if gradients are recorded and the model is in training mode. A model that is trained in evaluation
-mode is found out by its first backward. Forwards that do not train, between two steps, are an evaluation: the
-batches that went into them belong to no step, and training stands still until the next one. Within a step they are
-part of it, and so is a single one on a batch that is then trained on.
+mode is recognized by its first backward. Other forwards between two steps are an evaluation: their batches belong to
+no step, and training pauses until the next step. Within a step they are a part of it, and so is a single forward on a
+batch that is then used for training.
 """
 
 import time
@@ -21,20 +21,20 @@ from typing import Protocol
 
 import torch
 
-from lockstep import activity
+from lockstep import activity, env
 from lockstep.accelerator import is_capturing, mark_on
 from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
 
 
 @dataclass(slots=True)
 class Step(RecordedStep):
-    """A step of somebody else's loop, from its first batch to the end of its update, as it was seen from outside.
+    """A step of the loop of a script, from its first batch to the end of its update.
 
     Attributes:
-        waits: Within backward: from when this rank's own work was done, to when the gradients were reduced.
-        num_inputs: What forwards were given, for a script without a loader that is seen.
-        sees_batches: Whether batches come from loaders that are seen.
-        has_forward, has_backward: Whether they were seen.
+        waits: In backward: from the end of this rank's own work until the gradients were reduced.
+        num_inputs: Samples given to forwards, for a script without an observed loader.
+        sees_batches: Whether loaders are observed.
+        has_forward, has_backward: Whether a forward, a backward was observed.
     """
 
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)
@@ -45,48 +45,48 @@ class Step(RecordedStep):
 
 
 class Listener(Protocol):
-    """Takes the steps."""
+    """Gets the steps."""
 
     def opened(self, step: Step) -> None:
-        """Take a step that has just begun."""
+        """Handle a step that has just begun."""
 
     def done(self, step: Step) -> None:
-        """Take a step; nothing is added to it any more, but the device may still owe its figures."""
+        """Handle a complete step; the device may not have completed it."""
 
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
-        """Take an evaluation: when it began, and how long training stood still for it."""
+        """Handle an evaluation: when it began, and how long training paused for it."""
 
 
-# Waits for batches that are kept until a forward shows what they were for.
+# Batches that are kept until a forward shows whether they are for training.
 _MOST_BATCHES = 256
 
-# After so many steps of others without one of its own, an optimizer is not the lead any more.
+# An optimizer is no longer the lead after so many steps of others without its own.
 _SILENT = 8
 
 
 class _Now(Enum):
-    OUTSIDE = "what the script does besides"
+    OUTSIDE = "other code of the script"
     FORWARD = "forward"
     LOSS = "between a forward and its backward"
     BACKWARD = "backward"
     OPTIMIZER = "an optimizer's step"
 
 
-# A mark, when the host came to it, and how long it had been in collectives of ours by then; tuples are quick.
-Moment = tuple[Mark, float, float]
+# A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
+Moment = tuple[Mark, float, float, bytes]
 
 
 class Steps:
-    """Takes what hooks see, in the thread that trains or while that waits for its backward.
+    """Gets the reports of hooks, in the training thread or while that waits for its backward.
 
     Args:
-        device: On which the model computes.
+        device: The device of the model.
         listener: Gets the steps.
-        first_step: Number of the first.
+        first_step: Number of the first step.
 
     Attributes:
-        num_done: Steps done.
-        is_over: Whether hooks are to report nothing any more.
+        num_done: Number of steps done.
+        is_over: Whether hooks no longer report.
     """
 
     def __init__(self, device: torch.device, listener: Listener, first_step: int = 0) -> None:
@@ -109,7 +109,7 @@ class Steps:
         self._num_silent = self._depth = 0
         self._has_stepped_within = False
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- the state --------------------------------------------------------------------------------------------------
 
     @property
     def is_watching(self) -> bool:
@@ -119,7 +119,7 @@ class Steps:
 
     @property
     def is_mine(self) -> bool:
-        """Whether hooks report, and this is the thread that trains."""
+        """Whether hooks report, and this is the training thread."""
         return get_ident() == self._thread and self.is_watching
 
     @property
@@ -129,12 +129,12 @@ class Steps:
 
     @property
     def current(self) -> Step | None:
-        """The step to which a loss belongs that the script gives now: the open one, or else the last."""
+        """The step to which a loss given now belongs: the open one, or else the last."""
         return self._open if self._open is not None else self._done
 
     @property
     def lacks_samples(self) -> bool:
-        """Whether no loader has shown how many samples the step has."""
+        """Whether the number of samples of the step is not known from a loader."""
         return self._open is not None and not self._open.samples
 
     def trains(self, *, has_grad: bool, is_training: bool) -> bool:
@@ -144,13 +144,13 @@ class Steps:
     def moment(self) -> Moment:
         """Return the present moment."""
         at = time.perf_counter()
-        # On CPU the moment of the host is the mark as well: one reading of the clock instead of two.
-        return (at if self._device.type == "cpu" else mark_on(self._device)), at, activity.now.waited_s
+        # On CPU, the time of the host is also the mark, which saves a call.
+        return (at if self._device.type == "cpu" else mark_on(self._device)), at, activity.now.waited_s, env.core_use()
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def batch(self, asked: Moment, num_samples: int | None) -> None:
-        """Take a batch that was asked for, and has come by now; no samples if a loader was only started."""
+        """Report a batch that was requested and has now arrived; without samples if a loader was only started."""
         came = self.moment()
         self._depth = 0
         self.sees_batches = True
@@ -166,13 +166,13 @@ class Steps:
         self._since = came
 
     def batch_was(self, num_samples: int) -> None:
-        """Take a batch that came before anything was watched."""
+        """Report a batch that arrived before the observation began."""
         self._unclaimed += num_samples
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """A training forward begins."""
+        """Report the begin of a training forward."""
         now = self.moment()
         step = self._open or self._begin(now)
         step.samples += self._unclaimed
@@ -184,7 +184,7 @@ class Steps:
         self._now, self._since = _Now.FORWARD, now
 
     def forward_ends(self) -> None:
-        """A training forward is over; the loss comes."""
+        """Report the end of a training forward."""
         if self._open is None or self._now not in (_Now.FORWARD, _Now.LOSS):
             return
         now = self.moment()
@@ -193,7 +193,7 @@ class Steps:
         self._now, self._since = _Now.LOSS, now
 
     def idle_forward(self, *, is_over: bool, is_training: bool) -> None:
-        """A forward begins, or is over, that does not train, in training mode or not."""
+        """Report the begin or the end of a forward that does not train."""
         if self._open is not None:
             self._unclaimed = self._unclaimed if is_training else 0
             return
@@ -204,13 +204,13 @@ class Steps:
             self._evaluation = (began_at, now)
             self._borrowed = self._batches, self._unclaimed
         elif not is_over:
-            self._borrowed = None  # a second one: it is an evaluation, and the batches were for that
+            self._borrowed = None  # with a second forward, it is an evaluation that uses the batches
         if is_over:
             self._evaluation = (self._evaluation[0], now)
         self._batches, self._unclaimed = [], 0
 
     def backward_begins(self, num_samples: int) -> None:
-        """A backward begins, of a forward that got so many samples."""
+        """Report the begin of the backward of a forward with so many samples."""
         now = self.moment()
         if self._open is None:
             self._trains_in_eval, self._evaluation = True, None
@@ -222,17 +222,17 @@ class Steps:
         self._now, self._since, self._own_done = _Now.BACKWARD, now, None
 
     def own_work_done(self) -> None:
-        """This rank's own work of backward is done."""
-        self._own_done, _, _ = self.moment()
+        """Report the end of this rank's own work in backward."""
+        self._own_done = self.moment()[0]
 
     def backward_ends(self, reductions: Sequence[Reduction]) -> None:
-        """Backward is over, and the gradients are reduced."""
+        """Report the end of backward, with reduced gradients."""
         if self._open is None or self._now is not _Now.BACKWARD:
             return
         now = self.moment()
         if self._own_done is not None:
             self._open.waits.append((self._own_done, now[0]))
-        # Several with micro-batches that are all synchronised; what they waited adds up.
+        # Several if all micro-batches are synchronised; their waits are added.
         self._open.reductions += reductions
         self._add("backward", now)
         self._now, self._since = (_Now.OPTIMIZER if self._depth else _Now.OUTSIDE), now
@@ -242,9 +242,9 @@ class Steps:
     # --- optimizers -------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, key: int) -> None:
-        """An optimizer is about to step; it may be one within another, which counts once."""
+        """Report the begin of an optimizer step; nested ones count once."""
         self._depth += 1
-        # Wrappers of optimizers call the one within: both have our hooks.
+        # A wrapper calls the inner optimizer, and both have hooks.
         if self._depth > 1:
             return
         now = self.moment()
@@ -253,7 +253,7 @@ class Steps:
         self._now, self._since = _Now.OPTIMIZER, now
 
     def optimizer_ends(self, key: int, learning_rate: float | None, *, is_skipped: bool = False) -> None:
-        """An optimizer has stepped, or was kept from it as its gradient was not finite."""
+        """Report the end of an optimizer step, or that it was skipped as the gradient was not finite."""
         self._depth = max(0, self._depth - 1)
         if self._depth or self.current is None:
             return
@@ -262,7 +262,7 @@ class Steps:
             self._add("optimizer", now)
         self._now = _Now.OUTSIDE
         is_lead = self._leads(key)
-        if self._open is None:  # one right behind the lead
+        if self._open is None:  # directly after the lead
             self.current.end = now[0]
             return
         self._open.is_skipped |= is_skipped
@@ -271,12 +271,12 @@ class Steps:
             self._finish(now)
 
     def optimizer_within(self, learning_rate: float | None) -> None:
-        """An optimizer steps within a backward, whose end then ends the step; maybe many times."""
+        """Report an optimizer step within a backward, whose end then ends the step."""
         if self._open is not None and self._now is _Now.BACKWARD:
             self._has_stepped_within, self._open.learning_rate = True, learning_rate
 
     def optimizer_failed(self) -> None:
-        """An optimizer has raised instead."""
+        """Report that an optimizer has raised."""
         self._depth, self._now = 0, _Now.OUTSIDE
 
     def _leads(self, key: int) -> bool:
@@ -288,14 +288,17 @@ class Steps:
     # --- from one step to the next ----------------------------------------------------------------------------------
 
     def _begin(self, now: Moment) -> Step:
-        if self._borrowed is not None and self._borrowed[0] and not self._batches:  # a single forward: no evaluation
+        if (
+            self._borrowed is not None and self._borrowed[0] and not self._batches
+        ):  # a single forward is not an evaluation
             (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
         self._borrowed = None
-        mark, at, _ = self._batches[0][0] if self._batches else now
+        mark, at, *_ = self._batches[0][0] if self._batches else now
         self._release(at)
         self._report_evaluation(at)
         step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
         step.spans += [("data_wait", asked[0], came[0], came[2] - asked[2]) for asked, came in self._batches]
+        step.core_uses += [(asked[3], came[3]) for asked, came in self._batches]
         self._batches = []
         self._open, self._now = step, _Now.OUTSIDE
         self._listener.opened(step)
@@ -305,9 +308,10 @@ class Steps:
         begin, step = self._since, self.current
         if begin is not None and step is not None:
             step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
+            step.core_uses.append((begin[3], end[3]))
 
     def _finish(self, now: Moment) -> None:
-        """End the open step; it is kept until the next one begins, for a loss that the script gives behind it."""
+        """End the open step; keep it until the next one begins, for a loss that is given after it."""
         assert self._open is not None
         step, self._open, self._has_stepped_within = self._open, None, False
         step.samples = step.samples or self._unclaimed or step.num_inputs
@@ -329,7 +333,7 @@ class Steps:
             self._listener.evaluated(self.num_done, wall_s, (ended_at if until is None else until) - began_at)
 
     def close(self) -> None:
-        """Hand on the last step; one that was not finished is forgotten."""
+        """Pass on the last step; drop an incomplete one."""
         self._release(None)
         self._report_evaluation(None)
         self._open = None

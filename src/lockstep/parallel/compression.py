@@ -397,7 +397,7 @@ def check_method(method: Any) -> int | None:
     if text.startswith("powersgd"):
         cause, advice = "needs a rank of at least 1", "Give powersgd:4, or a higher rank for a smaller error"
     else:
-        cause, advice = "is no way to send gradients", f"Give one of {', '.join(METHODS)}, or None"
+        cause, advice = "is not a compression method", f"Give one of {', '.join(METHODS)}, or None"
     raise ConfigurationError(f"compression={method!r} {cause}.\n{advice}.")
 
 
@@ -552,7 +552,7 @@ def compressed_all_reduce(
             fits = tensor.dtype == torch.float32 and tensor.numel() == flat.numel()
         if not fits:
             raise ConfigurationError(
-                f"{name} cannot be compressed as it is.\n"
+                f"{name} cannot be compressed.\n"
                 "Give contiguous float32 tensors of one dimension and the same size on the CPU."
             )
     members = list(enumerate(shapes or [flat.shape]))
@@ -746,7 +746,7 @@ class CompressedMean(BucketReduction):
                 if mine and (name not in mine or mine[name].shape != tensor.shape):
                     raise ConfigurationError(
                         f"The state of compression has a residual of {name}, {list(tensor.shape)}, which the model "
-                        "lacks.\nLoad the state of the same model, or none to begin anew."
+                        "lacks.\nLoad the state of the same model, or pass none to start without residuals."
                     )
         for name, view in mine.items():
             view.zero_()

@@ -240,7 +240,7 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
         f"The ranks do not hold the same bits any more{now}: {first} differs {between(sides)}.\n{where}"
         f"{len(different)} of {len(names)} tensors differ{'s' * (len(different) == 1)}. {since}\n"
         "Either code changed it on some ranks only (an if on the rank, a buffer that nobody synchronises), or a "
-        "device or its memory is faulty. Go on from a checkpoint that was written before.",
+        "device or its memory is faulty. Resume from an earlier checkpoint.",
         tensor=first,
         sides=sides,
     )

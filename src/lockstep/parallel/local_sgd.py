@@ -340,7 +340,7 @@ class PeriodicAveraging:
                 raise ConfigurationError(found if rank == 0 else f"Rank {rank}: {found}")
             if theirs != ranks[0][1]:
                 raise ConfigurationError(
-                    f"The ranks would exchange in different ways: rank 0 has {ranks[0][1]}, rank {rank} has {theirs}."
+                    f"The ranks have different settings: rank 0 has {ranks[0][1]}, rank {rank} has {theirs}."
                     "\nGive the same arguments on every rank."
                 )
 
@@ -426,7 +426,7 @@ class PeriodicAveraging:
         if num_not_finite:
             raise NonFiniteGradient(
                 f"After step {self.num_steps} parameters of {num_not_finite:g} of {size} ranks are NaN or infinite.\n"
-                "Lower the learning rate, or clip the gradient; go on from a checkpoint that was written before."
+                "Lower the learning rate, or clip the gradient; resume from an earlier checkpoint."
             )
         count = len(weights)
         shares = [mine / all_ if all_ else 1 / size for mine, all_ in zip(weights, sums_of[:count], strict=True)]
@@ -619,11 +619,11 @@ def _find_problem(
     if schedule.fragments > len(trained):
         return f"fragments={schedule.fragments} is more than the model's {len(trained)} parameters.\nGive fewer."
     if any(is_sharded(parameter) for parameter in trained):
-        return "The model's parameters are sharded, but ranks exchange whole ones.\nUse fully_shard without this."
+        return "The model's parameters are sharded, but ranks exchange whole ones.\nUse fully_shard alone."
     wrappers = DistributedDataParallel, nn.parallel.DistributedDataParallel
     if isinstance(model, wrappers) and model.process_group.size() == group.size() > 1:
         return (
-            "The model's gradients are averaged over all ranks in every step, so nothing is left to exchange.\n"
+            "The model's gradients are averaged over all ranks in every step, so there is nothing to exchange.\n"
             "Pass the bare model, or wrap it over the ranks of a machine only (process_group=...)."
         )
     try:
@@ -640,14 +640,14 @@ def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | Non
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         return (
             "ZeroRedundancyOptimizer updates each parameter on one rank, but here each rank trains by itself.\n"
-            "Pass the optimizer that it divides, such as torch.optim.AdamW(model.parameters())."
+            "Pass the inner optimizer, such as torch.optim.AdamW(model.parameters())."
         )
     known = {id(parameter) for parameter in model.parameters()}
     for number, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
         if id(parameter) not in known:
             return (
                 f"Parameter {number} of the optimizer, of shape {list(parameter.shape)}, is not in the model: the "
-                "optimizer was made for another one.\nMake it of the parameters of the model that you pass."
+                "optimizer was made for another one.\nCreate it with the parameters of the model that you pass."
             )
     return None
 

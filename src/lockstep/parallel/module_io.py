@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError
 
 requires_grad = attrgetter("requires_grad")
+_get = dict[str, Any].get
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
@@ -129,7 +130,7 @@ class WrappedParameters:
     def check(self) -> None:
         """Raise LockstepError if there is a trainable parameter that is in no bucket."""
         # No Python loop where all is as it was, since this runs in every step.
-        entries = map(dict[str, Any].get, self._home_of, self._names)
+        entries = map(_get, self._home_of, self._names)
         is_changed = sum(map(len, self._homes)) != self._num_entries or any(map(is_not, entries, self._entries))
         if not is_changed and not any(map(requires_grad, self._frozen)):
             return

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import resource
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import comb, isfinite
@@ -15,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich import table as rich_table
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
-
-from lockstep.errors import LockstepError, RankFailed
 
 if TYPE_CHECKING:
     from lockstep.train.task import Task
@@ -44,14 +44,10 @@ def run_ranks(
 
     What one finds wrong with the task is raised without a traceback, as all find the same.
     """
-    from lockstep.launcher.api import launch
+    from lockstep.launcher.api import launch, raising_task_errors
 
-    try:
+    with raising_task_errors():
         return launch(_in_world, function, args, backend, devices=devices, timeout_s=timeout_s)
-    except RankFailed as error:
-        if isinstance(error.__cause__, LockstepError):
-            raise error.__cause__ from None
-        raise
 
 
 def _in_world(function: Callable[..., Any], args: Sequence[Any], backend: str | None) -> Any:
@@ -61,17 +57,38 @@ def _in_world(function: Callable[..., Any], args: Sequence[Any], backend: str | 
         return function(*args, world)
 
 
-def console(*, stderr: bool = False, width: int = WIDTH) -> Console:
-    """Return a console that wraps at ``width`` columns, or at the terminal's width where that is narrower."""
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps at `WIDTH` columns, or at the terminal's width where that is narrower."""
     found = Console(stderr=stderr, highlight=False)
     # A pipe has no width of its own; rich would take 80 columns.
-    found.width = min(width, found.width) if found.is_terminal else width
+    found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
     return found
 
 
 def log(text: str) -> None:
     """Print a line about what is being done now, apart from the results."""
     console(stderr=True).print(Text(text), style="dim")
+
+
+class Shown(ABC):
+    """A result that prints as its command shows it, and that a notebook shows as HTML."""
+
+    @abstractmethod
+    def __rich__(self) -> RenderableType:
+        """Return it laid out for a terminal."""
+
+    def __repr__(self) -> str:
+        """Return what the command prints, also for consoles, and for notebooks that are exported as text."""
+        return self._print().export_text(styles=False)
+
+    def _repr_html_(self) -> str:
+        return self._print().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def _print(self) -> Console:
+        # In a notebook rich would display what is only to be recorded here.
+        found = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_jupyter=False)
+        found.print(self)
+        return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lockstep.telemetry.provenance import Provenance
 
 # Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY = "#999999"
+GREY, YELLOW = "#999999", "#F0E442"
 
 # What a step's time goes into, in words: colour and hatch.
 PARTS = {
@@ -25,6 +25,7 @@ PARTS = {
     "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would be 170 kB
     "optimizer": (GREEN, ""),
     "other": (GREY, ""),
+    "waiting for a core": (YELLOW, "xxxx"),
 }
 
 # Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours, which follow light and dark.

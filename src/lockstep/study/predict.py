@@ -1,4 +1,4 @@
-"""`predict`: will a task train faster on several machines over this network, and what is worth turning on?"""
+"""`predict`: is a task faster on several machines over a network, and which options help?"""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
 from lockstep.study.links import (
-    LAN_LATENCY_S,
     PAYLOAD_SHARE,
     Computing,
     Cost,
@@ -45,21 +44,22 @@ from lockstep.study.links import (
     cable_bytes,
     format_megabytes,
     format_rate,
-    given_link,
     is_staged,
     predict_step,
     probe_link,
 )
 from lockstep.study.report.figures import find_figures, find_network
 from lockstep.study.report.run_reader import read_run
-from lockstep.telemetry.live_view import milliseconds
+from lockstep.telemetry.cost import Price, more_than_alone
+from lockstep.telemetry.metrics import milliseconds
 from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.run_record import Mark, seconds_between
+from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task, build_model
 from lockstep.train.trainer import Trainer
 
-# --- what can be turned on -------------------------------------------------------------------------------------------
+# --- the methods ------------------------------------------------------------------------------------------------------
 
 PLAIN = Method("ddp")
 ACCUMULATE = 4
@@ -67,11 +67,11 @@ SYNC_EVERY = {"local-sgd": 8, "diloco": 50}
 
 
 class Compression(NamedTuple):
-    """A way to send fewer bits.
+    """A compression of gradients.
 
     Attributes:
-        effect: What becomes of the gradients.
-        sent: The part of their bytes that is sent; None if that depends on the model.
+        effect: How it changes the gradients.
+        sent: The share of their bytes that is sent; None if it depends on the model.
     """
 
     effect: str
@@ -88,16 +88,14 @@ COMPRESSIONS = {
 
 
 def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
-    """Return what can be turned on: what changes the training least comes first.
+    """Return the methods, in the order of how much they change the training.
 
     Args:
-        costs: What was measured, by the name of the compression, and of `PLAIN`; others are taken to cost nothing.
+        costs: Measured costs by the name of the compression, and of `PLAIN`; others are assumed to be 0.
         profile: Of the task.
     """
     plain = replace(PLAIN, cost=costs.get(PLAIN.name, Cost()))
     found = [plain]
-    if profile.ranks_per_machine > 1:
-        found.append(replace(plain, name="ddp, one ring", hierarchical=False))
     for name, each in COMPRESSIONS.items():
         cost = costs.get(name) or (None if each.sent is None else Cost(each.sent, staged=True))
         if cost is not None:
@@ -111,69 +109,65 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
     return found
 
 
-# --- measured on one rank: what a step takes without any exchange -----------------------------------------------------
+# --- measured on one rank: a step without an exchange -----------------------------------------------------------------
 
-# More than anybody waits for: a stream needs a number, and a schedule falls over it.
+# Streams and schedules need a number of steps; this one is never reached.
 _MANY_STEPS = 1_000_000
-# Of each size of a rank's part: the first steps allocate; then as many as take so long.
+# For each number of samples: steps for allocation; then steps for so many seconds, within these limits.
 _NUM_WARMUP, _TURN_S, _FEWEST, _MOST = 2, 1.5, 3, 20
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to measure; the same on every rank.
-
-    Attributes:
-        task: The task, or where to find it.
-        settings: How to train.
-        profile: Of the task, without what is to be measured.
-        shares: Samples of a rank's part of a global batch, for each number of machines.
-        num_threads: Of a rank.
-        link: The link; None: it is to be probed.
-    """
-
-    task: Task | str
-    settings: Settings
-    profile: Profile
-    shares: tuple[int, ...]
-    num_threads: int
-    link: Link | None
-
-
-def measure(request: Request, world: World) -> tuple[Profile, Mapping[str, Cost], Link]:
+def measure(
+    task: Task | str,
+    settings: Settings,
+    profile: Profile,
+    shares: Sequence[int],
+    num_threads: int,
+    link: Link | None,
+    world: World,
+) -> tuple[Profile, Mapping[str, Cost], Link]:
     """Measure the task's step on rank zero alone, then exchanges between all ranks, and the link.
 
-    Sets this process's number of threads.
+    Sets the number of threads of this process.
 
-    Collective: every rank. The profile is whole on rank zero.
+    Collective: every rank. The profile is complete on rank zero.
+
+    Args:
+        task: The task, or where to find it.
+        settings: How to train.
+        profile: Of the task, without what is measured.
+        shares: Samples of a rank's part of a global batch, for each number of machines.
+        num_threads: Of a rank.
+        link: The link; it is probed if None.
+        world: The ranks.
 
     Raises:
         Exception: What training a step raised, on rank zero; on the others a LockstepError that says so.
     """
-    torch.set_num_threads(request.num_threads)
-    task, profile = load(request.task), request.profile
+    torch.set_num_threads(num_threads)
+    task = load(task)
     failure: Exception | None = None
     if world.is_rank_zero:
         try:
-            for share in request.shares:
+            for share in shares:
                 log(f"measuring a step of {share} samples on one rank")
-                profile = _measure_computing(task, request.settings, share, world, profile)
+                profile = _measure_computing(task, settings, share, world, profile)
         except Exception as error:
             failure = error
-    world.barrier(TURN_TIMEOUT_S)  # the others sleep until rank zero has come
+    world.barrier(TURN_TIMEOUT_S)  # the other ranks sleep meanwhile
     problem = broadcast_object(str(failure or ""), group=world.group, device=world.device)
     if failure is not None:
         raise failure
     if problem:
         raise LockstepError(f"Rank 0 could not train a step of the task: {problem}")
     costs: dict[str, Cost] = {}
-    link = request.link or probe_link(world)
-    if world.device.type == "cpu" and world.world_size > 1:  # GPUs compute on while others send
+    link = link or probe_link(world)
+    if world.device.type == "cpu" and world.world_size > 1:  # on GPUs, the exchange does not slow down computing
         if world.is_rank_zero:
-            log("measuring what exchanges take")
+            log("measuring exchanges of gradients")
         shapes = [each.shape for each in build_model(task).parameters() if each.requires_grad]
         is_local = world.local_world_size == world.world_size
-        # Over a slow link, what it carries in half a second.
+        # Over a slow link, as many bytes as it transfers in half a second.
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
         costs[PLAIN.name] = measure_cost(shapes, None, world, most)
         costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
@@ -181,7 +175,7 @@ def measure(request: Request, world: World) -> tuple[Profile, Mapping[str, Cost]
 
 
 def _measure_computing(task: Task, settings: Settings, num_samples: int, world: World, profile: Profile) -> Profile:
-    """Train some steps in this process alone; return ``profile`` with their times, buckets, and the cores in use."""
+    """Train some steps in this process; return ``profile`` with times, buckets, and the number of cores in use."""
     alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
     with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
         arrivals = _Arrivals(trainer.model, world.device)
@@ -208,7 +202,7 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
 
 @final
 class _Arrivals:
-    """Notes when the gradient of each parameter is there."""
+    """Records when the gradient of each parameter is ready."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._marks: dict[int, Mark] = {}
@@ -221,7 +215,7 @@ class _Arrivals:
             parameter.register_post_accumulate_grad_hook(hook_for(index))
 
     def take(self, spans: Sequence[tuple[str, Mark, Mark, float]]) -> list[float]:
-        """Return at which part of backward each gradient of the last step came; 1 where none did."""
+        """Return the fraction of backward at which each gradient of the last step was ready; 1 without a gradient."""
         begin, end = next((begin, end) for phase, begin, end, _ in spans if phase == "backward")
         whole_s = seconds_between(begin, end) or 1.0
         marks, self._marks = self._marks, {}
@@ -230,7 +224,7 @@ class _Arrivals:
 
 
 def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: bool) -> Sequence[ReadyBucket]:
-    """Return the buckets that the engine would make, and when each can leave."""
+    """Return the buckets that the engine would create, and when each is ready."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
     order = sorted(range(len(specs)), key=ready.__getitem__)
@@ -238,19 +232,19 @@ def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: b
     for spec in plan_buckets(specs, order, bucket_caps_bytes(None, None, is_compressed=is_compressed)):
         latest = min(1.0, max(latest, *(ready[index] for index in spec.parameters)))
         buckets.append(ReadyBucket(spec.size_bytes, latest))
-    # The reducer launches the last one when backward is over.
+    # The reducer launches the last bucket at the end of backward.
     return (*buckets[:-1], ReadyBucket(buckets[-1].size_bytes, 1.0))
 
 
-# --- measured between ranks: what an exchange takes beside the link, and the link -------------------------------------
+# --- measured between ranks: the cost of an exchange without the link, and the link -----------------------------------
 
-# Of gradients; what a large model's take follows from it.
+# Bytes of gradients; the cost for larger models is proportional.
 _MOST_COST_BYTES, _LEAST_COST_BYTES = 32 * MIB, 2**14
 _NUM_COST_STEPS, _NUM_COST_BUCKETS = 5, 4
 
 
 class _Gradients(nn.Module):
-    """Has parameters of some shapes, and a backward that does nothing but make their gradients."""
+    """A module with parameters of given shapes, whose backward only creates their gradients."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         super().__init__()
@@ -258,14 +252,14 @@ class _Gradients(nn.Module):
         self._gradients = [torch.randn(shape) for shape in shapes]
 
     def forward(self) -> Tensor:
-        """Return a number whose gradients are random."""
+        """Return a scalar whose gradients are random."""
         pairs = zip(self.weights, self._gradients, strict=True)
         return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
 @final
 class _Stages:
-    """Times what the thread that computes does for each bucket but the last, which it may reduce itself."""
+    """Measures the time of the computing thread for each bucket except the last, which it may reduce itself."""
 
     def __init__(self) -> None:
         self.encode_s = self.decode_s = 0.0
@@ -273,7 +267,7 @@ class _Stages:
         self._began_s = 0.0
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
+        """Handle an event of the reducer."""
         if bucket is None or bucket.is_last:
             return
         if kind in (Event.READY, Event.WAIT):
@@ -288,13 +282,13 @@ class _Stages:
 def measure_cost(
     shapes: Sequence[torch.Size], compression: str | None, world: World, most_bytes: int = _MOST_COST_BYTES
 ) -> Cost:
-    """Return what exchanging gradients of these shapes takes beside the link. Collective: every rank.
+    """Return the cost of exchanging gradients of these shapes, without the link. Collective: every rank.
 
     Args:
         shapes: Of the parameters.
-        compression: How they are sent; None: as they are.
-        world: The ranks: two or more.
-        most_bytes: Of gradients that are exchanged.
+        compression: The compression, or None.
+        world: At least two ranks.
+        most_bytes: The maximum size of the gradients that are exchanged.
     """
     chosen = list(_at_most(shapes, most_bytes)) or [torch.Size([_LEAST_COST_BYTES // 4])]
     size_bytes = sum(4 * shape.numel() for shape in chosen)
@@ -302,36 +296,36 @@ def measure_cost(
     engine = DistributedDataParallel(
         _Gradients(chosen), process_group=world.group, bucket_cap_mb=cap_mb, compression=compression
     )
-    # In a hierarchy each rank of a machine sends a slice of what the machine sends.
+    # In a hierarchy, each rank of a machine sends a slice.
     num_carriers = world.local_world_size if is_staged(world) else 1
     moved = cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
     found: list[Cost] = []
     for _ in range(_NUM_COST_STEPS):
         stages = _Stages()
         engine.reducer.observers = [stages]
-        all_reduce(torch.zeros(1), group=world.group)  # so that all begin together
+        all_reduce(torch.zeros(1), group=world.group)  # so that all ranks begin together
         sent_before = _sent_bytes()
         process_s, thread_s = time.process_time(), time.thread_time()
         engine().backward()
         others_s = time.process_time() - process_s - (time.thread_time() - thread_s)
-        all_reduce(torch.zeros(1), group=world.group)  # so that all has arrived, and counts
+        all_reduce(torch.zeros(1), group=world.group)  # so that all bytes have arrived
         sent = _sent_bytes() - sent_before
         encode_s, decode_s = (each / max(stages.num_bytes, 1) for each in (stages.encode_s, stages.decode_s))
-        # Threads that help with encoding and decoding in the thread that computes.
+        # Without the threads that help the computing thread to encode and decode.
         others_s -= (torch.get_num_threads() - 1) * (encode_s + decode_s) * size_bytes
         cpu_s = max(0.0, others_s / moved)
-        # What is only rounded goes into an all-reduce where there is one: that adds while it sends.
+        # Rounded gradients use an all-reduce if possible, which adds while it sends.
         is_whole = compression not in (None, "bf16") or num_carriers > 1
         found.append(Cost(sent / moved, encode_s, decode_s, cpu_s, staged=compression is not None and is_whole))
-    # The first step makes the buckets.
+    # Without the first step, which creates the buckets.
     cost = Cost(*map(median, zip(*map(astuple, found[1:]), strict=True)))
-    # Where the kernel does not count what is sent, as it is meant to be.
+    # The nominal value if the kernel does not count the bytes sent.
     nominal = 1.0 if compression is None else COMPRESSIONS[compression].sent or 1.0
     return cost if cost.sent else replace(cost, sent=nominal)
 
 
 def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
-    """Yield shapes of gradients until they are so many bytes; the last one with fewer rows."""
+    """Yield shapes of gradients up to so many bytes; the last one may have fewer rows."""
     for shape in shapes:
         size = 4 * shape.numel()
         if size > most_bytes:
@@ -347,7 +341,7 @@ def _sent_bytes() -> int:
 
 
 def measure_inside(world: World) -> float:
-    """Return the seconds for each byte that the ranks of a machine take to reduce and gather. Collective: all ranks."""
+    """Return the seconds per byte to reduce and gather inside a machine. Collective: every rank."""
     inside = world.group if world.local_world_size == world.world_size else levels(world.group)[0]
     if inside is None or inside.size() == 1 or world.device.type != "cpu":
         return 0.0
@@ -357,27 +351,28 @@ def measure_inside(world: World) -> float:
         began_s = time.perf_counter()
         all_reduce(tensor, group=inside)
         times.append(time.perf_counter() - began_s)
-    # Reducing alone is half of an all-reduce; a hierarchy makes a whole one, and gathers once more.
+    # A hierarchy needs an all-reduce, and one more gathering, which takes half as long.
     return 1.5 * median(times) / tensor.nbytes
 
 
-# --- what follows from it ---------------------------------------------------------------------------------------------
+# --- the forecast -----------------------------------------------------------------------------------------------------
 
-# Machines that gain this part of what they could are well used.
+# Machines with this efficiency are well used.
 GOOD_EFFICIENCY = 0.8
-# A speed-up below this is not worth another machine.
+# Another machine is worthwhile from this speed-up on.
 _WORTH = 1.05
 _FEWEST_MACHINES_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method's figures.
+    """The figures of a method.
 
     Attributes:
-        method: What is turned on.
-        steps: By number of machines; without those that leave a rank without samples.
-        pays_from: Bytes per second of the link from which the machines asked for are faster than one; None: never.
+        method: The method.
+        steps: By number of machines; without numbers that leave a rank without samples.
+        pays_from: The rate of the link, in bytes per second, from which the requested machines are faster than one;
+            None if they never are.
     """
 
     method: Method
@@ -387,13 +382,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All that is predicted.
+    """The result of `predict`.
 
     Attributes:
         task: Its name.
-        num_machines: That were asked for.
+        num_machines: The requested number of machines.
         rows: `PLAIN` first.
-        notes: What the figures leave out.
+        notes: What the figures do not include.
+        price: Of the device of a rank for an hour, if known.
     """
 
     task: str
@@ -402,6 +398,7 @@ class Forecast:
     num_machines: int
     rows: Sequence[Row]
     notes: Sequence[str] = ()
+    price: Price | None = None
 
     @property
     def alone(self) -> Step:
@@ -409,7 +406,7 @@ class Forecast:
         return self.rows[0].steps[1]
 
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
-        """Return how many times as fast as one machine those are."""
+        """Return the speed-up over one machine."""
         return row.steps[num_machines or self.num_machines].samples_per_s / self.alone.samples_per_s
 
     def efficiency(self, row: Row, num_machines: int | None = None) -> float:
@@ -418,50 +415,21 @@ class Forecast:
 
 
 def machine_counts(num_machines: int) -> tuple[int, ...]:
-    """Return the numbers of machines that are shown: 1, 2, 4, 8 ... and the one asked for."""
+    """Return the numbers of machines to show: 1, 2, 4, 8 ... and the requested one."""
     most = max(num_machines, _FEWEST_MACHINES_SHOWN)
     return tuple(sorted({num_machines, *(1 << power for power in range(most.bit_length()))}))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What somebody wants to know; None is left to the job, the record or a default.
-
-    Attributes:
-        num_machines: Machines.
-        link: Between them.
-        ranks_per_machine: Ranks of each.
-    """
-
-    num_machines: int | None = None
-    link: Link | None = None
-    ranks_per_machine: int | None = None
-
-    @classmethod
-    def read(cls, machines: str | None, link: str | None, latency_ms: float | None, ranks: int | None) -> Asked:
-        """Return what the words of a command line ask for.
-
-        Raises:
-            ConfigurationError: They are no numbers of at least 1, or no rate; or they name hosts.
-        """
-        if machines is not None and not machines.lstrip("-").isdecimal():
-            num_hosts = len(machines.split(","))
-            raise ConfigurationError(
-                f"--machines {machines} names hosts, where nothing can be started from here.\n"
-                "Give a number with --link RATE, or start predict on each of them, which probes the link: "
-                f"lockstep run --nnodes {num_hosts} --node-rank I --master-addr {machines.split(',')[0]} --devices 1 "
-                "-m lockstep predict TASK.py"
-            )
-        count = None if machines is None else int(machines)
-        for flag, value in (("--machines", count), ("--ranks-per-machine", ranks)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{flag} {value} is not allowed.\nGive a whole number of at least 1.")
-        latency_s = LAN_LATENCY_S if latency_ms is None else latency_ms / 1e3
-        return cls(count, None if link is None else given_link(link, latency_s), ranks)
-
-
-def predict_task(task: Task | str, asked: Asked, settings: Settings, world: World | None = None) -> Forecast | None:
-    """Measure a task here, and return what it would take on several machines; None on ranks of a job but rank zero.
+def predict_task(
+    task: Task | str,
+    settings: Settings,
+    world: World | None = None,
+    *,
+    num_machines: int | None = None,
+    link: Link | None = None,
+    ranks_per_machine: int | None = None,
+) -> Forecast | None:
+    """Measure a task here, and return the forecast for several machines; None on ranks of a job other than rank zero.
 
     Blocks some tens of seconds.
 
@@ -469,9 +437,11 @@ def predict_task(task: Task | str, asked: Asked, settings: Settings, world: Worl
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
-        asked: What for.
         settings: How to train.
-        world: Of a job on these machines; None: this process is no rank.
+        world: Of a job on these machines; None: this process is not a rank.
+        num_machines: Machines to predict for; those of the job, or 2, if None.
+        link: Between the machines; probed in a job if None.
+        ranks_per_machine: Those of the job, or 1, if None.
 
     Raises:
         ConfigurationError: Task, numbers or settings cannot be used, or there is no link.
@@ -479,40 +449,40 @@ def predict_task(task: Task | str, asked: Asked, settings: Settings, world: Worl
     """
     found = load(task)
     batch = settings.global_batch_size or found.global_batch_size
-    ranks = asked.ranks_per_machine or (1 if world is None else world.local_world_size)
+    ranks = ranks_per_machine or (1 if world is None else world.local_world_size)
     job_machines = 1 if world is None else world.world_size // world.local_world_size
-    num_machines = asked.num_machines or max(2, job_machines)
-    if asked.link is None and job_machines == 1:
+    num_machines = num_machines or max(2, job_machines)
+    if link is None and job_machines == 1:
         raise ConfigurationError(
             "There is no link to predict for.\nName one, such as --link 100Mb, or start predict on each machine, which "
             "probes it: lockstep run --nnodes 2 --node-rank I --master-addr HOST -m lockstep predict TASK.py"
         )
-    if batch < num_machines * ranks:
-        raise ConfigurationError(
-            f"A global batch of {batch} samples leaves some of {num_machines * ranks} ranks without any.\n"
-            "Set a larger one (--global-batch-size), or predict for fewer machines."
-        )
+    check_batch(found, settings, num_machines * ranks)
     profile = Profile(batch, {}, (), usable_cores(), ranks_per_machine=ranks)
     shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
-    request = Request(task, settings, profile, tuple(shares), max(1, torch.get_num_threads() // ranks), asked.link)
+    request = (task, settings, profile, shares, max(1, torch.get_num_threads() // ranks), link)
     if world is None:
         num_gpus = torch.accelerator.device_count()
-        profile, costs, link = run_ranks(measure, request, devices=1 if num_gpus else 2, backend="gloo")[0]
+        profile, costs, link = run_ranks(measure, *request, devices=1 if num_gpus else 2, backend="gloo")[0]
         inside_s = 0.0 if num_gpus or ranks == 1 else run_ranks(measure_inside, devices=ranks)[0]
     else:
-        (profile, costs, link), inside_s = measure(request, world), measure_inside(world)
+        (profile, costs, link), inside_s = measure(*request, world), measure_inside(world)
         if not world.is_rank_zero:
             return None
     profile = replace(profile, inside_s=inside_s)
     return forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
 
 
-def predict_run(folder: Path, asked: Asked) -> Forecast:
-    """Return what a recorded run would take on several machines, from its record alone.
+def predict_run(
+    folder: Path, *, num_machines: int | None = None, link: Link | None = None, ranks_per_machine: int | None = None
+) -> Forecast:
+    """Return the forecast for a recorded run on several machines, from its record alone.
 
     Args:
         folder: Of the run.
-        asked: What for; the link as it was recorded if there is none.
+        num_machines: Machines to predict for; those of the record, or 2, if None.
+        link: Between them; that of the record if None.
+        ranks_per_machine: Ranks of each; those of the record if None.
 
     Raises:
         ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
@@ -525,14 +495,17 @@ def predict_run(folder: Path, asked: Asked) -> Forecast:
             f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
             "Record one with lockstep train TASK.py --run-dir DIR --strategy ddp, or name the task."
         )
-    link = asked.link or known.link
+    link = link or known.link
     if link is None:
         raise ConfigurationError(
             f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
         )
-    profile = replace(known.profile, ranks_per_machine=asked.ranks_per_machine or known.profile.ranks_per_machine)
-    note = "From a record: computing is taken to grow with the samples, and compression to take no time. Name the task."
-    count = asked.num_machines or max(2, known.num_machines)
+    profile = replace(known.profile, ranks_per_machine=ranks_per_machine or known.profile.ranks_per_machine)
+    note = (
+        "From a record: the time of computing is assumed to be proportional to the samples, and that of compression to "
+        "be 0. Name the task to measure both."
+    )
+    count = num_machines or max(2, known.num_machines)
     methods = list_methods({PLAIN.name: Cost()}, profile)
     return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])
 
@@ -558,37 +531,46 @@ def forecast(
 
 
 def choose(found: Forecast) -> Row | None:
-    """Return what to turn on: the first that uses the machines well, else the fastest; None if none is worth it."""
+    """Return the first method with a good efficiency, otherwise the fastest; None if none is worthwhile."""
     good = next((row for row in found.rows if found.efficiency(row) >= GOOD_EFFICIENCY), None)
     best = good or max(found.rows, key=found.speed_up)
     return best if found.speed_up(best) >= _WORTH else None
 
 
 def sentences(found: Forecast) -> list[str]:
-    """Return the verdict: as it is, what to turn on, and from which bandwidth on machines pay."""
+    """Return the verdict: the present speed, what to turn on, and the bandwidth from which machines are worthwhile."""
     plain, chosen = found.rows[0], choose(found)
     step, machines = plain.steps[found.num_machines], f"{found.num_machines} machines"
     text = (
-        f"DistributedDataParallel as it is takes {milliseconds(step.seconds)} a step on {machines}, "
+        f"DistributedDataParallel without options takes {milliseconds(step.seconds)} a step on {machines}, "
         f"{found.speed_up(plain):.2f} times the speed of one ({milliseconds(found.alone.seconds)}); each sends "
         f"{format_megabytes(step.sent_bytes)} a step."
     )
     if chosen is None:
-        turn_on = f"Train on one machine: nothing that can be turned on makes {machines} faster over this link."
+        turn_on = f"Train on one machine: no option makes {machines} faster over this link."
     elif chosen is plain:
-        turn_on = f"Nothing needs to be turned on: that is {found.efficiency(plain):.0%} of what {machines} can give."
+        turn_on = f"No option is needed: this is {found.efficiency(plain):.0%} of linear scaling on {machines}."
     else:
         effect = f"; {chosen.method.effect}" if chosen.method.effect else ""
         flags = f" ({chosen.method.flags})" if chosen.method.flags else ""
         turn_on = (
             f"Turn on {chosen.method.name}{flags}: {found.speed_up(chosen):.2f} times the speed of one machine, "
-            f"{found.efficiency(chosen):.0%} of what {machines} can give{effect}."
+            f"{found.efficiency(chosen):.0%} of linear scaling{effect}."
         )
     pays = [f"{format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
     never = (
-        f"{machines.capitalize()} never pay for this task: not even a link without limit makes them faster than one."
+        f"{machines.capitalize()} never pay for this task: even an infinitely fast link does not make them faster "
+        "than one."
     )
-    return [text, turn_on, f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never]
+    row, ranks = chosen or plain, found.profile.ranks_per_machine
+    bought = [
+        f"{count} machines {more_than_alone(1 / found.speed_up(row, count), count * ranks, ranks, found.price)}"
+        for count in row.steps
+        if count > 1
+    ]
+    costs = f"Compared with an hour of one machine, for the same samples, {row.method.name}: {'; '.join(bought)}."
+    paying = f"{machines.capitalize()} pay from {', '.join(pays)}." if pays else never
+    return [text, turn_on, paying, f"{costs} Energy is not predicted."]
 
 
 # --- as a table, JSON and a page --------------------------------------------------------------------------------------
@@ -615,23 +597,23 @@ def table(found: Forecast) -> Table:
 
 
 def footnotes(found: Forecast) -> list[str]:
-    """Return how the figures are to be read."""
+    """Return the notes on the figures."""
     return [
-        "Seconds of a step, and samples per second over those of one machine times the number of machines. The global "
-        f"batch stays the same. What each machine sends in a step, and from which link on it pays, are for "
-        f"{found.num_machines}. A link that is given in bits has {PAYLOAD_SHARE:.0%} of them for gradients.",
+        "Time of a step, and efficiency: the speed-up over one machine, divided by the number of machines. The global "
+        f"batch stays the same. The bytes that each machine sends in a step, and the link from which it pays, are for "
+        f"{found.num_machines} machines. Of a link given in bits, {PAYLOAD_SHARE:.0%} are available for gradients.",
         *found.notes,
     ]
 
 
 def render(found: Forecast) -> RenderableType:
-    """Lay out table and verdict for a terminal."""
+    """Return table and verdict for a terminal."""
     notes = (Text(note, style="dim") for note in footnotes(found))
     return Lines(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
 
 
 def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
-    """Return all as JSON has it; keys stay."""
+    """Return the forecast as a dictionary for JSON, with stable keys."""
     chosen = choose(found)
     verdict = {"use": None if chosen is None else chosen.method.name, "sentences": sentences(found)}
     return {"version": 1, **asdict(found), "verdict": verdict, "provenance": asdict(provenance)}
@@ -641,7 +623,7 @@ _COLOURS = (drawing.BLUE, drawing.ORANGE, drawing.GREEN, drawing.VERMILION, draw
 
 
 def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
-    """Return verdict, plot and table as one HTML file.
+    """Return verdict, plot and table as an HTML page.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -655,7 +637,7 @@ def render_page(found: Forecast, provenance: Provenance, command: str) -> str:
 
 
 def _plot(found: Forecast) -> str:
-    """Draw the efficiency over the number of machines, a line for each method."""
+    """Plot the efficiency over the number of machines, one line per method."""
     figure, axes = drawing.make_axes(3.6, grid="y")
     words = []
     for place, row in enumerate(found.rows):

@@ -10,33 +10,31 @@ import resource
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
-from torch.utils.data import IterableDataset
+from typing_extensions import override
 
 from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
-from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, RankFailed
-from lockstep.study.common import MIB, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak, run_ranks
+from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare import benchmark
+from lockstep.study.compare.benchmark import Entrant
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import FitSettings, toml_line
 from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
-from lockstep.train.trainer import Trainer
 
 # Those that are tried if none are named.
 STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")
@@ -87,9 +85,9 @@ def in_words(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {word(value)}" for name, value in changes.items())
 
 
-def num_shares(settings: FitSettings, num_devices: int) -> int:
+def num_shares(strategy: str, num_devices: int) -> int:
     """Return into how many devices' parts a global batch is divided."""
-    return 1 if settings.strategy == "single" else num_devices
+    return 1 if strategy == "single" else num_devices
 
 
 class Effect(Enum):
@@ -98,10 +96,13 @@ class Effect(Enum):
     BITS = "same bits", "The training is the same, bit for bit."
     ROUNDING = (
         "rounding",
-        "The training is the same but for the rounding of sums: same global batches, order and loss.",
+        "The training is the same except for the rounding of sums: same global batches, order and loss.",
     )
-    DIVISION = "division", "Same global batches and order, but layers see them divided otherwise: another training."
-    ARITHMETIC = "arithmetic", "Same global batches and order, but another arithmetic: another training."
+    DIVISION = (
+        "division",
+        "Same global batches and order, but divided in another way, which layers depend on: another training.",
+    )
+    ARITHMETIC = "arithmetic", "Same global batches and order, but other arithmetic: another training."
 
     def __init__(self, words: str, sentence: str) -> None:
         self.words, self.sentence = words, sentence
@@ -120,7 +121,7 @@ def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, laye
     def division(settings: FitSettings) -> tuple[int, int, bool]:
         # The replicas of dp draw dropout from one generator on CPUs, so the same division is not enough there.
         is_threaded = "dropout" in layers and settings.strategy == "dp"
-        return num_shares(settings, num_devices), settings.accumulate, is_threaded
+        return num_shares(settings.strategy, num_devices), settings.accumulate, is_threaded
 
     names = differences(before, after).keys()
     if names & {"precision", "compression"}:
@@ -167,12 +168,11 @@ class Request:
         """Return the threads of one process, as a run with these settings has them."""
         return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
 
-    def trainer(self, settings: FitSettings, world: World) -> Trainer:
-        """Return what trains the task for as long as it is asked to. Collective per strategy."""
-        task = replace(load(self.task), eval_dataset=None, metrics=None, after=None)
+    def entrant(self, settings: FitSettings, world: World) -> Entrant:
+        """Return what trains the task for as long as needed. Collective: every rank."""
         endless = replace(settings, epochs=None, steps=_MANY_STEPS)
-        devices = benchmark.devices_for(settings.strategy, world, self.num_devices)
-        return Trainer(task, endless, world, strategy=settings.strategy, devices=devices)
+        threads = self.threads(settings)
+        return Entrant(load(self.task), endless, settings.strategy, world, self.num_devices, threads)
 
 
 @dataclass(frozen=True)
@@ -218,27 +218,34 @@ def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]
 
 
 def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    """Return the changes that make others compute: without what only ddp can do, in pieces of about the same size."""
+    """Return the changes of strategy, as `compare` measures them: with as many micro-batches, if these fit."""
     found: list[Changes] = []
     usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
     for name in request.strategies if request.num_devices > 1 else ():
         changes: Changes = {"strategy": name}
-        if name != "ddp":
+        if name != "ddp":  # settings that only ddp has
             changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
-        shares = 1 if name == "single" else request.num_devices
-        pieces = max(1, base.accumulate * num_shares(base, request.num_devices) // shares)
+        pieces = max(base.accumulate, _fewest_pieces(name, request, known))
         if pieces != base.accumulate:
             changes["accumulate"] = pieces
         if name != base.strategy:
             found.append(changes)
+        if name == "single" and base.threads is None and _threads(base, request, known):
+            found.append({**changes, "threads": 1})  # a small model is often faster so
     return found
+
+
+def _fewest_pieces(strategy: str, request: Request, known: Known) -> int:
+    """Return into how many micro-batches a device's part must be divided to fit into memory."""
+    share = request.global_batch_size // num_shares(strategy, request.num_devices)
+    return 1 if known.largest is None else max(1, math.ceil(share / known.largest))
 
 
 def _micro_batch(base: FitSettings, request: Request, known: Known) -> list[Changes]:
     if _sets_sizes(base):
         return []
-    now, share = base.accumulate, request.global_batch_size // num_shares(base, request.num_devices)
-    fewest = 1 if known.largest is None else math.ceil(share / known.largest)
+    now, share = base.accumulate, request.global_batch_size // num_shares(base.strategy, request.num_devices)
+    fewest = _fewest_pieces(base.strategy, request, known)
     # Fewer pieces than the fewest do not fit, and batch norm takes no single sample.
     counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
     fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
@@ -294,12 +301,13 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
     for size in sizes or [0]:
         settings = base
         if size:
-            batch = size * num_shares(base, request.num_devices)
+            batch = size * num_shares(base.strategy, request.num_devices)
             settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
         reset_peak()
-        with contextlib.closing(request.trainer(settings, world)) as trainer:
-            seconds, records = benchmark.time_steps(trainer, _NUM_PROBED)
-            model = trainer.model
+        with contextlib.closing(request.entrant(settings, world)) as entrant:
+            assert entrant.trainer is not None
+            seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
+            model = entrant.trainer.model
         peak = peak_bytes() - before_bytes
         if world.device.type != "cpu":
             peak = torch.accelerator.max_memory_allocated(world.device)
@@ -316,80 +324,44 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
             os.replace(f"{file}.new", file)
 
 
-def rounds_of(request: Request, entrants: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
-    """Let all entrants take turns; return the seconds of this rank's turns, by round, for each sample.
+def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
+    """Let all settings take turns; return the seconds of this rank's turns, by round, for each sample.
 
     Collective: every rank. Ranks that have no part in a turn sleep meanwhile.
 
     Args:
         request: What to do.
-        entrants: Settings by name.
+        tried: Settings by name.
         until: When no other round begins, in Unix time.
         world: All ranks.
     """
+    # Half a second, if there are five minutes.
+    turn_s = min(0.5, max(0.03, request.seconds / 600))
     with contextlib.ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
-        # More processes than cores: whether that pays is for us to find.
+        # More processes than cores: whether they help is what is measured here.
         warnings.filterwarnings("ignore", "This DataLoader will create")
-        takers = {}
-        for name, settings in entrants.items():
-            takers[name] = at_exit.enter_context(contextlib.closing(_take_turns(request, settings, world)))
-            next(takers[name])
+        entrants, num_steps = {}, {}
+        for name, settings in tried.items():
+            entrants[name] = at_exit.enter_context(contextlib.closing(request.entrant(settings, world)))
+            warm = entrants[name].turn(
+                partial(benchmark.warm_up, num_steps=_NUM_WARMUP, threads=[request.threads(settings)])
+            )
+            chosen = benchmark.choose_steps(list(warm[0].values()), turn_s=turn_s, fewest=2) if warm else 0
+            num_steps[name] = int(broadcast_object(chosen, group=world.group, device=world.device))
         rounds: list[dict[str, float]] = []
-        running = list(entrants)
+        running = list(tried)
         while running:
             rounds.append({})
             for name in benchmark.order_of_round(running, len(rounds) - 1):
-                seconds = next(takers[name])
-                if seconds is not None:
-                    rounds[-1][name] = seconds
+                if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps[name])):
+                    rounds[-1][name] = turn[0] / sum(record.num_samples for record in turn[1])
             # Rank zero takes part in every turn, and waits for the slowest rank in each step: it alone can judge.
             undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
             is_over = len(rounds) >= MOST_ROUNDS or time.time() > until
             left = [NOW, *undecided] if undecided and not is_over else []
             running = broadcast_object(left, group=world.group, device=world.device)
         return rounds
-
-
-def _take_turns(request: Request, settings: FitSettings, world: World) -> Generator[float | None]:
-    """Warm up; then train some steps whenever the next value is asked for, and rest in between.
-
-    Collective: every rank. Yields None after the warm-up, and then the seconds for each sample: None on a rank that
-    takes no part.
-    """
-    start = partial(benchmark.start_together, settings.strategy, request.threads(settings), world)
-    trainer, step_s = None, 1.0
-    with contextlib.ExitStack() as at_exit:
-        if start():
-            trainer = at_exit.enter_context(contextlib.closing(request.trainer(settings, world)))
-            step_s = median([benchmark.time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP)][1:])
-            _rest(trainer)
-        turn_s = min(0.5, max(0.03, request.seconds / 600))  # half a second, if there are five minutes
-        chosen = benchmark.choose_steps([step_s], turn_s=turn_s, fewest=2)
-        num_steps = int(broadcast_object(chosen, group=world.group, device=world.device))
-        num_ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
-        per_sample_s = None
-        while True:
-            yield per_sample_s
-            # Two starts: the first for the untimed steps, the second so that all ranks begin the timed ones together.
-            if start() and trainer is not None and num_ahead:
-                # Use up what loader processes have loaded ahead while they had time: nobody measures that.
-                benchmark.time_steps(trainer, math.ceil(num_ahead / settings.accumulate) + 1)
-            if start() and trainer is not None:
-                seconds, records = benchmark.time_steps(trainer, num_steps)
-                per_sample_s = seconds / sum(record.num_samples for record in records)
-                _rest(trainer)
-
-
-def _rest(trainer: Trainer) -> None:
-    """End the loader processes, which would go on to load in the turn of another."""
-    if not trainer.settings.workers:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a stream that does not report where it is: that is no news here
-        state = trainer.batches.state()
-    if state is not None or not isinstance(trainer.samples, IterableDataset):
-        trainer.batches.seek(trainer.num_steps_done, state)
 
 
 # The judgement.
@@ -484,7 +456,7 @@ def tune(
             raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
     check_count(devices)
     found = load(task)
-    check_batch(found, settings, num_shares(settings, devices))
+    check_batch(found, settings, num_shares(settings.strategy, devices))
     request = Request(
         task=task,
         num_devices=devices,
@@ -502,7 +474,7 @@ def tune(
         sweep.run()
     except KeyboardInterrupt:
         sweep.interrupted = True
-        sweep.notes.append("Stopped by Ctrl-C: this is what was found by then.")
+        sweep.notes.append("Stopped by Ctrl-C: this was found until then.")
     return sweep
 
 
@@ -515,8 +487,8 @@ def _usable_bytes(num_devices: int, device: torch.device) -> int:
     return int(_USABLE * free_and_total_bytes()[0])
 
 
-@dataclass
-class Sweep:
+@dataclass(repr=False)
+class Sweep(Shown):
     """Goes through the stages; what it has found so far is in its attributes at any time.
 
     First the largest micro-batch that fits is looked for, in processes of its own. Then one kind of setting after the
@@ -533,7 +505,7 @@ class Sweep:
         results: Of all changes, in the order in which they were tried.
         total: How many times as fast all of it is together; None if that was not measured.
         notes: What else there is to say.
-        interrupted: Whether somebody did not want to wait for the end.
+        interrupted: Whether it was stopped by Ctrl-C.
     """
 
     task: str
@@ -546,6 +518,10 @@ class Sweep:
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
+
+    @override
+    def __rich__(self) -> RenderableType:
+        return render(self)
 
     @property
     def device(self) -> str:
@@ -561,10 +537,10 @@ class Sweep:
     def verdict(self) -> str:
         """What came of it, in one sentence."""
         if self.found == self.start:
-            return "Nothing that was tried is faster than the settings that tuning began with."
+            return "No change is faster than the settings at the start."
         if self.total is None:
-            return "How much all of it gives together was not measured: time was up."
-        return f"All of it together: {_times(self.total)} of the settings that tuning began with."
+            return "The total gain was not measured: time was up."
+        return f"All changes together: {_times(self.total)} of the settings at the start."
 
     def _effect(self, before: FitSettings, after: FitSettings) -> Effect:
         return effect_of(before, after, num_devices=self.request.num_devices, layers=self.known.layers)
@@ -583,7 +559,7 @@ class Sweep:
             changes = candidates(stage, self.found, self.request, self.known)
             left_s = self.request.left_s - reserve_s
             if changes and left_s <= 0:
-                self.notes.append("Time was up before all was tried: more of it (--minutes M) may find more.")
+                self.notes.append("Time was up before all changes were tried. More time (--minutes M) may find more.")
                 break
             if changes:
                 # Twice an equal part: fewer stages to their end are worth more than all without one.
@@ -600,7 +576,7 @@ class Sweep:
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may die of it, and what else is to be known."""
         base, request = self.start, self.request
-        share = math.ceil(request.global_batch_size / num_shares(base, request.num_devices))
+        share = math.ceil(request.global_batch_size / num_shares(base.strategy, request.num_devices))
         # Halves of a share; but batch norm takes no single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
         devices = request.num_devices if base.strategy in PER_PROCESS else 1
@@ -614,7 +590,7 @@ class Sweep:
                 if not file.exists() and isinstance(error, LaunchTimeout):
                     raise LockstepError(
                         f"The task's first steps were not done within {limit_s:.0f} s.\n"
-                        "Look for what else uses this machine, or give more time (--minutes M)."
+                        "Check which other programs use this machine, or give more time (--minutes M)."
                     ) from error
                 if not file.exists():
                     raise
@@ -623,9 +599,12 @@ class Sweep:
         if largest is None:
             return
         if math.ceil(share / base.accumulate) > largest:
-            # What does not fit cannot be compared with anything: begin with the fewest pieces that do.
+            # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
             self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
         whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
+        if largest >= share:  # no limit was found: activations grow with the number of samples
+            most = largest * request.limit_bytes / request.num_devices / max(1, self.known.largest_bytes)
+            self.known = replace(self.known, largest=max(largest, int(most)))
         needed = f"{self.known.largest_bytes / MIB:,.0f} MiB"
         self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
 
@@ -675,8 +654,8 @@ class Sweep:
         if effect in self.allowed:
             return ""
         if effect is Effect.ARITHMETIC:
-            return "offered: taken with --allow-precision"
-        return f"offered: {' and '.join(self.known.layers)} would see another division; --allow-division takes it"
+            return "offered: use --allow-precision"
+        return f"offered: divides batches in another way for {' and '.join(self.known.layers)}; use --allow-division"
 
 
 def _reason(error: BaseException) -> str:
@@ -689,9 +668,9 @@ def _reason(error: BaseException) -> str:
 # What was found, for a terminal and as a file that ``lockstep train --settings`` reads.
 
 _HOW_TO_READ = (
-    "Times: samples/s over those of the settings at that time, side by side in short rounds; the median, and the range "
-    "that holds the true one with 90% certainty. Kept is what is outside of the noise and gives 2% or more. Training: "
-    "what a change does to it; 'rounding' is the same but for the order in which sums are added."
+    "Times: the samples/s of the change divided by those of the settings so far, measured in interleaved rounds: the "
+    "median, and its 90% confidence interval. A change is kept if the interval is above 1 and the gain is at least 2%. "
+    "Training: the effect of the change on it; 'rounding' means that only the order of additions differs."
 )
 
 
@@ -732,7 +711,7 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         f"# {outcome.effect.sentence}",
         "",
     ]
-    num_devices = num_shares(found, outcome.request.num_devices)
+    num_devices = num_shares(found.strategy, outcome.request.num_devices)
     values = {"devices": num_devices, "strategy": found.strategy, **differences(FitSettings(), found)}
     gave = {name: each for each in outcome.results if not each.why and each.stage != TOGETHER for name in each.changes}
     for name, value in values.items():
@@ -740,7 +719,7 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
             each = gave[name]
             lines.append(f"# {in_words(each.changes)}: {_times(each.ratio)}; training: {each.effect.words}")
         elif name in differences(FitSettings(), outcome.start):
-            lines.append("# as tuning began")
+            lines.append("# as at the start")
         lines += [toml_line(name, value), ""]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,22 +1,25 @@
-"""From the steps of each rank to one snapshot of all, made on rank zero beside training, for displays and sinks."""
+"""Aggregates the steps of all ranks into snapshots on rank zero, for displays and sinks, in a thread of its own."""
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
 from lockstep.comm.store import StatusKeys
 from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import MACHINE_FIGURES, RecordedStep, StepSeconds, guarded
+from lockstep.telemetry.run_record import RecordedStep, StepSeconds, guarded
 
 # --- what one rank measures -------------------------------------------------------------------------------------------
 
+_FIGURES = frozenset(each.name for each in fields(RankFigures))
+
 
 class Sums:
-    """Sums of steps; each part over the steps that knew it."""
+    """Sums over steps; of each part over the steps in which it is known."""
 
     def __init__(self) -> None:
         self.num_steps = self.num_samples = self.num_counted_samples = 0
@@ -50,40 +53,40 @@ class Sums:
         if not (self.seconds and self.num_samples):
             return {}
         rates = {"samples_per_s": self.num_samples / self.seconds}
-        # The loss of not every step is copied from the device: the others count as the known ones do.
+        # Not every step's loss and count are copied from the device: the mean of the known ones is used.
         if self.num_counted_samples:
             rates["tokens_per_s"] = self.num_counted / self.num_counted_samples * rates["samples_per_s"]
         return rates
 
 
 class RankMetrics:
-    """Takes what this rank measures; used by one thread.
+    """The measurements of this rank; used by one thread.
 
     Args:
         rank: Of this process.
         host: Its machine.
-        device: Where it computes.
-        first_step: Steps done before.
+        device: Its device.
+        first_step: Number of steps done before.
     """
 
     def __init__(self, rank: int, *, host: str, device: str, first_step: int = 0) -> None:
         self.rank = rank
         self.num_done = first_step
         self._who: dict[str, Any] = {"rank": rank, "host": host, "device": device}
-        # Since the figures were read before; and over all steps but the first.
+        # Since the last `read`, and over all steps but the first.
         self._new, self._whole, self._num_steps = Sums(), Sums(), 0
         self._events: list[EventFigures] = []
         self._means: dict[str, Any] = {}
         self._machine: dict[str, Any] = {}
-        self._sampled_at = first_step  # steps done by the line before
+        self._sampled_at = first_step  # steps done at the last line
         self._step_sent: float | None = None
         self._last: dict[str, float | None] = {}
 
     def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
-        """Take a step of this rank."""
+        """Add a step of this rank."""
         self.num_done = step.number + 1
         self._num_steps += 1
-        if self._num_steps == 2:  # the first allocates and compiles: it counts until there is another
+        if self._num_steps == 2:  # the first step allocates and compiles, and counts only until there is another
             self._whole, self._new = Sums(), Sums()
         self._whole.add(step, took)
         self._new.add(step, took)
@@ -92,22 +95,22 @@ class RankMetrics:
             self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
 
     def add_event(self, line: Mapping[str, Any]) -> None:
-        """Take a line of kind ``event``; ``metrics`` may be in it."""
+        """Add a line of kind ``event``."""
         self._events.append(EventFigures(**{name: line[name] for name in line if name != "kind"}))
 
     def machine(self, line: Mapping[str, Any]) -> None:
-        """Take a line of kind ``machine``."""
-        before, self._machine = self._machine, {name: line.get(name) for name in MACHINE_FIGURES}
-        sent, sent_before = self._machine["sent_bytes"], before.get("sent_bytes")
+        """Set the figures of the machine to those of a line of kind ``machine``."""
+        before, self._machine = self._machine, {name: line[name] for name in line if name in _FIGURES}
+        sent, sent_before = self._machine.get("sent_bytes"), before.get("sent_bytes")
         if sent is not None and sent_before is not None and self.num_done > self._sampled_at:
             self._step_sent = (sent - sent_before) / (self.num_done - self._sampled_at)
         self._sampled_at = self.num_done
 
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
-        """Return the figures since they were read before, and what they add to a `Snapshot`, by its names."""
+        """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
         new, self._new = self._new, Sums()
         events, self._events = self._events, []
-        # A rank that evaluates or saves keeps the times and rates of its last steps, with 0 as their number.
+        # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         self._means = new.means() or self._means
         self._last |= new.rates()
         who = {**self._who, "step": self.num_done, "num_steps": new.num_steps, "step_sent_bytes": self._step_sent}
@@ -115,58 +118,52 @@ class RankMetrics:
         return figures, {**self._last, "events": tuple(events)}
 
     def whole_run(self) -> RankFigures:
-        """Return the means over all steps but the first; over that if there is no other."""
+        """Return the means over all steps without the first, unless it is the only one."""
         return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, **self._whole.means())
 
 
 def decode(note: Mapping[str, Any]) -> RankFigures:
-    """Return the figures of a rank that were posted as a dictionary.
+    """Return the figures that a rank posted as a dictionary.
 
     Raises:
-        TypeError: They are none of ours.
+        TypeError: A name or a type is wrong.
     """
     figures = RankFigures(**note)
-    # A text where a number belongs would fail much later, in the thread that draws the live view.
+    # Otherwise a text in place of a number would fail later, in the thread of the live view.
     for name, value in asdict(figures).items():
-        kind = (
-            str
-            if name in ("host", "device", "link_peer")
-            else int
-            if name in ("rank", "step", "num_steps")
-            else int | float
-        )
-        if not (isinstance(value, kind) or (value is None and kind is not int)):
+        kind = str if name in ("host", "device", "link_peer") else int | float
+        if not isinstance(value, kind) and (value is not None or name in ("rank", "step", "num_steps")):
             raise TypeError(f"{name} is {value!r}")
     return figures
 
 
 def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
-    """Return ``ranks`` with what each waited for its peers: what it was exposed longer than the one that was least.
+    """Return ``ranks`` with ``peers_s``: by how much each waited longer than the rank that waited least.
 
-    All ranks leave a reduction together, so the rank that comes last waits for the wire alone; see stragglers.py.
+    All ranks leave a reduction together, so the last rank waits only for the transfer; see stragglers.py.
     """
     ranks = tuple(ranks)
-    # Engines that do not measure what they wait for have no part in it, and keep None.
+    # Ranks whose engine does not measure the waiting keep None.
     least_s = min((each.exposed_s for each in ranks if each.exposed_s is not None), default=0.0)
     return tuple(each if each.exposed_s is None else replace(each, peers_s=each.exposed_s - least_s) for each in ranks)
 
 
-# --- to displays and sinks, so that neither their slowness nor their errors reach training ----------------------------
+# --- displays and sinks, which must not delay or fail training --------------------------------------------------------
 
-# How long the end of a run waits for a sink.
+# Seconds that the end of a run waits for a sink.
 CLOSE_S = 10.0
 
 
 class SinkThread:
-    """Calls a display or sink in a thread of its own. While it is busy snapshots are left out, but for their events.
+    """Calls a display or sink in a thread of its own. While it is busy, snapshots are dropped, but not their events.
 
     Args:
-        sink: Gets no more snapshots once it has raised.
+        sink: Gets no more snapshots after it has raised.
     """
 
     def __init__(self, sink: SnapshotSink) -> None:
         self._sink = sink
-        # Not a queue: a service that is slow for a minute is to get the run as it is then, not sixty old snapshots.
+        # Not a queue: after a minute without an answer, a service gets the current snapshot, not sixty old ones.
         self._changed = threading.Condition()
         self._next: Snapshot | None = None
         self._is_over = False
@@ -174,7 +171,7 @@ class SinkThread:
         self._thread.start()
 
     def give(self, snapshot: Snapshot) -> None:
-        """Hand on ``snapshot``. Does not block."""
+        """Pass on ``snapshot``. Does not block."""
         with self._changed:
             if self._next is not None:
                 snapshot = replace(snapshot, events=self._next.events + snapshot.events)
@@ -182,7 +179,7 @@ class SinkThread:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let the sink finish. Blocks `CLOSE_S` at most: the thread is a daemon, and is left alone then."""
+        """Close the sink. Blocks at most `CLOSE_S`; after that, the daemon thread is abandoned."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
@@ -196,7 +193,11 @@ class SinkThread:
                 self._changed.wait_for(lambda: self._next is not None or self._is_over)
                 snapshot, self._next = self._next, None
             if snapshot is None:
-                guarded(self._sink.close, consequence)
+                if is_on:
+                    guarded(self._sink.close, consequence)
+                else:
+                    with suppress(Exception):  # its first error was reported
+                        self._sink.close()
                 return
             is_on = is_on and guarded(partial(self._sink.update, snapshot), consequence)
 
@@ -205,14 +206,14 @@ class SinkThread:
 
 
 class Aggregator:
-    """Posts this rank's figures; on rank zero, gathers those of all and hands a snapshot to each of ``deliveries``.
+    """Posts this rank's figures. On rank zero, gathers those of all ranks, and gives a snapshot to ``deliveries``.
 
     Args:
         figures: Of this rank.
-        keys: Where ranks post theirs.
-        run: Has what stays the same from snapshot to snapshot.
+        keys: Where the ranks post their figures.
+        run: A snapshot with the values that do not change.
         steps_per_epoch: None for a stream.
-        num_skipped: Returns how many steps were skipped so far.
+        num_skipped: Returns the number of steps skipped so far.
     """
 
     def __init__(
@@ -230,21 +231,21 @@ class Aggregator:
         self._num_posts = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._began_s = time.perf_counter()
-        # Steps done when some were first seen done, and when that was: those before allocate and compile.
+        # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
         self._first: tuple[int, float] | None = None
         self._first_step = figures.num_done
         self._event_counts: Counter[str] = Counter()
         self._evaluation: Mapping[str, float] = {}
 
     def beat(self, *, is_last: bool = False) -> None:
-        """Post, and on rank zero gather and deliver. Blocks some seconds at most, if the store does not answer."""
+        """Post the figures; on rank zero, gather and deliver. Blocks some seconds if the store does not answer."""
         figures, of_run = self._figures.read()
         if figures.rank != 0:
             self._num_posts += 1
             self._keys.post([self._num_posts, asdict(figures)])
             return
         if not self.deliveries:
-            return  # a run that is recorded and not shown: its figures are in the file
+            return  # the run is only recorded
         for event in of_run["events"]:
             self._event_counts[event.event] += 1
             self._evaluation = event.metrics or self._evaluation
@@ -266,12 +267,12 @@ class Aggregator:
             delivery.give(snapshot)
 
     def close(self) -> None:
-        """Let everybody who was given snapshots finish."""
+        """Close all displays and sinks."""
         for delivery in self.deliveries:
             delivery.close()
 
     def _left_s(self, step: int) -> float | None:
-        """Return how long the run will take yet, pauses and all, at the pace since its first steps; None before."""
+        """Return the remaining seconds at the mean pace since the first steps, including pauses; None before."""
         now_s = time.perf_counter()
         if self._first is None and step > self._first_step:
             self._first = step, now_s
@@ -280,14 +281,14 @@ class Aggregator:
         return (now_s - self._first[1]) / (step - self._first[0]) * (self._run.num_steps - step)
 
     def _others(self) -> list[RankFigures]:
-        """Return what the other ranks posted last, and how long ago that was seen to change."""
+        """Return the last figures of the other ranks, with their age."""
         now_s = time.monotonic()
         found = []
         for rank, note in sorted(self._keys.read().items()):
             try:
                 number, values = note
                 figures = decode(values)
-            except (TypeError, ValueError):  # whoever reaches the store can write there: one wrong note stops nothing
+            except (TypeError, ValueError):  # other programs can write to the store: a wrong note is ignored
                 continue
             if rank not in self._seen or number != self._seen[rank][0]:
                 self._seen[rank] = number, now_s

@@ -1,8 +1,8 @@
-"""In a rank: a thread that writes twice a second what the rank is doing, for the launcher's watchdog to read.
+"""In a rank: a thread that writes its state twice a second, which the launcher's watchdog reads.
 
-Standard library only, as every script would pay for more. Nothing of the program is wrapped: the thread reads the main
-thread's Python frames, the calls that torch's process groups have counted, what the engines write into
-`lockstep.activity`, and torch's own record of collectives (its flight recorder).
+Uses only the standard library, to keep the start of scripts fast. Nothing of the program is wrapped: the thread reads
+the Python frames of the main thread, the number of calls that torch's process groups count, the state that the engines
+write into `lockstep.activity`, and torch's record of collectives (the flight recorder).
 """
 
 import atexit
@@ -29,19 +29,19 @@ from lockstep.activity import name_of_bucket, one_line
 from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
 from lockstep.telemetry.rank_state import STOPPED, format_bytes, process_state
 
-# Above SIGRTMIN: the signal at which a rank writes its stacks; programs use SIGUSR1 and SIGUSR2 themselves.
+# Offset from SIGRTMIN of the signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL_OFFSET = 11
 
 _PERIOD_S = 0.5
 _STOP_TIMEOUT_S = 2.0
 _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
-# After this part of the patience at one place, a rank asks torch once which collective was the last.
+# After this share of the patience at one place, a rank reads once which collective torch recorded last.
 _RECORDED_AFTER = 0.5
 
 
 def imported(name: str) -> Any:
-    """Return a module that the program has imported, if it is whole by now; else None. Imports nothing."""
+    """Return a module if the program has completely imported it, or None. Imports nothing."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return None if spec is None or getattr(spec, "_initializing", False) else module
@@ -49,14 +49,14 @@ def imported(name: str) -> Any:
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
-# The step in a loop of ours, counted from 1; optimizer steps done in any other. 0 for neither.
+# The step of ``fit``, counted from 1, or 0; and the number of optimizer steps in other loops.
 _COUNTER = struct.Struct("qq")
 
 
 def make_step_counter(run_dir: str, rank: int) -> memoryview:
-    """Make the file ``run_dir/step-RANK``; what is written to the two numbers returned is in it at once.
+    """Create the file ``run_dir/step-RANK``, and return its two numbers, which are mapped into memory.
 
-    It is shared memory, which outlives the rank: one that is killed cannot report its step any more.
+    So the step of a rank that was killed can be read.
     """
     with rank_file(run_dir, STEP, rank).open("wb+") as file:
         file.truncate(_COUNTER.size)
@@ -64,7 +64,7 @@ def make_step_counter(run_dir: str, rank: int) -> memoryview:
 
 
 def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
-    """Return the step that a rank is or was in, counted from 0, and the optimizer steps that it had done."""
+    """Return the current or last step of a rank, counted from 0, and the number of its optimizer steps."""
     try:
         step, num_updates = _COUNTER.unpack(rank_file(run_dir, STEP, rank).read_bytes())
     except (OSError, struct.error):
@@ -88,7 +88,7 @@ class Heartbeat:
 
     def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
-        # Open as long as the process: a handler for a signal can open nothing.
+        # Kept open, as a signal handler cannot open it.
         self._stacks = rank_file(run_dir, STACKS, rank).open("w")
         activity.now.step_counter = make_step_counter(run_dir, rank)
         self._num_bytes = 0
@@ -103,30 +103,30 @@ class Heartbeat:
         faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
 
     def start(self) -> None:
-        """Start the thread, which ends before the interpreter goes."""
+        """Start the thread, which ends before the interpreter is finalized."""
         activity.callbacks.wants_pace = True
         self.write()
         thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         thread.start()
 
         def stop() -> None:
-            # The frames that the thread looks at may be the last to hold a process group. Where it frees one while the
-            # interpreter is taken down, C++ ends the process with SIGABRT.
+            # The frames that the thread reads may hold the last reference to a process group. If it frees one while
+            # the interpreter is finalized, C++ ends the process with SIGABRT.
             self._ends.set()
             thread.join(_STOP_TIMEOUT_S)
 
         atexit.register(stop)
 
     def write(self) -> None:
-        """Write what this rank does now: from the heartbeat's thread, or from that of an exception that ends it."""
+        """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""
         if os.getpid() != self._pid:
-            return  # A forked child is not this rank, and would wait for a lock that nobody releases there.
+            return  # A forked child is not this rank; the lock may be held there forever.
         ident = threading.main_thread().ident or 0
         frame = sys._current_frames().get(ident)
         frames, now, calls = _frames(frame), activity.now, _num_calls()
         place = (now.num_steps, calls, now.step, now.phase, now.collective, frame.f_lasti if frame else 0, frames)
         now_ns = time.monotonic_ns()
-        # The last instruction counts as well: a loop on one line moves.
+        # With the last instruction, a loop on one line counts as moving.
         if place != self._last:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
@@ -152,7 +152,7 @@ class Heartbeat:
             "num_bytes": self._num_bytes,
         }
         text = json.dumps(content)
-        # Replaced as a whole: a mixture of two heartbeats, read while one is written over the other, may parse as JSON.
+        # Replaced as a whole, as a mixture of two heartbeats may be valid JSON.
         with contextlib.suppress(OSError), self._writing:
             replace_file(self._path, text)
             self._num_bytes += len(text)
@@ -161,17 +161,17 @@ class Heartbeat:
         measured_at, is_hooked, ends_children = 0.0, False, False
         has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
         while True:
-            # What the program has not imported is not imported for it: that would change what it measures, and fails
-            # where another thread imports the same.
+            # Modules are not imported here: that could change the program's measurements, and may fail while another
+            # thread imports the same module.
             if not is_hooked and (optim := imported("torch.optim.optimizer")) and imported("torch"):
                 is_hooked = True
                 optim.register_optimizer_step_post_hook(_count_step)
             if not ends_children and imported("multiprocessing.util"):
-                ends_children = True  # behind multiprocessing's own handler, so that it runs before that
+                ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
             groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
             if groups - known_groups:
-                # A new process group has made connections to other machines: have the kernel probe them.
+                # A new process group has connections to other machines: let the kernel probe them.
                 from lockstep.comm.network import set_keepalive
 
                 set_keepalive()
@@ -188,11 +188,10 @@ def _count_step(*_: Any) -> None:
 
 
 def end_stopped_children() -> None:
-    """Kill loader processes that are stopped, when the program ends.
+    """Kill stopped loader processes when the program ends.
 
-    The exit handler of multiprocessing sends SIGTERM to daemonic children and joins them without a limit; a process
-    that SIGSTOP holds does not act on SIGTERM, so the rank would never end. Registered after that handler, this one
-    runs before it.
+    The exit handler of multiprocessing sends SIGTERM to daemonic children and joins them without a timeout. A process
+    stopped by SIGSTOP does not handle SIGTERM, so the rank would never exit.
     """
     for child in imported("multiprocessing").active_children():
         if child.daemon and process_state(child.pid)[0] in STOPPED:
@@ -201,22 +200,22 @@ def end_stopped_children() -> None:
 
 def _process_groups() -> list[Any]:
     world = getattr(imported("torch.distributed.distributed_c10d"), "_world", None)
-    with contextlib.suppress(RuntimeError):  # another thread makes or destroys one just now
+    with contextlib.suppress(RuntimeError):  # another thread creates or destroys one
         return list(getattr(world, "pg_map", ()))
     return []
 
 
 def _num_calls() -> int:
-    """Return how often this process has called collectives, as far as its process groups count them."""
+    """Return how many collectives this process has called, as far as its process groups count them."""
     total = activity.now.num_calls
     for group in _process_groups():
-        with contextlib.suppress(Exception):  # groups written in Python need not count
+        with contextlib.suppress(Exception):  # groups written in Python may not count
             total += group._get_sequence_number_for_group()
     return total
 
 
 def _handled_exception(ident: int) -> str:
-    """Return the exception that a thread is handling, in an ``except`` or ``finally`` block; empty if there is none."""
+    """Return the exception that a thread handles in an ``except`` or ``finally`` block; empty if there is none."""
     found = sys._current_exceptions().get(ident)
     error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
     if not isinstance(error, Exception):
@@ -228,20 +227,20 @@ def _handled_exception(ident: int) -> str:
 
 def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
     """Return file, line and function of the innermost frames, innermost first."""
-    # Without a frame it would walk this thread's own.
+    # `walk_stack(None)` would return the frames of this thread.
     walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
     return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
 
 
 def uses_gpu() -> bool:
-    """Return whether this process has begun to use an accelerator. Imports and initializes nothing."""
+    """Return whether this process uses an accelerator. Imports and initializes nothing."""
     with contextlib.suppress(Exception):  # torch is not imported yet, or there is no accelerator
         return bool(imported("torch")._C._accelerator_isAllocatorInitialized())
     return False
 
 
 def device_memory() -> list[str]:
-    """Return what is held on each device in use, by torch's allocator: the driver is not called, and nothing waits."""
+    """Return a sentence on the memory of each device in use, by torch's allocator. Does not wait for a device."""
     found, torch = [], imported("torch")
     with contextlib.suppress(Exception):  # a device that has failed
         for index in range(torch.accelerator.device_count() if uses_gpu() else 0):
@@ -250,22 +249,22 @@ def device_memory() -> list[str]:
                 total = torch.get_device_module().get_device_properties(index).total_memory
                 held, total, peak = map(format_bytes, (stats["allocated_bytes.all.current"], total, taken))
                 device = f"{torch.accelerator.current_accelerator()}:{index}"
-                found.append(f"{held} in tensors on {device}, of whose {total} at most {peak} were taken")
+                found.append(f"{held} in tensors on {device}, at most {peak} of its {total} were reserved")
     return found
 
 
 # --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
-# What was called, such as ``all_reduce of 8 elements``, and whether it is over.
+# A call such as ``all_reduce of 8 elements``, and whether it has completed.
 Call = tuple[str, bool]
 
 
 def recorded_calls() -> list[Call]:
-    """Return the collectives of this process that torch remembers, oldest first; none if it keeps no record."""
+    """Return the collectives of this process in torch's record, oldest first; none without a record."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        with contextlib.suppress(Exception):  # an interface of torch's own, which changes
+        with contextlib.suppress(Exception):  # a private interface of torch, which may change
             entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
             if entries:
@@ -275,14 +274,14 @@ def recorded_calls() -> list[Call]:
 
 def _call(entry: dict[str, Any]) -> Call:
     name, numel = entry["profiling_name"].rpartition(":")[2], sum(math.prod(size) for size in entry["input_sizes"])
-    # Gloo sets the one, NCCL both.
+    # Gloo sets the first, NCCL both.
     return f"{name} of {numel} elements", bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def awaited(calls: Sequence[Call]) -> str:
-    """Return the collective that holds up the others: the first behind the last that is over; empty without any.
+    """Return the first collective after the last completed one; empty if there are no calls.
 
-    Where torch does not record which are over, or all are, it is the last.
+    If torch did not record which have completed, or if all have, return the last one.
     """
     if not calls:
         return ""

@@ -1,4 +1,4 @@
-"""A snapshot as text, a view for a terminal or a line for a pipe; and the live view, which rank zero draws."""
+"""A snapshot as text: a line for a pipe, or a view for a terminal; and the live view of rank zero."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
@@ -16,45 +17,32 @@ from rich.text import Text
 from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, shares
+from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot, SnapshotSink, milliseconds, shares
 from lockstep.telemetry.rank_state import format_bytes
 
-# --- in words: pure functions of the ranks' figures -------------------------------------------------------------------
-
-# Name, letter and colours of each part of a step.
-#
-# The colours are those of Okabe and Ito, which people distinguish however they see colours; by the letters the bar can
-# be read without any.
-STYLES = {
-    "data_wait_s": ("data wait", "D", "#000000 on #E69F00"),
-    "forward_s": ("forward", "F", "#000000 on #56B4E9"),
-    "backward_s": ("backward", "B", "#FFFFFF on #0072B2"),
-    "wire_s": ("exchange", "X", "#000000 on #009E73"),
-    "peers_s": ("waiting for ranks", "W", "#000000 on #D55E00"),
-    "optimizer_s": ("optimizer", "O", "#000000 on #CC79A7"),
-}
+# --- as text: pure functions of the figures of the ranks --------------------------------------------------------------
 
 _NAMED_SHARE = 0.03
-# A rank is called the slowest if its own work takes so much longer than that of the middle one.
+# A rank is named as the slowest if its own work takes so much longer than the median.
 _SLOWER = 0.05
 
 
 def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
-    """Return what a part is called; backward may hold the exchange, if the engine does not measure that."""
+    """Return the label of a part; backward includes the exchange if the engine does not measure that."""
     if part == "backward_s" and len(ranks) > 1 and all(each.exposed_s is None for each in ranks):
         return "backward and exchange"
-    return STYLES[part][0]
+    return PARTS[part][0]
 
 
 def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
-    """Return such as ``forward 41%, backward 38%``, the largest parts first; small ones are left out."""
+    """Return a text such as ``forward 41%, backward 38%``: the largest parts first, without small ones."""
     found = sorted(shares(ranks).items(), key=lambda item: -item[1])
     named = [f"{name_of(part, ranks)} {share:.0%}" for part, share in found if share >= _NAMED_SHARE]
     return ", ".join(named[:count])
 
 
 def slowest_rank(snapshot: Snapshot) -> int | None:
-    """Return the rank that the others wait for, if one is clearly slower than the middle one."""
+    """Return the rank that the others wait for, if one is clearly slower than the median."""
     spread = snapshot.spread("own_s")
     if spread is None or len(snapshot.ranks) < 2 or not snapshot.known("exposed_s"):
         return None
@@ -77,15 +65,15 @@ def line(snapshot: Snapshot) -> str:
 
 def _loss_and_rates(snapshot: Snapshot) -> list[str]:
     words = [] if snapshot.loss is None else [f"loss {snapshot.loss:.4f}"]
-    if snapshot.samples_per_s is not None:
+    if snapshot.samples_per_s:  # 0 where no sample was counted, as in a script without a loader
         words.append(f"{rate(snapshot.samples_per_s)} samples/s")
-    if snapshot.tokens_per_s is not None:
+    if snapshot.tokens_per_s:
         words.append(f"{rate(snapshot.tokens_per_s)} {snapshot.counts}/s")
     return words
 
 
 def slowest_link(snapshot: Snapshot) -> str | None:
-    """Return what a rank sends over the slowest link between machines, and how fast; None if none carries much."""
+    """Return the rate of the slowest link between machines, and its use; None if it is unknown."""
     known = [each for each in snapshot.ranks if each.link_bytes_per_s]
     if not known:
         return None
@@ -96,7 +84,7 @@ def slowest_link(snapshot: Snapshot) -> str | None:
 
 
 def summary(snapshot: Snapshot) -> str | None:
-    """Return where the time of a step went, and which rank was slowest; None if that is not known.
+    """Return the parts of a step, and the slowest rank; None if unknown.
 
     Args:
         snapshot: With means over the whole run.
@@ -105,6 +93,8 @@ def summary(snapshot: Snapshot) -> str | None:
     if step_s is None:
         return None
     text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
+    if largest(snapshot.ranks, 1).startswith(PARTS["core_wait_s"][0]):
+        text += " (stop other programs, or raise the quota)"
     if len(snapshot.ranks) < 2 or spread is None or not snapshot.known("exposed_s"):
         return text
     slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
@@ -112,19 +102,12 @@ def summary(snapshot: Snapshot) -> str | None:
 
 
 def rate(per_s: float) -> str:
-    """Return a rate with three figures at least."""
+    """Return a rate with at least three digits."""
     return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:.3g}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Return a short time with its unit."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.{1 if seconds >= 0.001 else 2}f} ms"
-
-
 def duration(seconds: float) -> str:
-    """Return such as ``45 s``, ``3:20 min`` or ``2:05 h``."""
+    """Return a time such as ``45 s``, ``3:20 min`` or ``2:05 h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -133,14 +116,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
-# --- as lines for a terminal: pure functions of a snapshot and of the room there is ----------------------------------
+# --- as lines for a terminal: pure functions of a snapshot and of the size of the terminal ----------------------------
 
-# With more ranks, only those with the most work of their own have a line.
+# With more ranks, only those with the most work are shown.
 MOST_RANKS = 16
 _NUM_SLOWEST = 6
 
 _MOST_EVENTS = 3
-_NARROW, _WIDE = 60, 100
+_WIDE, _ROOMY, _NARROWEST_BAR = 100, 90, 6
 _STALE_S = 10.0
 
 
@@ -148,12 +131,12 @@ def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, h
     """Return the lines of a view.
 
     Args:
-        snapshot: What is shown.
-        events: The last ones of the run, oldest first.
-        width: Of the terminal, in columns; no line is longer.
-        height: Of the terminal; the lines are fewer.
+        snapshot: The snapshot to show.
+        events: The last events of the run, oldest first.
+        width: Columns of the terminal; the maximum length of a line.
+        height: Rows of the terminal; more than the number of lines.
     """
-    width = min(width, _WIDE) - 1  # what ends in the last column would wrap on some terminals
+    width = min(width, _WIDE) - 1  # some terminals wrap after the last column
     lines = [_progress(snapshot, width), _metrics_line(snapshot)]
     if shares(snapshot.ranks):
         step = Text(f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step ")
@@ -196,28 +179,28 @@ def _metrics_line(snapshot: Snapshot) -> Text:
 
 
 def bar(ranks: Iterable[RankFigures], width: int) -> Text:
-    """Return where the time of a step goes, as a bar of letters, each on its colour."""
+    """Return the parts of a step as a bar of colored letters."""
     text = Text()
     reached = 0.0
     for part, share in shares(ranks).items():
         reached += share
-        _, letter, colours = STYLES[part]
-        # Up to where the parts so far end: rounding each by itself would make the bar longer or shorter.
-        text.append(letter * (min(width, round(reached * width)) - len(text)), style=colours)
+        _, letter, colors = PARTS[part]
+        # Rounded cumulatively, so that the bar has the full length.
+        text.append(letter * (min(width, round(reached * width)) - len(text)), style=colors)
     return text
 
 
 def _legend(snapshot: Snapshot, width: int) -> list[Text]:
-    """Return what the letters mean, on as many lines as that takes."""
+    """Return the legend of the letters, as one or more lines."""
     lines = [Text("  ")]
     for part, share in shares(snapshot.ranks).items():
         if share < 0.005 and part != "data_wait_s":
             continue
-        _, letter, colours = STYLES[part]
+        _, letter, colors = PARTS[part]
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))
-        lines[-1].append(letter, style=colours)
+        lines[-1].append(letter, style=colors)
         lines[-1].append(words)
     return lines
 
@@ -227,16 +210,20 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
     if len(shown) > min(room, MOST_RANKS):
         by_work = sorted(shown, key=lambda each: (-(each.own_s or 0.0), each.rank))
         shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda each: each.rank)
-    lines = [_rank(each, width, is_slowest=each.rank == slowest) for each in shown]
+    words = [_rank(each, width, is_slowest=each.rank == slowest) for each in shown]
+    bar_width = min(20, width - max(map(len, words)) - 10)  # the remaining space, equal for all ranks
+    lines = []
+    for each, text in zip(shown, words, strict=True):
+        lines.append(Text(f"rank {each.rank:<3} ", style="bold" if each.rank == slowest else ""))
+        if bar_width >= _NARROWEST_BAR and each.step_s:
+            lines[-1].append_text(bar([each], bar_width)).append(" ")
+        lines[-1].append_text(text)
     if missing := len(snapshot.ranks) - len(shown):
-        lines.append(Text(f"  and {missing} ranks whose own work takes no longer", style="dim"))
+        lines.append(Text(f"  and {missing} ranks with less work", style="dim"))
     return lines[:room]
 
 
 def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
-    text = Text(f"rank {each.rank:<3} ", style="bold" if is_slowest else "")
-    if width >= _NARROW and each.step_s:
-        text.append_text(bar([each], 20)).append(" ")
     words = ["no step done yet" if each.own_s is None else f"works {milliseconds(each.own_s):>7}"]
     if each.own_s is not None and each.exposed_s is not None:
         words.append(f"waits {milliseconds(each.exposed_s):>7}")
@@ -245,12 +232,13 @@ def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
     elif each.cpu_percent is not None:
         words.append(f"CPU {each.cpu_percent:3.0f}%")
     if each.memory_bytes is not None:
-        words.append(f"{format_bytes(each.memory_bytes)} (peak {format_bytes(each.memory_peak_bytes or 0)})")
+        peak = f" (peak {format_bytes(each.memory_peak_bytes or 0)})" if width >= _ROOMY else ""
+        words.append(f"{format_bytes(each.memory_bytes)}{peak}")
     elif each.rss_bytes is not None:
         words.append(format_bytes(each.rss_bytes))
-    text.append("  ".join([*words, *["slowest"] * is_slowest]))
+    text = Text("  ".join([*words, *["slowest"] * is_slowest]), style="bold" if is_slowest else "")
     if each.age_s > _STALE_S:
-        text.append(f"  silent for {duration(each.age_s)}", style="bold")
+        text.append(f"  no report for {duration(each.age_s)}", style="bold")
     return text
 
 
@@ -259,14 +247,14 @@ def _event(event: EventFigures) -> Text:
     return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")
 
 
-# --- drawn again and again --------------------------------------------------------------------------------------------
+# --- the live view ----------------------------------------------------------------------------------------------------
 
-# Events that whoever shows a run prints as lines that stay; they have no place in the view.
+# Events that are printed as permanent lines, and so are not shown in the view.
 PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
 
 
 class LiveView(SnapshotSink):
-    """Shows the last snapshot and the last events in a place of their own."""
+    """Shows the last snapshot and the last events, and redraws them in place."""
 
     def __init__(self) -> None:
         self._events: deque[EventFigures] = deque(maxlen=_MOST_EVENTS)
@@ -283,21 +271,21 @@ class LiveView(SnapshotSink):
 
     @abstractmethod
     def _show(self, lines: Sequence[Text]) -> None:
-        """Show ``lines`` instead of those before."""
+        """Replace the lines shown by ``lines``."""
 
 
 @final
 class OwnTerminalView(LiveView):
-    """On the terminal of this process, or in the output of a notebook's cell; what it prints appears above."""
+    """The view on the terminal of this process, or in the output of a notebook cell; output appears above it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._streams = sys.stdout, sys.stderr
-        # No thread of rich's own: a snapshot comes once a second, and nothing moves between two.
+        # Without rich's refresh thread, as the view changes only with a snapshot, once a second.
         self._live = Live(console=Console(), auto_refresh=False, transient=True)
         self._live.start()
         if not self._live.console.is_jupyter:
-            self._live.console.show_cursor(True)  # whoever kills this process would be left without one
+            self._live.console.show_cursor(True)  # otherwise it stays hidden if this process is killed
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     @override
@@ -313,18 +301,18 @@ class OwnTerminalView(LiveView):
         self._live.update(Group(*lines), refresh=True)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, such as a loader process: print as if there were no view, which the parent draws."""
+        """In a forked child, such as a loader process: restore the streams, as the parent draws the view."""
         if self._live.is_started:
             sys.stdout, sys.stderr = self._streams
 
 
 @final
 class LauncherTerminalView(LiveView):
-    """On the terminal of the launcher of this rank, which prints there as well; see `TerminalRegion`.
+    """The view on the terminal of the launcher of this rank, which also prints there; see `TerminalRegion`.
 
     Args:
-        folder: Of the launcher's run.
-        terminal: The device.
+        folder: The run folder of the launcher.
+        terminal: The path of the terminal.
     """
 
     def __init__(self, folder: Path, terminal: str) -> None:
@@ -335,7 +323,7 @@ class LauncherTerminalView(LiveView):
 
     @override
     def close(self) -> None:
-        if self._file.closed:  # by the thread that draws; the run closes its display again, also after an error
+        if self._file.closed:  # closed a second time, as after an error
             return
         with suppress(OSError):
             self._show([])
@@ -353,7 +341,7 @@ class LauncherTerminalView(LiveView):
             for each in lines:
                 self._console.print(each, no_wrap=True, overflow="ignore", crop=False, highlight=False)
         with self._region.locked() as rows:
-            if rows < 0:  # a line that somebody has begun and not ended has the last row to itself
+            if rows < 0:  # the last row holds an unfinished line of output
                 return
             self._file.write(erase_rows(rows) + capture.get())
             self._file.flush()
@@ -361,18 +349,18 @@ class LauncherTerminalView(LiveView):
 
 
 def open_live_view() -> LiveView | None:
-    """Return a live view, if there is where to show one."""
+    """Return a live view, or None without a terminal or notebook."""
     folder, terminal = current_run_folder(), os.environ.get(TERMINAL)
     if folder is not None:
-        with suppress(OSError):  # the terminal is gone, or the launcher is another user's
+        with suppress(OSError):  # the terminal is closed, or belongs to another user
             return None if terminal is None else LauncherTerminalView(folder, terminal)
         return None
-    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     return OwnTerminalView() if is_terminal or _is_notebook() else None
 
 
 def _is_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook that can redraw a view; rich needs ipywidgets for it."""
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
+    return getattr(shell, "kernel", None) is not None and find_spec("ipywidgets") is not None

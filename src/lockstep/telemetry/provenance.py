@@ -1,4 +1,4 @@
-"""Where and with what figures were measured: versions, machine, commits."""
+"""The versions, the machine and the commits of a measurement."""
 
 import os
 import platform
@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -17,14 +16,13 @@ GIT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a reader needs to measure again.
+    """What is needed to repeat a measurement.
 
     Attributes:
         when: UTC, ISO 8601.
-        versions: By name: lockstep, torch, python, and CUDA where torch was built with it.
-        machine: In words, one fact a name.
-        commits: Of the checkouts of lockstep and of the task; a ``+`` at the end if files were changed since.
-            Without what is no checkout.
+        versions: By name: lockstep, torch, python, and CUDA if torch was built with it.
+        machine: Facts by name.
+        commits: Of the git checkouts of lockstep and of the task, if any; with a ``+`` if tracked files were changed.
     """
 
     when: str
@@ -71,10 +69,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of Lockstep, torch and Python, and of the CUDA, ROCm or XPU that torch was built for."""
-    try:
-        own = version("lockstep-torch")
-    except PackageNotFoundError:
-        own = "unknown"
+    own = sys.modules["lockstep"].__version__  # not imported: the public names are above all layers
     found = {"lockstep": own, "torch": torch.__version__, "python": sys.version.split()[0]}
     built_for = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": torch.version.xpu}
     return found | {name: str(number) for name, number in built_for.items() if number}
@@ -95,6 +90,6 @@ def _machine() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as the system has it."""
+    """Return the name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

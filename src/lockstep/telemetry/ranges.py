@@ -1,6 +1,6 @@
-"""Names for what a process does, as torch.profiler's trace and NVIDIA's tools show them: phases, and buckets.
+"""Named ranges of phases and buckets for torch.profiler and NVIDIA's tools.
 
-``now`` is None unless somebody profiles; then a name costs one comparison, and nothing is made.
+``now`` is None unless the process is being profiled; then a range costs one comparison.
 """
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -10,17 +10,17 @@ from torch.autograd.profiler import record_function
 
 
 class Ranges:
-    """Makes ranges.
+    """Opens ranges.
 
     Args:
-        nvtx: The module of that name if they are to be NVTX ranges, too.
+        nvtx: The module of that name, to also open NVTX ranges; or None.
     """
 
     def __init__(self, *, nvtx: Any) -> None:
         self._nvtx = nvtx
 
     def open(self, name: str) -> ExitStack:
-        """Return a range that has begun; closing it, which is for the same thread to do, ends it."""
+        """Begin a range; close the result in the same thread to end it."""
         opened = ExitStack()
         opened.enter_context(record_function(name))
         if self._nvtx:
@@ -29,12 +29,12 @@ class Ranges:
         return opened
 
 
-# Those of this process, while somebody profiles.
+# Set while this process is being profiled.
 now: Ranges | None = None
 
 _NOTHING = nullcontext()
 
 
 def around(name: str) -> AbstractContextManager[object]:
-    """Return a context that has a name while somebody profiles."""
+    """Return a context that is a named range while the process is being profiled."""
     return _NOTHING if now is None else now.open(name)

@@ -1,6 +1,6 @@
-"""What the launcher sees of a rank: where its main thread is, what it waits in, and signs of life from /proc.
+"""The state of a rank as the launcher sees it: the place of its main thread, what that waits in, activity by /proc.
 
-Standard library only: the launcher and each rank's heartbeat import it.
+Uses only the standard library, as the launcher and the heartbeat of each rank import it.
 """
 
 import contextlib
@@ -13,38 +13,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# --- signs of life of a rank whose main thread stands still -----------------------------------------------------------
+# --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
-# States of a process that a signal such as SIGSTOP, or a debugger, holds.
+# States of a process that is stopped by a signal such as SIGSTOP, or by a debugger.
 STOPPED = ("T", "t")
 
-# The share of a core above which a rank is taken to compute.
+# A rank that uses more than this share of a core computes.
 BUSY = 0.2
 
-# A process that polls for a file does so; and so does one that waits in our shared memory.
-WAKES_UP = "it wakes up again and again"
+# As a process does that polls for a file, or that waits in our shared memory.
+WAKES_UP = "it wakes up repeatedly"
 
-# The share of a core that idle threads of torch and its backends stay well below.
+# Idle threads of torch and its backends use far less than this share of a core.
 _STIRS = 0.02
 _MIN_BYTES = 32 * 1024
-# DataLoader's own waiting wakes up every five seconds.
+# A DataLoader that waits wakes up every five seconds.
 _WAKEUPS_PER_S = 0.5
-# The part of the samples in which a thread is in one state, for that to be what it is in.
+# A thread counts as being in a state if it is so in more than this share of the samples.
 _MOST = 0.5
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank and the processes that it has started had done at one moment.
+    """What a rank and its child processes had done at one moment.
 
     Attributes:
         at_s: When, on the monotonic clock.
         cpu_s: Seconds of processor time.
-        num_bytes: Bytes that went through read and write.
-        num_wakeups: How often main threads went to sleep and were woken.
+        num_bytes: Bytes that they read and wrote.
+        num_wakeups: How often main threads slept and were woken.
         pids: The processes.
-        is_in_disk: Whether a main thread is held by the kernel for a disk or a network file system.
-        is_ready: Whether a main thread computes or would, if the machine gave it the processor.
+        is_in_disk: Whether a main thread waits in the kernel for a disk or a network file system.
+        is_ready: Whether a main thread computes, or waits for a core.
     """
 
     at_s: float
@@ -64,27 +64,27 @@ class Liveness:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> None:
-        """Add one; forget what lies further back than the window."""
+        """Add a sample; drop those older than the window."""
         self._samples.append(sample)
         while sample.at_s - self._samples[0].at_s > self._window_s:
             self._samples.popleft()
 
     def clear(self) -> None:
-        """Forget all: the rank has moved."""
+        """Drop all samples, as the rank has moved."""
         self._samples.clear()
 
     @property
     def is_busy(self) -> bool:
-        """Whether it computes, or would on a machine that has less to do."""
+        """Whether it computes, or waits for a core."""
         return len(self._samples) > 1 and (self._core_share() > BUSY or self._part_of("is_ready") > _MOST)
 
     def signs(self) -> str:
-        """Return what indicates that it may be moving, as a sentence; empty if nothing does."""
+        """Return a sign that the rank may be active, as a sentence; empty if there is none."""
         if len(self._samples) < 2:
             return ""
         first, last = self._samples[0], self._samples[-1]
         signs = {
-            "it starts programs or sees them end": first.pids != last.pids,
+            "its child processes start or end": first.pids != last.pids,
             "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
             "it waits for a disk or a network file system": self._part_of("is_in_disk") > _MOST,
             WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s),
@@ -93,7 +93,7 @@ class Liveness:
         return next((sign for sign, is_so in signs.items() if is_so), "")
 
     def _part_of(self, name: str) -> float:
-        """Return in which part of the samples something was so."""
+        """Return the share of the samples with the attribute ``name``."""
         return sum(bool(getattr(each, name)) for each in self._samples) / len(self._samples)
 
     def _core_share(self) -> float:
@@ -103,7 +103,7 @@ class Liveness:
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """Return the state of a process, and its seconds of processor time; an empty state if it is gone."""
+    """Return the state of a process, and its seconds of processor time; the state is empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,11 +112,11 @@ def process_state(pid: int) -> tuple[str, float]:
 
 
 def sample(pid: int, *, own_bytes: int) -> Sample:
-    """Take a sample of a rank and of what it has started.
+    """Return a sample of a rank and its child processes.
 
     Args:
-        pid: The rank's process.
-        own_bytes: What its heartbeat has written, which is no sign of life.
+        pid: The process of the rank.
+        own_bytes: Bytes written by its heartbeat, which do not count.
     """
     at_s = time.monotonic()
     pids = frozenset(process_tree(pid))
@@ -127,13 +127,13 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
         is_in_disk |= state == "D"
         is_ready |= state == "R"
         num_bytes += _counted(f"/proc/{each}/io", "rchar", "wchar")
-        # The main thread's alone: how often it has let go of the processor of its own accord.
+        # Of the main thread only.
         num_wakeups += _counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches")
     return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk, is_ready)
 
 
 def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
-    """Yield a process and all that descend from it, or from main threads only, which is quicker to find out."""
+    """Yield a process and its descendants; those started by main threads only are found faster."""
     yield pid
     task = Path(f"/proc/{pid}/task")
     for path in task.glob("*/children") if of_all_threads else [task / str(pid) / "children"]:
@@ -155,20 +155,20 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-# --- what its heartbeat shows -----------------------------------------------------------------------------------------
+# --- the state by its heartbeat ---------------------------------------------------------------------------------------
 
 # File, line and function, innermost first.
 Frames = Sequence[tuple[str, int, str]]
 
-# A heart beats twice a second: after this long, no Python thread of the rank runs.
+# There are two heartbeats per second: after this time without one, no Python thread of the rank runs.
 SILENT_S = 2.0
 
 _STDLIB = os.path.dirname(os.__file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
-# What of the package users may have heard of: named where none of their own lines is under way.
+# Parts of this package that are named if no line of the script is on the stack.
 _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
-# What a script calls itself; our own collectives mark that they wait, see `lockstep.activity.waiting`.
+# Files with functions that a script calls; our own collectives mark their waits, see `lockstep.activity.waiting`.
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/world.py")
 _NOT_CALLED = ("_", "wrapper")
 _WAITS = (".wait(", ".synchronize(")
@@ -178,31 +178,31 @@ _OUTSIDE = {
     "socket.py": "it waits for an answer from the network",
     "ssl.py": "it waits for an answer from the network",
     "base_events.py": "it waits for an event of asyncio",
-    "subprocess.py": "it waits for a program that it has started",
+    "subprocess.py": "it waits for a program that it started",
 }
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What the launcher sees of a rank.
+    """The state of a rank as the launcher sees it.
 
     Attributes:
         frames: File, line and function of the main thread, innermost first.
-        still_s: For how long its main thread has been at the same place, with no step and no collective done.
-        silent_s: For how long it has had no heartbeat.
-        is_busy: Whether it, or a process that it has started, used the processor meanwhile.
-        life: What indicates that it may move although its main thread does not, such as ``it reads or writes``.
-        is_stopped: Whether a signal such as SIGSTOP holds it.
+        still_s: Seconds for which its main thread has been at the same place, without a step or a collective.
+        silent_s: Seconds since its last heartbeat.
+        is_busy: Whether it, or a child process, used the processor in that time.
+        life: A sign that it may be active although its main thread is not, such as ``it reads or writes``.
+        is_stopped: Whether it is stopped by a signal such as SIGSTOP.
         has_left: Whether it has ended.
         step: The step of ``fit``, counted from 0.
-        phase: What of that step runs.
-        num_steps: Optimizer steps that it has done.
+        phase: The phase of that step.
+        num_steps: Number of optimizer steps done.
         has_trained: Whether it has done an optimizer step or a collective.
         bucket: The bucket that it waits for, with the names of its parameters.
-        collective: The collective of ours that its main thread waits in, as that marks it.
-        recorded_call: The last collective by torch's own record.
+        collective: The collective of ours in which its main thread waits.
+        recorded_call: The last collective in torch's record.
         handles: The exception that it is handling.
-        failure: The exception that ended its part in the job, although its process goes on.
+        failure: The exception that ended its part in the job, if its process still runs.
         uses_gpu: Whether it has a CUDA context.
     """
 
@@ -227,12 +227,12 @@ class RankState:
 
     @property
     def idle_s(self) -> float:
-        """For how long nothing of it has moved, as far as its place shows."""
+        """Seconds for which its place has not changed."""
         return max(self.still_s, self.silent_s)
 
 
 def operation(seen: RankState) -> str | None:
-    """Return what a rank waits in, such as ``all_reduce``; ``None`` if it is in something of its own."""
+    """Return the operation in which a rank waits for others, such as ``all_reduce``; ``None`` if it does not."""
     if seen.has_left or seen.is_stopped or seen.silent_s > SILENT_S:
         return None
     if seen.bucket:
@@ -244,7 +244,7 @@ def operation(seen: RankState) -> str | None:
             return function
     if not seen.frames:
         return None
-    # torch's engines wait in native code: what is left to go by is the line of the script that called for it.
+    # The engines of torch wait in native code, where only the line of the script tells what it waits for.
     file, line, _ = user_frame(seen.frames)
     text = linecache.getline(file, line)
     if seen.frames[0][2] == "_engine_run_backward" and (not seen.is_busy or seen.uses_gpu):
@@ -252,21 +252,21 @@ def operation(seen: RankState) -> str | None:
         return f"backward (gradient exchange{what})"
     if seen.frames[0][0] != file:
         return None
-    if seen.uses_gpu and seen.is_busy:  # the host spins while it waits for its GPU
+    if seen.uses_gpu and seen.is_busy:  # the host spins while it waits for the GPU
         return "a wait for its GPU" if any(mark in text for mark in _GPU_WAITS) else None
     return next((mark[1:-1] for mark in _WAITS if mark in text and not seen.is_busy), None)
 
 
 def is_debugged(seen: RankState) -> bool:
-    """Return whether the rank waits for a person: in a debugger, or in ``input()``."""
+    """Return whether the rank waits for a person, in a debugger or in ``input()``."""
     if seen.frames and "input(" in linecache.getline(*seen.frames[0][:2]):
         return True
     return any(os.path.basename(file) in _DEBUGGERS for file, _, _ in seen.frames)
 
 
 def waits_outside(frames: Frames) -> str:
-    """Return what outside of the job a rank waits for, as far as its frames show; empty if nothing."""
-    # Only the innermost frames: a program that was started from within asyncio is not waiting for it all the time.
+    """Return what outside of the job a rank waits for, by its frames; empty if nothing."""
+    # Only the innermost frames, as a whole program may run within asyncio.
     names = [os.path.basename(file) for file, _, _ in frames[:4]]
     return next((_OUTSIDE[name] for name in names if name in _OUTSIDE), "")
 
@@ -293,17 +293,17 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
 
 
 def place(seen: RankState) -> str:
-    """Return where a rank is in words, with the verb of a single rank."""
+    """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``."""
     if seen.has_left:
-        return "has finished already"
+        return "has already finished"
     file, line, function = user_frame(seen.frames)
     where = where_of(file, line)
     if seen.is_stopped:
         return f"was stopped by a signal (SIGSTOP), last seen at {where}"
     if seen.silent_s > SILENT_S:
-        return f"does not answer: native code holds the interpreter, last seen at {where}"
+        return f"does not respond: native code holds the interpreter lock, last seen at {where}"
     if seen.failure:
-        return f"has failed ({seen.failure}) but goes on, and is in {function} ({where})"
+        return f"has failed ({seen.failure}) but still runs, and is in {function} ({where})"
     if name := operation(seen):
         return f"waits in {name} ({where})"
     for frame_file, _, frame_function in seen.frames:

@@ -1,4 +1,4 @@
-"""The recorder of a rank: works out beside training what each step took, once the device is done with it."""
+"""The recorder of a rank: evaluates steps in a thread of its own, when the device has completed them."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ from lockstep.telemetry.aggregator import RankMetrics
 from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, guarded, seconds_between
 
 PERIOD_S = 1.0
-# Until the first beat: a run may be short.
+# Until the first beat, as a run may be short.
 _FIRST_S = 0.3
 _JOIN_S = 8.0
-# So many steps are worked out at a time; in the pause the thread that trains gets the interpreter's lock.
+# So many steps are evaluated at a time; in the pause, the training thread gets the interpreter lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
-# So many steps in the queue, and there are no pauses any more: they would let it grow for ever.
+# With so many steps in the queue, there are no pauses, so that the queue does not grow without limit.
 _BEHIND = 50_000
-# So many are kept while the disk or the store hangs; then the oldest are dropped.
+# While the disk or the store hangs, so many are kept; then the oldest are dropped.
 _MOST_WAITING = 100_000
-# So many steps have a timeline, from that one on.
+# The first step with a timeline, and the number of such steps in a row.
 _TIMELINE_FIRST, _TIMELINE_STEPS = 4, 4
 
 
 def has_timeline(step: int) -> bool:
-    """Return whether a step has a timeline, the same on every rank: four of 64, from step 4096 on ever fewer."""
-    # The report draws all ranks of a step on one clock, so all must have recorded the same steps.
+    """Return whether a step has a timeline: four of 64 steps, fewer from step 4096 on; the same on every rank."""
+    # The report draws the timelines of all ranks together, so all must record the same steps.
     period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
     return (step - _TIMELINE_FIRST) % period < _TIMELINE_STEPS
 
 
 class StepRecorder:
-    """Takes the steps and events of this rank to its file, and to the metrics of the run.
+    """Writes the steps and events of this rank to its file, and adds them to the metrics of the run.
 
-    Both ``fit`` and ``monitor`` fill a `RecordedStep` for each step, and give it to one of these.
+    ``fit`` and ``monitor`` give it a `RecordedStep` for each step.
 
     [Note: in another thread]
-    The thread that trains only appends to a queue. Another one calls `drain` about once a second, checks whether the
-    device has come to a step's end, for which nobody ever waits, and works out what it took: a few steps at a time, for
-    while it runs Python, the thread that trains cannot. It writes the file as well, and is left alone at the end of the
-    run if it hangs in the store or on the disk.
+    The training thread only appends to a queue. Another thread calls `drain` about once a second. It checks, without
+    waiting, whether the device has completed a step, and evaluates a few steps at a time, as the training thread cannot
+    run Python meanwhile. It also writes the file. At the end of the run it is abandoned if the store or the disk hangs.
 
     Args:
-        writer: Of this rank's file; None if the run is not recorded.
-        metrics: Takes steps and events as well.
-        sample: Returns the figures of the machine, every other second.
+        writer: Writes the file of this rank; None if the run is not recorded.
+        metrics: Also gets steps and events.
+        sample: Returns the figures of the machine; called every other second.
         steps_per_epoch: None for a stream.
     """
 
@@ -69,11 +68,11 @@ class StepRecorder:
         self._thread: threading.Thread | None = None
 
     def start(self, then: Callable[..., None] | None = None, period_s: float = PERIOD_S) -> None:
-        """Record from a thread beside training from now on.
+        """Start the recording thread.
 
         Args:
-            then: Called each time what has come by then is recorded; with ``is_last=True`` at the end.
-            period_s: Between two times.
+            then: Called after each round of recording; with ``is_last=True`` at the end.
+            period_s: Seconds between two rounds.
         """
         self._then = then or self._then
         self._thread = threading.Thread(target=self._run, args=(period_s,), name="lockstep-recorder", daemon=True)
@@ -109,7 +108,7 @@ class StepRecorder:
     def _take_sample(self) -> None:
         try:
             line = self._sample()
-        except Exception:  # a machine that does not give its figures; what fails below is reported by the thread
+        except Exception:  # the figures of the machine are not available; errors below are reported by the thread
             return
         if self._metrics is not None:
             self._metrics.machine(line)
@@ -117,7 +116,7 @@ class StepRecorder:
             self._writer.add(line)
 
     def add(self, step: RecordedStep) -> None:
-        """Take a step, whose figures the device may still owe. Does not block."""
+        """Add a step, which the device may not have completed. Does not block."""
         self._last = step
         self._queue.append(step)
 
@@ -131,26 +130,26 @@ class StepRecorder:
         seconds: float | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Take an event. Does not block.
+        """Add an event. Does not block.
 
         Args:
-            event: What it is.
+            event: A name in `run_record.EVENTS`.
             text: What happened, in words.
-            step: Steps done by then.
+            step: Number of steps done.
             time_s: When it began, in Unix time; now if None.
-            seconds: How long training stood still for it, if it did.
-            metrics: What an evaluation found.
+            seconds: The pause of training, if there was one.
+            metrics: The results of an evaluation.
         """
         began_s = time.time() if time_s is None else time_s
         line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
         self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
 
     def drain(self, *, at_once: bool = False) -> None:
-        """Record the steps that the device is done with, and the events between them. Does not wait for the device.
+        """Record the steps that the device has completed, and the events between them. Does not wait for the device.
 
         Args:
-            at_once: Record all events now, without pauses: it is the end. Steps that the device has not finished are
-                left out, for what has ended the run may have ended the device's work as well.
+            at_once: Record all events, without pauses, as the run ends. Steps that the device has not completed are
+                dropped, as an error may have stopped the device.
         """
         count = 0
         while self._queue:
@@ -160,18 +159,17 @@ class StepRecorder:
             elif all(mark.query() for mark in item.device_marks):
                 self._record_step(item)
             elif not at_once:
-                # Those behind it are in the device's order, so none of them is done either.
-                return
+                return  # the device has not completed later steps, either
             self._queue.popleft()
             count += 1
             if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
                 time.sleep(_PIECE_PAUSE_S)
 
     def finish(self, *, waits: bool) -> None:
-        """Record all that has come, and close the file: nothing comes any more. Blocks some seconds at most for that.
+        """Record all remaining steps and events, and close the file. Blocks some seconds at most for that.
 
         Args:
-            waits: Whether to block until the device is done; not after an error, which may have ended its work.
+            waits: Whether to block until the device has completed the last step; not after an error.
         """
         if waits and self._last is not None:
             for mark in self._last.device_marks:
@@ -198,16 +196,16 @@ class StepRecorder:
         if self._metrics is not None:
             self._metrics.add_event(line)
         if self._writer is not None:
-            self._writer.add({name: value for name, value in line.items() if name != "metrics"})
+            self._writer.add(line)
         if line["seconds"] is not None:
-            self._last_begin = None  # the device has come to rest: the next step begins when the host asks for it
+            self._last_begin = None  # the device is idle: the next step begins when the host launches it
 
     def _begin_of(self, step: RecordedStep, total_s: float) -> float:
-        """Return when a step began, in Unix time of this host; asked for each step in order.
+        """Return when a step began, in Unix time of this host; called for each step in order.
 
-        On CUDA a step begins when the device gets to it, which may be long after the host has asked for it. Times of
-        the device are differences of events, so each beginning is that of the step before plus the difference; never
-        earlier than the host asked for it, and never later than the host saw it done.
+        On CUDA, a step begins when the device reaches it, possibly long after the host launched it. The device only
+        measures time between events, so the time is that of the step before plus the difference; not earlier than the
+        launch by the host, and not later than when the host found the step completed.
         """
         if isinstance(step.begin, float):
             return step.wall_s + (step.begin - step.began_at)

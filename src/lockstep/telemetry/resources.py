@@ -1,12 +1,15 @@
 """Memory, processor time and devices of this machine and its ranks."""
 
 import contextlib
+import functools
 import math
 import os
 import resource
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +17,32 @@ import psutil
 import torch
 
 from lockstep.comm.network import Sent, sent_to
-from lockstep.env import group_folders
+from lockstep.env import RankEnv, group_folders, throttled_s
+from lockstep.telemetry.cost import Usage
 from lockstep.telemetry.rank_state import format_bytes, process_tree
 
-# --- in the launcher: memory of this machine and its ranks, for when one is killed ------------------------------------
+# --- in the launcher: memory of this machine and its ranks, for the report of a rank that was killed ------------------
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 SHM = "/dev/shm"
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
+POWERCAP = Path("/sys/class/powercap")
 
 
 @dataclass
 class Resources:
-    """What was seen of memory so far; updated now and then, as the figures are gone with the ranks.
+    """The use of memory so far, updated regularly, as it cannot be read after a rank has ended.
 
     Attributes:
-        rank_bytes: By rank, the memory that it and its processes held when last seen.
-        peak_bytes: By rank, the most that was seen.
-        devices: By rank, what its heartbeat has of its devices, a sentence each.
-        least_free_bytes: The least free memory that was seen on the machine, or in the container.
-        total_bytes: How much there is.
+        rank_bytes: By rank, the last known memory of its processes.
+        peak_bytes: By rank, the maximum so far.
+        devices: By rank, a sentence on each of its devices, from its heartbeat.
+        least_free_bytes: The minimum of the free memory of the machine, or of the container.
+        total_bytes: The memory of the machine, or of the container.
         shm_total_bytes: The size of /dev/shm.
-        shm_least_free_bytes: The least that was free there.
+        shm_least_free_bytes: The minimum of its free space.
     """
 
     rank_bytes: dict[int, int] = field(default_factory=dict)
@@ -50,15 +55,15 @@ class Resources:
     _kills_before: int | None = field(default_factory=lambda: num_kills())
 
     def update(self, pids: Mapping[int, int]) -> None:
-        """Take what is used now.
+        """Update the figures.
 
         Args:
             pids: The process of each rank.
         """
         for rank, pid in pids.items():
-            # Children of main threads only: this runs twice a second, and is quicker so.
+            # Children of main threads only, which is faster: this runs twice a second.
             held = sum(_resident_bytes(each) for each in process_tree(pid, of_all_threads=False))
-            if held:  # else it has just ended, and what it held before is of interest
+            if held:  # otherwise it has just ended
                 self.rank_bytes[rank] = held
                 self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
         free, self.total_bytes = free_and_total_bytes()
@@ -69,36 +74,36 @@ class Resources:
             self.shm_least_free_bytes = min(free, self.shm_least_free_bytes)
 
     def was_short_of_memory(self) -> bool | None:
-        """Return whether the kernel has killed for lack of memory since this was made; ``None`` if that is unknown."""
+        """Return whether the kernel has killed processes for lack of memory since the start; ``None`` if unknown."""
         kills = num_kills()
         return None if kills is None or self._kills_before is None else kills > self._kills_before
 
     def of_each(self) -> str:
-        """Return a line with the memory of each rank of this machine; empty if nothing was seen."""
+        """Return lines with the memory of each rank of this machine; empty if unknown."""
         if not self.rank_bytes:
             return ""
-        lines = ["Memory of the ranks of this machine, as last seen:"]
+        lines = ["Last known memory of the ranks of this machine:"]
         for rank, held in sorted(self.rank_bytes.items()):
             on_host = f"{format_bytes(held)} on the host (at most {format_bytes(self.peak_bytes[rank])})"
             lines.append(f"rank {rank}: {'; '.join([*self.devices.get(rank, []), on_host])}")
         free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
-        return "\n".join([*lines, f"At the worst, {free} of the host's {total} were free."])
+        return "\n".join([*lines, f"The minimum of free memory was {free} of the host's {total}."])
 
     def of_shm(self) -> str:
-        """Return a sentence with the figures of shared memory; empty if nothing was seen."""
+        """Return a sentence on the shared memory; empty if unknown."""
         if not self.shm_total_bytes:
             return ""
         free, total = format_bytes(self.shm_least_free_bytes), format_bytes(self.shm_total_bytes)
-        return f"Of /dev/shm, {free} of {total} were free at the worst that was seen."
+        return f"The minimum of free space in /dev/shm was {free} of {total}."
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Return whether the text of an error means that there was no memory left, on a device or on the host."""
+    """Return whether the text of an error means that a device or the host was out of memory."""
     return any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def num_kills() -> int | None:
-    """Return how many processes the kernel has killed for lack of memory, here or in this container."""
+    """Return how many processes the kernel has killed for lack of memory on this machine or in this container."""
     groups = _groups()
     files = (PROC / "vmstat", groups[0] / "memory.events", *(folder / "memory.oom_control" for folder in groups))
     found = [_entry(path, "oom_kill") for path in files]
@@ -107,14 +112,14 @@ def num_kills() -> int | None:
 
 
 def free_and_total_bytes() -> tuple[int, int]:
-    """Return the free memory of the container if that is limited, or else of the machine, and the whole."""
+    """Return free and total memory of the container if that is limited, or else of the machine."""
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
-    # The files of cgroup v2, and those of v1; whichever level limits most is what the kernel acts on.
+    # The files of cgroup v2 and v1; the lowest limit of all levels counts.
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in _groups():
         for limit_name, used_name in names:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: it is "max"
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
                 limit = int((folder / limit_name).read_text())
                 if limit < machine.total:
                     free = min(free, max(0, limit - int((folder / used_name).read_text())))
@@ -129,7 +134,9 @@ def _groups() -> list[Path]:
 def _resident_bytes(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages, shared = (int(number) for number in (PROC / str(pid) / "statm").read_text().split()[1:3])
-        return (pages - shared) * os.sysconf("SC_PAGE_SIZE")  # what it shares is counted elsewhere, or is a file
+        return (pages - shared) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )  # without shared pages, which are files, or counted elsewhere
     return 0
 
 
@@ -142,29 +149,119 @@ def _entry(path: Path, name: str) -> int | None:
     return None
 
 
-# --- in a rank: what its process and devices take ---------------------------------------------------------------------
+# --- in a rank: the use of its processes and devices ------------------------------------------------------------------
 
-# Less than this says nothing of a link: a few messages, each of which waits for its answer.
+# Of NVML's reasons why a clock is low: the power cap, heat, and the power brake; the other bits mean idle or settings.
+_GPU_SLOWED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
+
+# Fewer bytes do not measure a link: they are a few messages, each of which waits for its answer.
 _TELLING_BYTES = 256 * 1024
 
 
-class MachineSampler:
-    """Samples this process, its loader processes and its devices, each time it is called.
+# By counter, joules, and the value at which it starts again at 0.
+Counters = dict[str, tuple[float, float]]
+
+
+class UsageMeter:
+    """Measures for how long devices are held, and the energy that they take.
+
+    The energy of GPUs is that of NVML's counters (package ``nvidia-ml-py``). That of CPUs is that of RAPL's, which on
+    most machines only root may read. Without them it is unknown; it is never estimated. A counter covers a whole GPU,
+    or all CPU packages of the machine and their memory, including the work of other processes. If several ranks share
+    a counter, the first that reads it counts it, and it is 0 on the others.
 
     Args:
         devices: Those of this process.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._num_devices, self._gpus = len(devices), [device for device in devices if device.type != "cpu"]
+        self._read_at, self._counters = time.perf_counter(), self._read_counters()
+
+    def read(self) -> Usage:
+        """Return what was used since the last call, or since this object was created.
+
+        Call it more often than a counter of RAPL starts again at 0, which takes minutes at least.
+        """
+        read_at, before = self._read_at, self._counters
+        self._read_at, self._counters = time.perf_counter(), self._read_counters()
+        if not before or before.keys() != self._counters.keys():
+            joules = math.nan
+        else:
+            job = RankEnv.from_environ(os.environ).master_port or os.getpid()
+            joules = 0.0
+            for name, (now, limit) in self._counters.items():
+                joules += (now - before[name][0]) % limit * _is_first(f"{job}-{name}", os.getpid())
+        return Usage(self._num_devices * (self._read_at - read_at), joules)
+
+    def _read_counters(self) -> Counters:
+        with contextlib.suppress(Exception):  # there are none, or they cannot be read
+            return _nvml_counters(self._gpus) if self._gpus else _rapl_counters()
+        return {}
+
+
+@functools.cache
+def _is_first(name: str, pid: int) -> bool:
+    """Return whether the process ``pid``, which is this one, is the first of this machine that asks for a name."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0lockstep-{name}")  # in the abstract namespace: the name is free again once the process has ended
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()  # it stays open as long as this process
+    return True
+
+
+def _nvml_counters(gpus: Sequence[torch.device]) -> Counters:
+    nvml, handles = _nvml_handles(gpus)
+    return {name: (nvml.nvmlDeviceGetTotalEnergyConsumption(each) / 1e3, 2.0**64) for name, each in handles.items()}
+
+
+def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
+    """Return NVML's module, and its handle of each GPU by UUID: NVML also numbers those that are hidden from CUDA."""
+    nvml = import_module("pynvml")
+    nvml.nvmlInit()
+    names = [f"GPU-{torch.get_device_module(gpu).get_device_properties(gpu).uuid}" for gpu in gpus]
+    return nvml, {name: nvml.nvmlDeviceGetHandleByUUID(name) for name in names}
+
+
+def _rapl_counters() -> Counters:
+    found = {}
+    for zone in POWERCAP.glob("intel-rapl:*"):  # the name on AMD, too
+        # Other zones are parts of a package, or hold all packages: they would count twice.
+        if (zone / "name").read_text().startswith(("package", "dram")):
+            energy_uj, limit_uj = (int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+            found[zone.name] = (energy_uj / 1e6, limit_uj / 1e6)
+    return found
+
+
+class MachineSampler:
+    """Samples this process, its loader processes and its devices, each time it is called.
+
+    Args:
+        devices: Of this process.
+
+    Attributes:
+        used: The use up to the last call.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._gpus = [device for device in devices if device.type != "cpu"]
+        self.used, self._meter, self._num_devices = Usage(), UsageMeter(devices), len(devices)
         self._process = psutil.Process()
         self._workers: dict[int, psutil.Process] = {}
         self._sent: dict[str, Sent] = {}
-        self._process.cpu_percent()  # percentages are of the time since the call before
+        self._host: dict[str, float] = {}
+        self._sample_cores([])
+        self._process.cpu_percent()  # percentages refer to the time since the last call
 
     def __call__(self) -> dict[str, Any]:
         """Return the figures as a line; see docs/reference/metrics.md."""
+        used = self._meter.read()  # first, as the calls below may fail
+        self.used += used
         workers_cpu, workers_rss = self._sample_workers()
+        cores = self._sample_cores([self._process.pid, *self._workers])
         return {
             "kind": "machine",
             "time": time.time(),
@@ -176,20 +273,57 @@ class MachineSampler:
             "num_workers": len(self._workers),
             "cpu_percent": self._process.cpu_percent(),
             "workers_cpu_percent": workers_cpu,
+            **cores,
             "load": os.getloadavg()[0],
             "gpu_percent": self._ask_driver("utilization"),
             "gpu_power_w": self._ask_driver("power_draw", scale=1e-3),
             "gpu_temperature_c": self._ask_driver("temperature"),
+            "gpu_throttled_percent": self._gpu_throttled_percent(),
             **self._sample_links(),
+            "num_devices": self._num_devices,
+            "device_s": used.device_s,
+            "energy_j": None if math.isnan(used.energy_j) else used.energy_j,
         }
 
     def _ask_driver(self, what: str, *, scale: float = 1.0) -> float | None:
-        with contextlib.suppress(Exception):  # NVML's module is not installed, or the driver does not give this figure
+        with contextlib.suppress(Exception):  # NVML's module is not installed, or the driver lacks this figure
             return scale * float(getattr(torch.get_device_module(self._gpus[0]), what)(self._gpus[0]))
         return None
 
+    def _gpu_throttled_percent(self) -> float | None:
+        with contextlib.suppress(Exception):  # as above
+            nvml, handles = _nvml_handles(self._gpus[:1])
+            reasons = [nvml.nvmlDeviceGetCurrentClocksThrottleReasons(each) for each in handles.values()]
+            return 100.0 * bool(reasons[0] & _GPU_SLOWED)
+        return None
+
+    def _sample_cores(self, pids: Sequence[int]) -> dict[str, float | None]:
+        """Return how much of the cores others used since the last call, in percent of a core.
+
+        Args:
+            pids: Of this rank; the longest wait of a main thread for a core counts.
+        """
+        times = psutil.cpu_times()
+        now = {"steal": times.steal, "throttled": throttled_s(), "at": time.monotonic()}
+        now["busy"] = (
+            sum(times[:8]) - times.idle - times.iowait - times.steal
+        )  # the remaining fields are parts of these
+        for pid in pids:
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
+                now[str(pid)] = int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
+        before, self._host = self._host, now
+        past_s = now["at"] - before.get("at", 0.0)
+        percent = {name: 100 * (now[name] - before[name]) / past_s for name in now if name in before and past_s > 0}
+        waits = [value for name, value in percent.items() if name.isdecimal()]
+        return {
+            "core_wait_percent": max(waits, default=None),
+            "host_cpu_percent": percent.get("busy"),
+            "steal_percent": percent.get("steal"),
+            "throttled_percent": percent.get("throttled"),
+        }
+
     def _sample_links(self) -> dict[str, Any]:
-        """Return what was sent to other machines, and the slowest way there since the call before."""
+        """Return the bytes sent to other machines, and the slowest link since the last call."""
         before, self._sent = self._sent, sent_to()
         rates = {}
         for peer, now in self._sent.items():
@@ -207,7 +341,7 @@ class MachineSampler:
         for pid in process_tree(self._process.pid):
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if pid != self._process.pid:
-                    # The object of the sample before, as it remembers since when its percentage is to be.
+                    # The same object as before, as its percentage refers to the time since its last call.
                     found[pid] = self._workers.get(pid) or psutil.Process(pid)
                     percent += found[pid].cpu_percent()
                     rss_bytes += found[pid].memory_info().rss

@@ -1,4 +1,4 @@
-"""A run as files: each rank's lines of JSON, and the folder with them. Does not import torch."""
+"""The files of a run: one file of JSON lines per rank, and ``run.json``. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lockstep.activity import one_line
+from lockstep.env import core_wait_s
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, read_object, replace_file
 
@@ -23,57 +24,50 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 
-# --- names that files and dashboards depend on; docs/reference/metrics.md says what each name of a line means ---------
+# --- names in the files, which dashboards depend on; docs/reference/metrics.md explains them --------------------------
 
-# Grows when a name or a meaning changes, not when one is added.
+# Incremented if a name or a meaning changes, not if one is added.
 VERSION = 1
 
 RUN_FILE = "run.json"
 RANK_FILES = "rank-*.jsonl"
 
-# Of a line of kind ``machine``, written every two seconds or so.
-MACHINE_FIGURES = (
-    *("memory_bytes", "memory_peak_bytes", "rss_bytes", "workers_rss_bytes", "num_workers", "cpu_percent"),
-    *("workers_cpu_percent", "load", "gpu_percent", "gpu_power_w", "gpu_temperature_c"),
-    *("sent_bytes", "link_bytes_per_s", "link_peer"),
-)
-
 # A name in ``EVENTS``.
 Event = str
 
 EVENTS = {
-    "resume": "the run went on from a checkpoint",
-    "restart": "all ranks were started again, after a failure or with other machines",
+    "resume": "the run resumed from a checkpoint",
+    "restart": "all ranks were restarted, after a failure or with other machines",
     "evaluation": "the model was evaluated",
-    "checkpoint": "a checkpoint was taken; the time is what training stood still for it",
+    "checkpoint": "a checkpoint was taken; the time is the pause of training",
     "skipped": "a step was skipped or undone, or a sample left out",
     "straggler": "a rank kept the others waiting in every step",
-    "profile": "steps were handed over to torch.profiler, and are slower; the time is what writing the trace took",
-    "remark": "what the engine or the loader found out",
-    "stop": "a signal stopped the run in order",
+    "profile": "torch.profiler recorded steps, which were slower; the time is that of writing the trace",
+    "remark": "a note of the engine or the loader",
+    "stop": "a signal stopped the run gracefully",
     "error": "the run ended with an error on this rank",
-    "end": "the run is done",
+    "end": "the run is complete",
 }
 
 
-# --- what a step left behind -----------------------------------------------------------------------------------------
+# --- the record of a step ---------------------------------------------------------------------------------------------
 
-# A moment: of the host's clock (``time.perf_counter``), or an event on the stream that the work runs on. Used
-# without being named, so that ``lockstep report`` reads records without importing torch.
+# A moment: a time of the host's clock (``time.perf_counter``), or an event on the stream of the work. Not typed, so
+# that ``lockstep report`` reads records without importing torch.
 Mark = Any
 
-# What a step does, by the names of `RecordedStep.spans`; ``communication`` is waiting as a whole.
+# The phases in `RecordedStep.spans`; all of ``communication`` is waiting.
 PHASES = ("data_wait", "forward", "backward", "communication", "optimizer")
 
 
 def kind_of(device: str) -> str:
-    """Return what messages call devices such as ``cuda:0``: GPU, CPU, or another type in capitals."""
+    """Return the word for a device such as ``cuda:0`` in messages: GPU, CPU, or another type in capitals."""
     device_type = device.partition(":")[0]
     return "GPU" if device_type in ("cuda", "xpu") else device_type.upper()
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Return the seconds from one mark to another, which are both of the host or both of a device."""
+    """Return the seconds between two marks, both of the host or both of a device."""
     if isinstance(start, float):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1e3
@@ -81,7 +75,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 @dataclass(slots=True)
 class BucketTimes:
-    """When a bucket's last gradient was there, when it was launched, and when it was reduced."""
+    """When the last gradient of a bucket was ready, when the bucket was launched, and when it was reduced."""
 
     position: int
     size_bytes: int
@@ -92,12 +86,12 @@ class BucketTimes:
 
 @dataclass(slots=True)
 class Reduction:
-    """What one backward exchanged.
+    """The exchange of gradients of one backward.
 
     Attributes:
-        buckets: In the order in which they were launched; empty unless the step has a timeline.
-        waited: From when this rank's own work was done, until all buckets were reduced.
-        exposed_s: What of that was waiting; None if it is all.
+        buckets: In launch order; empty unless the step has a timeline.
+        waited: From the end of this rank's own work until all buckets were reduced.
+        exposed_s: The part of that time in which the rank waited; None if it is all of it.
     """
 
     buckets: list[BucketTimes] = field(default_factory=list)
@@ -112,7 +106,7 @@ class Reduction:
         return 0.0 if self.waited is None else seconds_between(*self.waited)
 
     def hidden_s(self, start: Mark) -> float | None:
-        """Return the time in which buckets were on their way while this rank still worked; ``start`` is the step's."""
+        """Return the time in which buckets were being reduced while this rank worked; ``start`` is that of the step."""
         if self.waited is None or not self.buckets:
             return None
         until = seconds_between(start, self.waited[0])
@@ -120,7 +114,7 @@ class Reduction:
         for each in self.buckets:
             if each.sent is not None and each.done is not None:
                 sent, done = seconds_between(start, each.sent), min(until, seconds_between(start, each.done))
-                # Buckets overlap: what two of them were on their way together counts once.
+                # Buckets may overlap: the common time counts once.
                 hidden += max(0.0, done - max(sent, reached))
                 reached = max(reached, done)
         return hidden
@@ -128,7 +122,7 @@ class Reduction:
 
 @dataclass(slots=True)
 class Number:
-    """A number of the step, here already or on its way from the device; see `RecordedStep.device_marks`."""
+    """A number of the step, which may still be copied from the device; see `RecordedStep.device_marks`."""
 
     value: Any
     arrived: Mark | None = None
@@ -139,27 +133,28 @@ class Number:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """A step of one rank: what the thread that trains leaves behind, mostly marks that are read later.
+    """A step of one rank as the training thread records it, mostly as marks that another thread evaluates later.
 
     Attributes:
         number: Counted from 0.
         begin: The first mark.
-        began_at: When the host got there, by ``time.perf_counter``.
+        began_at: When the host reached it, by ``time.perf_counter``.
         wall_s: The same in Unix time.
         end: The last mark.
-        spans: What was seen of it, in order: phase, begin, end, and how long the host was in collectives meanwhile that
-            block it, those of the engine left out. What lies between spans is the script's own.
+        spans: In order: phase, begin, end, and the seconds in which the host was blocked by collectives other than
+            those of the engine. Time between spans is spent in the script.
         samples: Of the global batch.
-        losses: One for each micro-batch or one for all: the mean is recorded.
+        losses: One per micro-batch, or one for all; the mean is recorded.
         grad_norm, counted: Gradient norm before clipping; what the loss is a mean over if that is not samples.
         learning_rate: Of the first parameter group.
-        reductions: Of an engine that reports what it waits for, one for each backward that it synchronised.
-        exposed_s: Of any other engine, how long backward waited for communication; None if that is not known.
-        copies: Begin and end of copies to the device, which run beside other work.
-        unseen: Phases that nobody could see; null in the record.
+        reductions: One for each synchronised backward, of an engine that measures its waiting.
+        exposed_s: For any other engine, how long backward waited for communication; None if unknown.
+        core_uses: For each span, `lockstep.env.core_use` of the training thread at its beginning and at its end.
+        copies: Begin and end of copies to the device, which run in parallel to other work.
+        unseen: Phases that could not be observed; null in the record.
         has_timeline: Whether each span and bucket is recorded; see `lockstep.telemetry.recorder.has_timeline`.
-        interval_s: From its beginning to that of the next step, or to what came between them.
-        is_skipped: Whether the gradient was not finite, and so there was no update.
+        interval_s: From its beginning to that of the next step, or of an event between them.
+        is_skipped: Whether the update was skipped, as the gradient was not finite.
     """
 
     number: int
@@ -175,6 +170,7 @@ class RecordedStep:
     learning_rate: float | None = None
     reductions: list[Reduction] = field(default_factory=list)
     exposed_s: float | None = None
+    core_uses: list[tuple[bytes, bytes]] = field(default_factory=list)
     copies: Sequence[tuple[Mark, Mark]] = ()
     unseen: frozenset[str] = frozenset()
     has_timeline: bool = False
@@ -183,7 +179,7 @@ class RecordedStep:
 
     @property
     def device_marks(self) -> list[Any]:
-        """The CUDA events behind which all that is to be read is there."""
+        """The events of the device after which all values can be read."""
         numbers = [each for each in (*self.losses, self.grad_norm, self.counted) if each is not None]
         marks = [self.end, *(number.arrived for number in numbers), *(end for _, end in self.copies)]
         return [mark for mark in marks if mark is not None and not isinstance(mark, float)]
@@ -193,13 +189,9 @@ class RecordedStep:
         """The mean of the losses, if there are any."""
         return sum(map(float, self.losses)) / len(self.losses) if self.losses else None
 
-    def backward_waited_s(self) -> float | None:
-        """Return how long backward waited for communication after its own work; None if that is not known."""
-        return sum(each.waited_s for each in self.reductions) if self.reductions else self.exposed_s
-
 
 class StepSeconds(NamedTuple):
-    """Seconds of one step by what they went into; the names are those of ``STEP``. None is not known."""
+    """Seconds of one step and of its parts; None is unknown."""
 
     total_s: float
     data_wait_s: float | None
@@ -209,21 +201,23 @@ class StepSeconds(NamedTuple):
     exposed_s: float | None = None
     copy_s: float | None = None
     hidden_s: float | None = None
+    core_wait_s: float | None = None
 
 
 def measure(step: RecordedStep) -> StepSeconds:
-    """Return where the time of a step went, once it is known; waiting is taken out of the phases it happened in."""
+    """Return the seconds of a step by part. Waiting is subtracted from the phase in which it occurred."""
     seconds = dict.fromkeys(PHASES, 0.0)
     in_collectives_s = 0.0
     for phase, begin, end, waited_s in step.spans:
         seconds[phase] += seconds_between(begin, end)
         if phase != "communication":
-            # Such as SyncBatchNorm's all-reduce within forward: it is waiting, not forward.
+            # Such as the all-reduce of SyncBatchNorm within forward.
             seconds[phase] -= waited_s
             in_collectives_s += waited_s
-    in_backward_s = step.backward_waited_s()
+    in_backward_s = sum(each.waited_s for each in step.reductions) if step.reductions else step.exposed_s
     seconds["backward"] = max(0.0, seconds["backward"] - (in_backward_s or 0.0))
     exposed_s = None if in_backward_s is None else in_backward_s + seconds["communication"] + in_collectives_s
+    without_core_s = _take_out_core_wait(step, seconds)
     hidden = [each for reduction in step.reductions if (each := reduction.hidden_s(step.begin)) is not None]
     parts = {f"{phase}_s": None if phase in step.unseen else seconds[phase] for phase in PHASES}
     del parts["communication_s"]
@@ -233,7 +227,25 @@ def measure(step: RecordedStep) -> StepSeconds:
         exposed_s=exposed_s,
         copy_s=sum(seconds_between(*copy) for copy in step.copies) if step.copies else None,
         hidden_s=sum(hidden) if hidden else None,
+        core_wait_s=without_core_s,
     )
+
+
+def _take_out_core_wait(step: RecordedStep, seconds: dict[str, float]) -> float | None:
+    """Return how long the training thread waited for a core, and subtract that from ``seconds`` by phase."""
+    # Phases on a device are measured in its time, in which the device works while the host waits.
+    if not step.core_uses or not isinstance(step.begin, float):
+        return None
+    total_s = 0.0
+    for phase in PHASES:
+        uses = [use for (name, *_), use in zip(step.spans, step.core_uses, strict=True) if name == phase]
+        if uses and phase != "communication":  # in which it waits for other ranks
+            # Without the kernel's count, waiting for a core and waiting for samples cannot be told apart.
+            working_s = 0.0 if phase == "data_wait" else seconds[phase]
+            waited_s = max(0.0, min(seconds[phase], core_wait_s(uses, working_s)))
+            seconds[phase] -= waited_s
+            total_s += waited_s
+    return total_s
 
 
 def step_line(step: RecordedStep, took: StepSeconds, began_s: float, steps_per_epoch: int | None) -> Line:
@@ -255,9 +267,9 @@ def step_line(step: RecordedStep, took: StepSeconds, began_s: float, steps_per_e
         "learning_rate": step.learning_rate,
         "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
         "samples": step.samples,
-        "samples_per_s": round(step.samples / lasted_s, 3),
+        "samples_per_s": float(f"{step.samples / lasted_s:.7g}"),
         "counts": counted,
-        "tokens_per_s": None if counted is None else round(counted / lasted_s, 3),
+        "tokens_per_s": None if counted is None else float(f"{counted / lasted_s:.7g}"),
     }
 
 
@@ -289,7 +301,7 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 7)
 
 
-# --- long runs in small files -----------------------------------------------------------------------------------------
+# --- fewer lines for long runs ----------------------------------------------------------------------------------------
 
 SINGLY = 8192
 
@@ -298,10 +310,10 @@ _MEANS = ("interval_s", *StepSeconds._fields, "samples_per_s", "counts", "tokens
 
 
 class Downsampler:
-    """Takes the lines of single steps, and returns those to write.
+    """Merges the lines of single steps into the lines to write.
 
     Args:
-        singly: Lines until each next one stands for twice as many steps.
+        singly: After so many lines, each line covers twice as many steps as before.
     """
 
     def __init__(self, singly: int = SINGLY) -> None:
@@ -310,12 +322,12 @@ class Downsampler:
         self._held: list[Line] = []
 
     def add(self, line: Line) -> Line | None:
-        """Take the line of a step; return one to write if there are enough."""
+        """Add the line of a step; return a line to write if there are enough steps for one."""
         self._held.append(line)
         return self.rest() if len(self._held) >= 2 ** (self._num_lines // self._singly) else None
 
     def rest(self) -> Line | None:
-        """Return one line for what is held, if anything is: means of times, the last loss, the longest step."""
+        """Return one line for the steps not yet written, if any: mean times, the last loss, the longest step."""
         lines, self._held = self._held, []
         if len(lines) < 2:
             self._num_lines += len(lines)
@@ -334,8 +346,8 @@ class Downsampler:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def guarded(act: Callable[[], None], consequence: str = "this run is not watched any more") -> bool:
-    """Do what is not worth the end of a run; print the ``consequence`` and return False if it raises."""
+def guarded(act: Callable[[], None], consequence: str = "this run is no longer recorded") -> bool:
+    """Call ``act``. If it raises, print the ``consequence`` and return False, as it must not end the run."""
     try:
         act()
     except Exception as error:
@@ -348,11 +360,11 @@ _COMPACT = (",", ":")
 
 
 class LineWriter:
-    """A file of JSON lines. A full disk is reported once and ends it; the run goes on.
+    """A file of JSON lines. If writing fails, as on a full disk, this is reported once, and the run continues.
 
     Args:
-        path: The file; its folder is made if it is not there.
-        fresh: Whether to begin it anew.
+        path: The file; its folder is created if it does not exist.
+        fresh: Whether to overwrite it.
 
     Raises:
         ConfigurationError: The file cannot be opened.
@@ -361,7 +373,7 @@ class LineWriter:
     def __init__(self, path: Path, *, fresh: bool) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Written with `os.write` to a file opened for appending: a forked process has nothing to flush.
+            # `os.write` has no buffer that a forked process could write a second time.
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o644)
         except OSError as error:
             raise ConfigurationError(
@@ -369,38 +381,30 @@ class LineWriter:
             ) from error
         self._path = path
         self._lines: list[Line] = []
+        # A killed process may have left a part of a line.
         self._is_cut = not fresh and not _ends_in_newline(path)
         self._is_well = True
 
     def add(self, line: Line) -> None:
-        """Keep ``line`` for the next `flush`."""
+        """Add ``line``, which the next `flush` writes."""
         self._lines.append(line)
 
     def close(self) -> None:
-        """Write what is left, and close the file. Blocks for the disk."""
+        """Write the remaining lines, and close the file. Blocks for the disk."""
         self.flush()
         os.close(self._file)
 
     def flush(self) -> None:
-        """Write what was added. Blocks for the disk."""
+        """Write the lines that were added. Blocks for the disk."""
         lines, self._lines = self._lines, []
         if lines and self._is_well:
             data = ("\n" * self._is_cut + "".join(map(to_line, lines))).encode()
-            self._is_well = guarded(partial(self._write, data), f"{self._path} is not written any more")
+            self._is_well = guarded(partial(self._write, data), f"{self._path} is no longer written")
 
     def _write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._file, data) :]
         self._is_cut = False
-
-
-def to_line(line: dict[str, Any]) -> str:
-    """Return ``line`` as one line of JSON; NaN and infinities, which JSON does not have, become strings."""
-    try:
-        return json.dumps(line, separators=_COMPACT, allow_nan=False) + "\n"
-    except ValueError:
-        named = json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))
-        return json.dumps(named, separators=_COMPACT) + "\n"
 
 
 def _ends_in_newline(path: Path) -> bool:
@@ -410,31 +414,39 @@ def _ends_in_newline(path: Path) -> bool:
         return file.read(1) in (b"", b"\n")
 
 
-# --- the run folder: each rank's file, and ``run.json`` with what rank zero knows of each session ---------------------
+def to_line(line: dict[str, Any]) -> str:
+    """Return ``line`` as one line of JSON. NaN and infinities, which JSON does not have, become strings."""
+    try:
+        return json.dumps(line, separators=_COMPACT, allow_nan=False) + "\n"
+    except ValueError:
+        named = json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))
+        return json.dumps(named, separators=_COMPACT) + "\n"
 
-# Set by the command line for its processes: how it was called.
+
+# --- the run folder: one file per rank, and ``run.json``, in which rank zero describes each session -------------------
+
+# The command line, set by a command for its processes.
 COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
 
 
 class RunFolder:
-    """The files that this rank writes into the folder of a run, from one start of the run to its end.
+    """The files that this rank writes into the folder of a run in one session.
 
     Collective if ``gather`` is: every rank. Blocks until all ranks have opened their files.
 
     Args:
-        folder: Made if it is not there; the ranks of several machines may have one each.
+        folder: Created if it does not exist; each machine may have its own.
         rank: Of this process.
-        world_size: Ranks of the run.
-        device: Where this rank computes.
-        machine: The same for ranks with one clock.
-        first_step: Steps done before.
-        fresh: Whether the run begins anew: what an earlier run left in the folder is overwritten.
-        gather: Returns what each rank gives it.
-        name: Of the session, where ranks cannot agree on one.
+        world_size: Number of ranks of the run.
+        device: The device of this rank.
+        first_step: Number of steps done before.
+        fresh: Whether the run begins: then the record of an earlier run in the folder is overwritten.
+        gather: Returns the argument of each rank.
+        name: Of the session, if the ranks cannot agree on one by ``gather``.
 
     Attributes:
-        writer: Of this rank's file.
-        session: What ``run.json`` says of this session, on rank zero; see `describe`.
+        writer: Writes the file of this rank.
+        session: The entry of this session in ``run.json``, on rank zero; see `describe`.
 
     Raises:
         ConfigurationError: On every rank: a rank cannot write its file.
@@ -447,22 +459,21 @@ class RunFolder:
         world_size: int,
         *,
         device: str,
-        machine: str,
         first_step: int,
         fresh: bool,
         gather: Callable[[Any], list[Any]],
         name: str | None = None,
     ) -> None:
         writer, problem = None, ""
-        # A rank that cannot write still takes part in the exchange: all ranks raise, and none waits for it.
+        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
         try:
             writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh)
         except ConfigurationError as error:
             problem = str(error)
         began_at = time.time()
-        # As torchrun has it: hosts may have one name, as containers do.
+        # The number of the machine by torchrun, as containers may have equal host names.
         node = os.environ.get("GROUP_RANK", "0")
-        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "machine": machine, "node": node}
+        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "node": node}
         ranks = gather((mine, name or f"{began_at:.6f}-{os.getpid()}", problem))
         if problems := [f"Rank {number}: {each[2]}" for number, each in enumerate(ranks) if each[2]]:
             if writer is not None:
@@ -470,10 +481,10 @@ class RunFolder:
             raise ConfigurationError(problems[0])
         assert writer is not None
         self.writer = writer
-        run = {"run": ranks[0][1], "first_step": first_step}  # of the names that ranks propose, the first one's counts
+        run = {"run": ranks[0][1], "first_step": first_step}  # the name that rank 0 proposes
         about = {key: mine[key] for key in ("host", "pid", "device")}
         writer.add({"kind": "start", **run, "rank": rank, **about, "time": began_at})
-        # Where ranks do without a group, rank zero knows only itself.
+        # Without a group, rank zero knows only itself.
         known = [each for each, *_ in ranks] + [{} for _ in range(world_size - len(ranks))]
         self.session: Line = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
         self.session |= {"ranks": known, "clocks": {}}
@@ -486,12 +497,12 @@ class RunFolder:
                     path.unlink(missing_ok=True)
 
     def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
-        """Add what is known of the session to ``run.json``. Blocks for the disk; what cannot be written is missing.
+        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
 
         Args:
-            offsets: Of the ranks' clocks just now; empty if they were not compared.
+            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
             when: Whether the run begins or ends.
-            known: By name. Only those that rank zero gives are written.
+            known: Facts by name.
         """
         if not self._is_rank_zero:
             return
@@ -505,11 +516,11 @@ class RunFolder:
 
 
 def how_called() -> dict[str, str]:
-    """Return how this process was called, without secrets."""
+    """Return the command line and the working directory of this process, without secrets."""
     command = os.environ.get(COMMAND_VARIABLE) or hide_secrets(sys.orig_argv)
     return {"command": command, "working_directory": str(Path.cwd())}
 
 
 def num_restarts() -> int:
-    """Return how often the launcher has started all ranks again."""
+    """Return how often the launcher has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)

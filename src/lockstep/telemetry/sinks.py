@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 from typing_extensions import override
 
@@ -33,14 +34,14 @@ Plain = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """A run that begins, or goes on.
+    """A run that begins or resumes.
 
     Attributes:
-        name: Of its task.
-        config: All that it depends on, by name: settings, sizes, versions, commits.
-        first_step: Steps done before.
-        is_fresh: Whether it begins; else it goes on where an earlier session ended.
-        memory: Folder in which is kept what the next session needs to go on in the same places, if there is one.
+        name: The name of its task.
+        config: Settings, sizes, versions and commits, by name.
+        first_step: Number of steps done before.
+        is_fresh: Whether the run begins; otherwise it resumes an earlier session.
+        memory: The folder that keeps the ids of runs in services for the next session, if there is one.
     """
 
     name: str
@@ -51,17 +52,17 @@ class RunInfo:
 
 
 class MetricsSink(SnapshotSink):
-    """A sink that can say where its figures are to be seen.
+    """A sink that ``log_to`` can name.
 
     Args:
-        place: What stands behind the colon in ``log_to``.
-        run: What is recorded.
+        place: The text after the colon in ``log_to``.
+        run: The run.
 
     Attributes:
-        form, pattern: How one is asked for; what may follow the colon.
-        package: What it imports; the extra of the sink's name installs it.
-        advice: What to do if one cannot be opened.
-        where: One line for whoever started the run.
+        form, pattern: How ``log_to`` names it; a regular expression for the text after the colon.
+        package: The package that it imports; the extra with the name of the sink installs it.
+        advice: What to do if it cannot be opened.
+        where: One line for the user: where to find the metrics.
     """
 
     form: ClassVar[str]
@@ -73,11 +74,11 @@ class MetricsSink(SnapshotSink):
 
     @abstractmethod
     def __init__(self, place: str, run: RunInfo) -> None:
-        """Open it. Libraries are imported here: they take their time, and may not be installed."""
+        """Open the sink. Import its library only here, as that is slow, and the library may not be installed."""
 
     def news(self, snapshot: Snapshot) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yield what is new in ``snapshot``: step, Unix time and values by name, evaluations first."""
-        for event, values in metrics.evaluations(snapshot):  # before the step: services refuse steps that go back
+        """Yield step, Unix time and values by name of what is new in ``snapshot``; evaluations come first."""
+        for event, values in metrics.evaluations(snapshot):  # first, as services refuse decreasing steps
             yield event.step, event.time, values
         if snapshot.step > self._last_step:
             self._last_step = snapshot.step
@@ -86,10 +87,10 @@ class MetricsSink(SnapshotSink):
 
 @final
 class TensorBoard(MetricsSink):
-    """Adds an event file to a folder, which TensorBoard takes for one run; by torch's own writer.
+    """Adds an event file to a folder, which TensorBoard shows as one run.
 
-    A run that goes on in the folder has TensorBoard hide what was written of the steps that it does again; one that
-    begins there, all that was before.
+    If a run goes on in the folder, TensorBoard hides the earlier values of the steps that are repeated. If a new run
+    begins there, TensorBoard hides all earlier values.
     """
 
     form, pattern, package = "tensorboard:DIR", ".+", "tensorboard"
@@ -97,39 +98,45 @@ class TensorBoard(MetricsSink):
 
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
+        # Not torch's SummaryWriter: it writes in a thread of its own, which prints a traceback if the disk is full.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import text
 
         folder = Path(place).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         self.where = f"metrics go to TensorBoard: tensorboard --logdir {folder}"
+        self._event: Any = Event
         self._summary: Any = Summary
-        self._writer = SummaryWriter(str(folder), purge_step=run.first_step)
-        # The writer under it, which takes a whole summary at once; see `update`.
-        self._events = self._writer._get_file_writer()
+        self._text: Any = text
+        path = folder / f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
+        # Unbuffered, so that nothing is left to write when it is closed after an error.
+        self._records = RecordWriter(path.open("xb", buffering=0))
+        self._write(file_version="brain.Event:2")
+        # TensorBoard then hides what other files in the folder have from this step on.
+        self._write(step=run.first_step, session_log=SessionLog(status=SessionLog.START))
         if run.first_step == 0:
-            self._describe(run)
-        self._writer.flush()  # so that a folder that cannot be written shows now
+            cells = {name: str(value).replace("|", "&#124;").replace("\n", " ") for name, value in run.config.items()}
+            rows = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+            self._write(summary=text("run", f"| {run.name} | |\n|---|---|\n{rows}"))
 
     @override
     def update(self, snapshot: Snapshot) -> None:
         for event in snapshot.events:
-            self._writer.add_text(f"events/{event.event}", event.text, event.step, event.time)
+            self._write(event.time, step=event.step, summary=self._text(f"events/{event.event}", event.text))
         for step, time_s, values in self.news(snapshot):
-            # All as one event, which costs a fifth of one for each.
+            # All values in one event, which costs a fifth of an event for each value.
             found = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._events.add_summary(self._summary(value=found), step, time_s)
-        self._writer.flush()
+            self._write(time_s, step=step, summary=self._summary(value=found))
 
     @override
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
 
-    def _describe(self, run: RunInfo) -> None:
-        """Write what the run is."""
-        cells = {name: str(value).replace("|", "&#124;").replace("\n", " ") for name, value in run.config.items()}
-        rows = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
-        self._writer.add_text("run", f"| {run.name} | |\n|---|---|\n{rows}", 0)
+    def _write(self, time_s: float | None = None, **content: Any) -> None:
+        event = self._event(wall_time=time.time() if time_s is None else time_s, **content)
+        self._records.write(event.SerializeToString())
 
 
 LOOPBACK = "127.0.0.1"
@@ -147,7 +154,7 @@ def address_of(place: str) -> tuple[str, int]:
 
 @final
 class Prometheus(MetricsSink):
-    """Answers whoever asks over HTTP with the last snapshot, until it is closed; on this machine alone by default."""
+    """Serves the last snapshot over HTTP until it is closed; by default only to this machine."""
 
     form, pattern, package = "prometheus:[HOST:]PORT", r"(.*:)?[0-9]{1,5}", "prometheus_client"
     advice = "Name another port in log_to, or 0 for any that is free."
@@ -159,19 +166,19 @@ class Prometheus(MetricsSink):
         labels = {name.replace("/", "_"): str(run.config[name]) for name in _IN_INFO if name in run.config}
         self._info = {"task": run.name, **labels}
         self._snapshot: Snapshot | None = None
-        # One of its own: a script may have metrics in the default one, which are not this run's.
+        # Not the default registry, which may have metrics of the script.
         registry = CollectorRegistry()
         registry.register(self)
         host, port = address_of(place)
         self._server, self._thread = start_http_server(port, host, registry)
-        # A process that was forked, such as one that loads samples, would keep the port taken.
+        # Otherwise a forked process, such as a loader process, would keep the port in use.
         os.register_at_fork(after_in_child=self._server.socket.close)
         host = f"[{host}]" if ":" in host else host
         self.where = f"metrics for Prometheus at http://{host}:{self._server.server_port}/metrics"
 
     @override
     def update(self, snapshot: Snapshot) -> None:
-        # One assignment: threads of the server read it whenever somebody asks.
+        # One assignment, as threads of the server read it at any time.
         self._snapshot = snapshot
 
     @override
@@ -181,7 +188,7 @@ class Prometheus(MetricsSink):
         self._thread.join(_JOIN_S)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the last snapshot in Prometheus' terms; what is not known any more is left out."""
+        """Yield the metric families of the last snapshot, without unknown values."""
         yield from _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
         snapshot = self._snapshot
         if snapshot is None:
@@ -202,7 +209,7 @@ class Prometheus(MetricsSink):
 def _family(
     name: str, meaning: str, samples: Sequence[tuple[dict[str, str], float | None]], scale: float = 1.0
 ) -> Iterator[Any]:
-    """Yield a metric with its samples, if any is known; what only grows is a counter, by its name."""
+    """Yield a metric family with its samples, if any is known. It is a counter if its name ends in ``_total``."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     known = [(labels, value) for labels, value in samples if value is not None]
@@ -214,12 +221,12 @@ def _family(
         yield family
 
 
-# Remembers from session to session under which ids services know the run.
+# Keeps the ids of the run in services, for the next session.
 SINK_STATE_FILE = "sinks.json"
 
 
 def known_run_id(target: str, run: RunInfo) -> str | None:
-    """Return the id under which the service of ``target`` knows ``run`` from earlier sessions; None if it does not."""
+    """Return the id of ``run`` in the service of ``target``, as an earlier session stored it; None without one."""
     if run.memory is None or run.is_fresh:
         return None
     run_id = read_object(run.memory / SINK_STATE_FILE).get(target)
@@ -227,23 +234,23 @@ def known_run_id(target: str, run: RunInfo) -> str | None:
 
 
 def remember_run_id(target: str, run: RunInfo, run_id: str) -> None:
-    """Keep ``run_id`` for the next session."""
+    """Store ``run_id`` for the next session."""
     if run.memory is not None:
         path = run.memory / SINK_STATE_FILE
-        with suppress(OSError):  # a full disk costs this memory, not the sink
+        with suppress(OSError):  # on a full disk, the sink still works
             replace_file(path, json.dumps({**read_object(path), target: run_id}, indent=1))
 
 
 @final
 class WandbRun(MetricsSink):
-    """Begins a run of Weights & Biases, or goes on with that of the earlier sessions, by its own client.
+    """Starts a run of Weights & Biases, or resumes that of the earlier sessions, with its own client.
 
-    Its environment variables say where and as whom. It leaves out steps behind the last that it has, as those that a
-    run does again from a checkpoint.
+    Its environment variables define server and user. Steps that a run repeats from a checkpoint are not logged again,
+    as the service refuses steps before its last one.
     """
 
     form, pattern, package = "wandb:[ENTITY/]PROJECT", "([^/]*/)?[^/]+", "wandb"
-    advice = "Run `wandb login`, or set WANDB_MODE=offline and `wandb sync` later; or leave it out of log_to."
+    advice = "Run `wandb login`, or set WANDB_MODE=offline and run `wandb sync` later, or remove it from log_to."
 
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
@@ -258,9 +265,9 @@ class WandbRun(MetricsSink):
             id=run_id,
             resume="allow",
             config=dict(run.config),
-            allow_val_change=True,  # a run may go on with other settings, or on other machines
-            reinit="create_new",  # a script may have a run of its own
-            # What ranks print is merged and kept by the launcher.
+            allow_val_change=True,  # a resumed run may have other settings, or other machines
+            reinit="create_new",  # the script may have a run of its own
+            # The launcher merges and keeps the output of the ranks.
             settings=wandb.Settings(console="off", silent=True),
         )
         remember_run_id(target, run, run_id)
@@ -279,19 +286,19 @@ class WandbRun(MetricsSink):
         self._run.finish(exit_code=int(self._has_failed))
 
 
-# Of a parameter's text, what MLflow takes.
+# MLflow accepts so many characters of a parameter.
 _PARAM_CHARS = 500
 
 
 @final
 class MlflowRun(MetricsSink):
-    """Begins a run of MLflow, or goes on with that of the earlier sessions, by its own client.
+    """Starts a run of MLflow, or resumes that of the earlier sessions, with its own client.
 
-    Its environment variables say where if ``place`` is empty, as whom, and for which experiment.
+    Its environment variables define server (if ``place`` is empty), user and experiment.
     """
 
     form, pattern, package = "mlflow:[URI]", ".*", "mlflow"
-    advice = "Check whether MLflow can be reached there, or leave it out of log_to."
+    advice = "Check that the MLflow server is reachable, or remove it from log_to."
 
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
@@ -310,7 +317,7 @@ class MlflowRun(MetricsSink):
             self._client.log_batch(run_id, params=params)
         else:
             self._client.update_run(run_id, status="RUNNING")
-            # It would keep a second value of each step that the run does again from a checkpoint.
+            # MLflow would keep a second value of each step that the run repeats from a checkpoint.
             history = self._client.get_metric_history(run_id, "train/loss")
             self._last_step = max((metric.step for metric in history), default=-1)
         self._run_id: str = run_id
@@ -342,53 +349,43 @@ SINKS: dict[str, type[MetricsSink]] = {
 }
 
 
-class Target(NamedTuple):
-    """One sink: its name in `SINKS`, and what follows the colon."""
-
-    kind: str
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.place}"
-
-
-def parse_targets(log_to: str | Sequence[str]) -> tuple[Target, ...]:
-    """Return the sinks that ``log_to`` names: in a list of texts, or in one text with commas between them.
+def parse_targets(log_to: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the sinks that ``log_to`` names, as a list or separated by commas, such as ``tensorboard:runs/a``.
 
     Raises:
-        ConfigurationError: One of them is not of the form of its kind, of no known kind, or there twice; says which.
+        ConfigurationError: A sink is unknown, is not of the form of its kind, or occurs twice; names it.
     """
-    targets: list[Target] = []
+    targets: list[str] = []
     for text in map(str.strip, log_to.split(",") if isinstance(log_to, str) else log_to):
         kind, _, place = text.partition(":")
-        target, sink = Target(kind, place), SINKS.get(kind)
+        target, sink = f"{kind}:{place}", SINKS.get(kind)
         if sink is None:
             *most, last = (each.form for each in SINKS.values())
             forms = f"{', '.join(most)} or {last}"
-            raise ConfigurationError(f"log_to={text!r} names no sink that there is.\nGive {forms}.")
+            raise ConfigurationError(f"log_to={text!r} does not name a known sink.\nGive {forms}.")
         if kind == "mlflow" and "@" in place:
             raise ConfigurationError(
-                "The URI of mlflow in log_to has a password, which would stay in the records of the run.\n"
-                "Set MLFLOW_TRACKING_URI to it, and give mlflow: without one."
+                "The URI of mlflow in log_to contains a password, which would be kept in the record of the run.\n"
+                "Set MLFLOW_TRACKING_URI to the URI, and give mlflow: without one."
             )
         if not re.fullmatch(sink.pattern, place):
-            raise ConfigurationError(f"log_to={text!r} does not say where to.\nGive {sink.form}.")
+            raise ConfigurationError(f"log_to={text!r} does not say where to write.\nGive {sink.form}.")
         if target in targets:
-            raise ConfigurationError(f"log_to names {target} twice.\nLeave one of them out.")
+            raise ConfigurationError(f"log_to names {target} twice.\nRemove one of them.")
         targets.append(target)
     return tuple(targets)
 
 
-def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: World) -> list[MetricsSink]:
-    """Open ``targets`` on rank zero; other ranks have none.
+def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], world: World) -> list[MetricsSink]:
+    """Open ``targets`` on rank zero; return an empty list on other ranks.
 
-    Collective: every rank. Blocks until rank zero has done so, which takes seconds, or most of a minute with a
-    service that does not answer.
+    Collective: every rank. Blocks until rank zero has opened them. This takes seconds, or up to `OPEN_TIMEOUT_S` if a
+    service does not answer.
 
     Args:
         targets: The same on every rank.
-        run: Describes the run; only called on rank zero.
-        world: Of the run.
+        run: Returns the description of the run; called on rank zero only.
+        world: The ranks of the run.
 
     Raises:
         ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
@@ -401,24 +398,24 @@ def open_sinks(targets: Sequence[Target], run: Callable[[], RunInfo], world: Wor
             sinks = open_here(targets, run())
         except ConfigurationError as error:
             problem = str(error)
-    # Rank zero raises behind the broadcast as well: otherwise the others would wait for it in vain.
+    # Rank zero, too, raises only after the broadcast. Otherwise the others would wait for it.
     problem = broadcast_object(problem, group=world.group, device=world.device)
     if problem is not None:
         raise ConfigurationError(problem)
     return sinks
 
 
-# How long all sinks together may take to open; less than ranks wait for each other.
+# Time for all sinks together; less than the timeout of the collective in which the other ranks wait.
 OPEN_TIMEOUT_S = 40.0
 
 
-def open_here(targets: Sequence[Target], run: RunInfo) -> list[MetricsSink]:
+def open_here(targets: Sequence[str], run: RunInfo) -> list[MetricsSink]:
     """Open ``targets`` in this process: all of them or none.
 
     Raises:
-        ConfigurationError: One of them cannot be; says why, and what to do.
+        ConfigurationError: One of them cannot be opened; says why, and what to do.
     """
-    # All are checked first: what is not installed shows before a port or a run of a service is taken.
+    # First, before a port is in use or a run of a service exists.
     for target in targets:
         require_package(target)
     sinks: list[MetricsSink] = []
@@ -427,42 +424,46 @@ def open_here(targets: Sequence[Target], run: RunInfo) -> list[MetricsSink]:
         for target in targets:
             try:
                 sinks.append(_open(target, run, until_s - time.monotonic()))
-            except Exception as error:  # of somebody else's library, which may raise anything
+            except Exception as error:  # a library may raise anything
                 reason = error.strerror if isinstance(error, OSError) else None
                 reason = reason or one_line(error).rstrip(".")
-                advice = SINKS[target.kind].advice
+                advice = _kind_of(target).advice
                 raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{advice}") from error
-            # An error of closing must not take the place of that which says why.
+            # An error while closing must not replace the first error.
             undo.callback(guarded, sinks[-1].close, f"{target} could not be closed")
         undo.pop_all()
     return sinks
 
 
-def _open(target: Target, run: RunInfo, seconds: float) -> MetricsSink:
+def _kind_of(target: str) -> type[MetricsSink]:
+    return SINKS[target.partition(":")[0]]
+
+
+def _open(target: str, run: RunInfo, seconds: float) -> MetricsSink:
     opening: Future[MetricsSink] = Future()
 
     def work() -> None:
         try:
-            opening.set_result(SINKS[target.kind](target.place, run))
+            opening.set_result(_kind_of(target)(target.partition(":")[2], run))
         except Exception as error:
             opening.set_exception(error)
 
-    # A daemon, unlike the threads of an executor: a service that never answers must not keep the process from ending.
+    # A daemon thread, unlike those of an executor, does not prevent the exit of the process if a service never answers.
     threading.Thread(target=work, name="lockstep-opening", daemon=True).start()
     if not wait([opening], seconds).done:
         raise TimeoutError(f"no answer in {OPEN_TIMEOUT_S:.3g} s")
     return opening.result()
 
 
-def require_package(target: Target) -> None:
-    """Check that what ``target`` needs is installed, without importing it.
+def require_package(target: str) -> None:
+    """Check that the package of a sink is installed, without importing it.
 
     Raises:
-        ConfigurationError: It is not; says how to install it.
+        ConfigurationError: It is not installed; says how to install it.
     """
-    package = SINKS[target.kind].package
+    package = _kind_of(target).package
     if find_spec(package) is None:
         raise ConfigurationError(
             f"{target} needs the package {package}, which is not installed on rank zero's machine.\n"
-            f"pip install 'lockstep-torch[{target.kind}]'"
+            f"pip install 'lockstep-torch[{target.partition(':')[0]}]'"
         )

@@ -1,11 +1,10 @@
-"""Which rank is persistently slow, in which phase, and by how much.
+"""Finds ranks that are persistently slow, with the phase and the lost time.
 
 [Note: own work, waiting, wire]
-All ranks leave a reduction at the same time, so between two of them each has the same time; what differs is how it
-is divided. A rank's *own work* of a step ends when its last bucket is ready, which is stamped before that bucket's
-collective starts; what follows until the gradients are there is no work of its own. The rank that comes last waits
-for the wire only, so the shortest such wait of all ranks is the *wire* time, and what a rank waits longer it waits
-for its *peers*. No clocks are compared, so none need to agree.
+All ranks leave a reduction at the same time, so the time between two reductions is the same for all. A rank's *own
+work* in a step ends when its last bucket is ready, before the collective of that bucket starts. After that, it waits
+for the gradients. The last rank waits only for the transfer, so the shortest wait of all ranks is the *wire* time, and
+the additional wait of another rank is waiting for its *peers*. Clocks of different machines are not compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,33 +12,39 @@ from dataclasses import asdict, dataclass
 from statistics import median, median_low, quantiles
 from typing import Any
 
-PHASES = ("loader", "forward", "backward", "optimizer")
+from lockstep.telemetry.metrics import milliseconds
 
-# A rank is called slow if it loses at least this part of a step ...
+PHASES = ("loader", "forward", "backward", "optimizer", "core")
+
+# Names of phases in messages, if they differ.
+PHASE_NAMES = {"loader": "loading data", "core": "waiting for a core"}
+
+# A slow rank loses at least this share of a step ...
 _MIN_SHARE = 0.1
-# ... and at least this long.
+# ... and at least so many seconds.
 _MIN_LOST_S = 0.001
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one rank's step: what it worked on by phase, and what it waited for others and the wire."""
+    """Seconds of a step of one rank: work by phase, and waiting for others and the transfer."""
 
     loader: float
     forward: float
     backward: float
     optimizer: float
     waits: float
+    core: float = 0.0
 
     @property
     def own_s(self) -> float:
-        """Seconds of its own work."""
-        return self.loader + self.forward + self.backward + self.optimizer
+        """Seconds of its own work, including waiting for a core."""
+        return self.loader + self.forward + self.backward + self.optimizer + self.core
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The steps of one rank in a window: medians by phase, and the quartiles of its own work; in seconds."""
+    """The steps of one rank in a window, in seconds: medians by phase, and quartiles of its own work."""
 
     phases: Mapping[str, float]
     waits_s: float
@@ -54,7 +59,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that keeps the others waiting in every step; times in seconds a step."""
+    """A rank that keeps the others waiting in every step; times in seconds per step."""
 
     rank: int
     phase: str
@@ -66,7 +71,7 @@ class Straggler:
 
 def pace_of(steps: Sequence[StepTimes]) -> Pace:
     """Return the pace of at least two steps."""
-    # Medians and quartiles: single steps that a checkpoint or a page fault held up are no pace.
+    # Medians and quartiles, so that single slow steps, as after a checkpoint, do not count.
     low_s, _, high_s = quantiles((step.own_s for step in steps), n=4, method="inclusive")
     phases = {phase: median(getattr(step, phase) for step in steps) for phase in PHASES}
     return Pace(phases, median(step.waits for step in steps), low_s, high_s)
@@ -76,7 +81,7 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
     """Return the ranks that are persistently slower than most, the slowest first."""
     if len(paces) < 2:
         return []
-    # The lower median: of two ranks the quicker one is the usual one.
+    # The lower median: of two ranks, the faster one counts as usual.
     usual = {phase: median_low(pace.phases[phase] for pace in paces.values()) for phase in PHASES}
     usual_own_s = median_low(pace.own_s for pace in paces.values())
     usual_high_s = median_low(pace.high_s for pace in paces.values())
@@ -84,7 +89,7 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
     found = []
     for rank, pace in paces.items():
         lost_s = pace.own_s - usual_own_s
-        # Persistently slower: a good step of its takes longer than a bad one of the others.
+        # Persistently slower: its fast steps take longer than slow steps of the others.
         if lost_s >= max(_MIN_LOST_S, _MIN_SHARE * step_s) and pace.low_s > usual_high_s:
             phase = max(PHASES, key=lambda phase: pace.phases[phase] - usual[phase])
             found.append(Straggler(rank, phase, lost_s, pace.phases[phase], usual[phase], step_s))
@@ -92,29 +97,28 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
 
 
 def describe(straggler: Straggler) -> str:
-    """Return it as one line."""
+    """Return a message about a straggler."""
+    phase = PHASE_NAMES.get(straggler.phase, straggler.phase)
+    times = (straggler.lost_s, straggler.step_s, straggler.took_s, straggler.usual_s)
+    lost, step, took, usual = map(milliseconds, times)
     return (
-        f"rank {straggler.rank} is slow: it loses {_ms(straggler.lost_s)} in each step of {_ms(straggler.step_s)}, "
-        f"in {straggler.phase} ({_ms(straggler.took_s)}, usual is {_ms(straggler.usual_s)}); the others wait for it"
+        f"rank {straggler.rank} is slow: it loses {lost} in each step of {step}, in {phase} ({took}, usual is {usual})"
+        "; the others wait for it"
     )
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
+# --- the steps that are measured, and the reports ---------------------------------------------------------------------
 
-
-# --- which steps are measured, and who reports that a rank is slow ----------------------------------------------------
-
-# How many steps are taken together.
+# Steps of a window.
 WINDOW = 10
 
-# The first steps allocate, compile and find out in which order gradients come.
+# The first steps allocate, compile and find the order of gradients.
 _WARM_UP = 2
 _PERIOD = 50
 
 
 def is_looked_at(step: int) -> bool:
-    """Return whether a step, counted from 0, is one of a window."""
+    """Return whether a step, counted from 0, is in a window."""
     return step in _window(step)
 
 
@@ -124,21 +128,21 @@ def ends_window(step: int) -> bool:
 
 
 def _window(step: int) -> range:
-    """Return the first window that ends with ``step`` or later: two at first, then one in fifty steps."""
+    """Return the first window that ends at ``step`` or later: two at the start, then one per fifty steps."""
     soon = (_WARM_UP + WINDOW - 1, _WARM_UP + 2 * WINDOW - 1)
     end = next((end for end in soon if step <= end), step // _PERIOD * _PERIOD + _PERIOD - 1)
     return range(end - WINDOW + 1, end + 1)
 
 
 class StragglerReporter:
-    """Reports which ranks are slow, and again only if that gets worse or comes to lie elsewhere."""
+    """Reports which ranks are slow, and again only if a rank gets slower or is slow in another phase."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._reported: dict[int, tuple[str, float]] = {}
 
     def judge(self, paces: dict[int, Pace]) -> None:
-        """Compare the paces of all ranks in one window."""
+        """Compare the paces of all ranks in a window."""
         for straggler in find_stragglers(paces):
             phase, lost_s = self._reported.get(straggler.rank, ("", 0.0))
             if straggler.phase != phase or straggler.lost_s > 2 * lost_s:
@@ -147,7 +151,7 @@ class StragglerReporter:
 
 
 class PaceKeeper:
-    """In the launcher: compares the paces that are in the heartbeats of the ranks."""
+    """In the launcher: compares the paces in the heartbeats of the ranks."""
 
     def __init__(self, on_slow: Callable[[str], None]) -> None:
         self._reporter = StragglerReporter(on_slow)
@@ -155,12 +159,12 @@ class PaceKeeper:
         self._judged = -1
 
     def take(self, rank: int, note: dict[str, Any] | None) -> None:
-        """Take the pace of a rank, if there is one in its heartbeat; see `note_of`."""
+        """Add the pace in the heartbeat of a rank, if there is one; see `note_of`."""
         if note is not None and note["window"] > self._judged:
             self._windows.setdefault(note["window"], {})[rank] = Pace(**note["pace"])
 
     def judge(self, num_ranks: int) -> None:
-        """Report which ranks are slow if the paces of all ``num_ranks`` in one window are there."""
+        """Report slow ranks of each window in which the paces of all ``num_ranks`` are known."""
         for window in sorted(self._windows):
             if len(self._windows[window]) >= num_ranks > 1:
                 self._reporter.judge(self._windows[window])
@@ -169,5 +173,5 @@ class PaceKeeper:
 
 
 def note_of(window: int, pace: Pace) -> dict[str, Any]:
-    """Return a pace as what a heartbeat can hold; ``window`` is the number of its last step."""
+    """Return a pace as JSON for a heartbeat; ``window`` is the number of its last step."""
     return {"window": window, "pace": asdict(pace)}

@@ -33,39 +33,39 @@ from lockstep.telemetry.stragglers import PaceKeeper
 
 # --- whether the job hangs --------------------------------------------------------------------------------------------
 
-# A rank that may be only slow can keep the others waiting this many times longer than one that does nothing.
+# A rank that may only be slow can keep the others waiting this many times longer than an idle one.
 GRACE = 5.0
 
-# Calls of different names that belong together.
+# Calls with different names that match each other.
 _ONE_TO_ONE = {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv"}
 
 
 class Verdict(IntEnum):
-    """What is to be done about the ranks."""
+    """The state of the job."""
 
     FINE = 0
-    # To be reported, as it may resolve itself.
+    # It is reported only, as the ranks may continue.
     SUSPECT = 1
-    # It will not resolve itself.
+    # The ranks will not continue.
     HANGS = 2
 
 
 def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, sees_all: bool = True) -> Verdict:
-    """Decide whether some ranks wait for others that will not come.
+    """Decide whether some ranks wait for others that will not arrive.
 
     Args:
-        ranks: What is seen of each.
-        patience_s: How long a rank may wait for another that does nothing.
-        is_strict: Whether one that computes, or a transfer, may take ``GRACE`` times as long at most; else without end.
-        sees_all: Whether ``ranks`` are all of the job.
+        ranks: The state of each rank.
+        patience_s: How long a rank may wait for an idle one.
+        is_strict: Whether computing, or a transfer, is limited to ``GRACE`` times that; otherwise it has no limit.
+        sees_all: Whether ``ranks`` are all ranks of the job.
     """
     if not ranks or any(rank_state.is_debugged(seen) for seen in ranks):
-        return Verdict.FINE  # somebody sits at a debugger: the others wait for as long as that takes
+        return Verdict.FINE  # the others wait for a person at a debugger
     waiting = [seen for seen in ranks if operation(seen) is not None]
     others = [seen for seen in ranks if operation(seen) is None]
     if not waiting:
         return _judge_without_waiting(ranks, patience_s, is_strict=is_strict)
-    # The one that came last counts: the collective may have begun only then.
+    # The last rank counts, as the collective may have begun only then.
     waits_s = min(seen.still_s for seen in waiting)
     if waits_s < patience_s:
         return Verdict.FINE
@@ -74,7 +74,7 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     if others:
         return max(at_last, min(_judge_awaited(seen, patience_s) for seen in others))
     calls = {_call(seen) for seen in waiting}
-    # A transfer may simply be slow where all are in the same call, but then something of it is seen.
+    # If all ranks are in the same call, the transfer may be slow; then there are signs of it.
     is_moving = any(seen.is_busy or seen.life not in ("", WAKES_UP) for seen in waiting)
     differ = len(calls) > 1 and not (calls <= _ONE_TO_ONE and is_moving)
     return Verdict.HANGS if sees_all and (differ or (is_long and not is_moving)) else at_last
@@ -90,32 +90,33 @@ def _judge_awaited(seen: RankState, patience_s: float) -> Verdict:
 
 
 def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool) -> Verdict:
-    """Judge ranks that are all in code of their own: if they have trained and now do nothing at all, they are stuck.
+    """Judge ranks of which none is in a collective: they hang if they have trained, and are idle now.
 
-    So is one that is left alone: the others have ended, and it waits for something that does not come.
+    A rank hangs, too, if it is idle after all others have ended.
     """
     living = [seen for seen in ranks if not seen.has_left]
     if not living or len(ranks) < 2 or any(seen.is_busy or seen.life or seen.idle_s < patience_s for seen in living):
         return Verdict.FINE
     if not is_strict and not any(seen.has_trained for seen in living):
-        return Verdict.FINE  # It may be no training at all, but a service that waits for requests.
+        return Verdict.FINE  # It may be a service that waits for requests.
     if len(living) == 1 and not is_strict:
-        return Verdict.SUSPECT  # It may wait for something that only its script knows of: it is not ended for that.
+        return Verdict.SUSPECT  # It may wait for something that only its script knows.
     return Verdict.HANGS if all(seen.idle_s >= GRACE * patience_s for seen in living) else Verdict.SUSPECT
 
 
 def _call(seen: RankState) -> str:
-    """Return what makes calls different: the operation, not the bucket or the line.
+    """Return the operation by which calls are compared, without bucket and line.
 
-    A rank may be a bucket ahead, and ``if rank == 0: broadcast(...)`` with ``else: broadcast(...)`` is one call.
+    A rank may be a bucket ahead, and two lines may contain the same call, as in ``if rank == 0: broadcast(...)`` with
+    ``else: broadcast(...)``.
     """
     name = operation(seen) or ""
     if name in ("wait", "synchronize"):
-        return place(seen)  # found by the user's line only: it may be anything
+        return place(seen)  # known only by the line of the script, which may wait for anything
     return "all_reduce of a bucket" if seen.bucket else name.partition(":")[0]
 
 
-# --- what is reported -------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def report(
@@ -124,11 +125,11 @@ def report(
     """Return the report: the ranks that keep the others waiting first.
 
     Args:
-        ranks: What is seen of each.
-        patience_s: What was set as patience.
-        verdict: What was found.
-        num_nodes: Machines in the job.
-        num_seen: Machines whose ranks are among ``ranks``.
+        ranks: The state of each rank.
+        patience_s: The patience that was set.
+        verdict: The verdict of `judge`.
+        num_nodes: Number of machines in the job.
+        num_seen: Number of machines whose ranks are in ``ranks``.
     """
     groups: dict[tuple[str, str], list[RankState]] = {}
     for seen in sorted(ranks, key=lambda seen: (operation(seen) is not None, seen.rank)):
@@ -139,10 +140,10 @@ def report(
     if all(operation(seen) for seen in ranks):
         lines.append(_explanation(ranks, sees_all=num_seen >= num_nodes))
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
-    lines += [f"rank {seen.rank} may be only slow: {seen.life}." for seen in slow]
+    lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
         lines.append(
-            f"Only {num_seen} of {num_nodes} machines could be seen; the others' launchers report their ranks."
+            f"Only {num_seen} of {num_nodes} machines are known here; the launchers of the others report their ranks."
         )
     return "\n".join(lines)
 
@@ -162,7 +163,7 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
         for one, several in (("waits ", "wait "), ("is ", "are "), ("has ", "have "), ("was ", "were ")):
             if text.startswith(one):
                 text = several + text.removeprefix(one)
-        text = text.replace("does not answer", "do not answer", 1)
+        text = text.replace("does not respond", "do not respond", 1)
     first = members[0]
     if not first.has_left and not first.is_stopped and any(seen.idle_s >= patience_s for seen in members):
         text += f" for {max(seen.idle_s for seen in members):.0f} s"
@@ -178,35 +179,35 @@ def _step(seen: RankState) -> str:
 
 
 def _explanation(ranks: Sequence[RankState], *, sees_all: bool) -> str:
-    """Return what it means that all ranks wait."""
+    """Return why all ranks wait."""
     called = sorted({(operation(seen) or "").partition(" of bucket")[0].partition(" (")[0] for seen in ranks})
     if len(called) > 1 or len({user_frame(seen.frames)[:2] for seen in ranks}) > 1:
         what = "different collectives" if len(called) > 1 else f"{called[0]} from different lines"
         return f"The ranks call {what}: each must be called by all ranks, in the same order."
     if not sees_all:
-        return "All ranks that could be seen wait in the same call: see the report of the other machines."
+        return "All ranks that are known here wait in the same call: see the reports of the other machines."
     return "All ranks wait in the same call: the transfer itself hangs, or is slower than --watchdog allows."
 
 
 # --- several machines -------------------------------------------------------------------------------------------------
 
 _TOPIC, _JUDGED = "ranks", "judged"
-# Launchers post only while their ranks stand still: an older note is not about now, and nor is an older judgement.
+# Launchers post only while their ranks are idle: older notes and judgements are not valid.
 _STALE_S = 10.0
-# With more machines than half of that, they exchange less often than they check: the one that judges reads all notes.
+# With more than half as many machines, they exchange less often than they check, as the judge reads all notes.
 _NODES_A_SECOND = 64
 _NUM_FRAMES_ELSEWHERE = 20
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was found about the ranks of all machines, as far as they could be seen.
+    """The verdict about the ranks of all machines that are known.
 
     Attributes:
-        number: How many were made in this job.
-        verdict: What is to be done.
-        text: The report, if that is anything.
-        all_wait: Whether no rank is in something of its own.
+        number: Counts the judgements of this job.
+        verdict: The state of the job.
+        text: The report; empty if the job is fine.
+        all_wait: Whether all ranks are in collectives.
     """
 
     number: int
@@ -216,19 +217,19 @@ class Judgement:
 
 
 class SharedJudgement:
-    """What one launcher has found for those of all machines.
+    """A judgement that one launcher makes for the launchers of all machines.
 
     [Note: one launcher judges for all]
-    If every launcher read what all others see, the bytes would grow with the square of the machines. So each posts what
-    it sees, one of them reads all that and publishes what it finds, and the others read only this. None is appointed:
-    who first finds no judgement, or none that is new for `_STALE_S`, becomes the judge, by a counter in the store that
-    lets one of them do so. So a judge that is lost, or whose own ranks move again, is replaced. Nobody waits: until
-    there is a judgement, a launcher judges what it sees itself.
+    If every launcher read the states of all ranks, the bytes would grow with the square of the machines. Instead, each
+    launcher posts the states of its ranks, one of them (the judge) reads all and publishes a judgement, and the others
+    read only that. The first launcher that finds no judgement, or no new one for `_STALE_S`, becomes the judge; a
+    counter in the store admits one. So a judge is replaced if it is lost, or if its own ranks continue. No launcher
+    waits: until there is a judgement, each judges the ranks of its own machine.
 
     Args:
-        store: Where the launchers exchange what they see.
-        num_nodes: Machines in the job.
-        judge: Makes the judgement of a number, of what is seen of ranks, which are those of so many machines.
+        store: The store through which the launchers communicate.
+        num_nodes: Number of machines in the job.
+        judge: Makes a judgement from its number, the states of ranks, and the number of machines that these are on.
     """
 
     def __init__(
@@ -238,18 +239,18 @@ class SharedJudgement:
         self._period_s = num_nodes / _NODES_A_SECOND
         self._stale_s = max(_STALE_S, 3 * self._period_s)
         self._num_posts, self._is_judge = 0, False
-        # By a machine's first rank, how many notes it had posted when that last changed, and when that was.
+        # By the first rank of a machine: the number of its last note, and when that number changed.
         self._notes: dict[int, tuple[int, float]] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Take no judgement that there is now for one about what will be, as the ranks of this machine move."""
+        """Ignore all judgements made so far, as the ranks of this machine have continued."""
         self._latest: Judgement | None = None
         self._number: int | None = None
         self._since_s = self._next_s = -math.inf
 
     def update(self, seen: Sequence[RankState]) -> Judgement | None:
-        """Exchange, if it is time to, what is ``seen`` of this machine's ranks; return the judgement if it is new."""
+        """Post the states of this machine's ranks, if that is due; return the judgement if it is still valid."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._period_s
@@ -258,7 +259,7 @@ class SharedJudgement:
 
     def _exchange(self, seen: Sequence[RankState], now_s: float) -> None:
         self._num_posts += 1
-        # Few frames, as the files may not be the same elsewhere.
+        # Few frames, to keep the notes small.
         bare = [asdict(replace(each, frames=list(each.frames)[:_NUM_FRAMES_ELSEWHERE])) for each in seen]
         if not self._store.post(_TOPIC, {"count": self._num_posts, "ranks": bare}):
             self.forget()
@@ -266,7 +267,7 @@ class SharedJudgement:
         found = self._find_judgement(seen, now_s)
         number = 0 if found is None else found.number
         if number != self._number:
-            # The first that is seen after `forget` may be of long ago.
+            # The first one after `forget` may be old.
             self._latest = None if self._number is None else found
             self._number, self._since_s = number, now_s
         age_s = now_s - self._since_s
@@ -276,10 +277,10 @@ class SharedJudgement:
                 self.forget()
 
     def _find_judgement(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
-        """Return the judgement in the store, which this launcher replaces by a new one if it is the judge."""
+        """Return the judgement in the store. If this launcher is the judge, replace it first."""
         made = None
         if self._is_judge:
-            # So may notes that lie there be: only those count that are replaced.
+            # Notes may be old, too: only those that change count.
             others = list(self._read_others(now_s, -math.inf if self._number is None else now_s))
             if self._number is not None:
                 made = self._judge(self._number + 1, [*seen, *chain.from_iterable(others)], 1 + len(others))
@@ -292,15 +293,15 @@ class SharedJudgement:
         return found
 
     def _read_others(self, now_s: float, since_s: float) -> Iterator[list[RankState]]:
-        """Yield what the other launchers see, if it is new; notes that are not those read before are of ``since_s``."""
+        """Yield the states that the other launchers posted, unless stale; a new note counts as of ``since_s``."""
         for note in self._store.others(_TOPIC):
             with contextlib.suppress(TypeError, ValueError, KeyError, IndexError, AttributeError):
-                # Anybody who reaches the store can write there: what is none of ours is left out.
+                # Other programs can write to the store: wrong notes are ignored.
                 number, states = int(note["count"]), [RankState(**each) for each in note["ranks"]]
                 first = states[0].rank
                 if self._notes.get(first, (-1, 0.0))[0] != number:
                     self._notes[first] = number, since_s
-                if now_s - self._notes[first][1] <= self._stale_s:  # else its ranks move, or it is gone
+                if now_s - self._notes[first][1] <= self._stale_s:  # otherwise its ranks continue, or it has ended
                     yield states
 
 
@@ -314,13 +315,11 @@ _PAUSE_S = 0.02
 
 
 def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
-    """Write a file for each rank into a folder that outlives the run; return the folder.
-
-    Workers that a rank has forked write into its file, too, one after the other; each gets a file of its own.
+    """Write the stacks of each rank, and of its child processes, to files in a new folder; return the folder.
 
     Args:
-        run_dir: Where the ranks' heartbeats are.
-        pids: The process of each rank that lives.
+        run_dir: The folder of the heartbeats.
+        pids: The processes of the living ranks.
     """
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
     files = {rank: rank_file(run_dir, STACKS, rank) for rank in pids}
@@ -330,10 +329,11 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
     deadline = time.monotonic() + _RANK_S
     while time.monotonic() < deadline and any(len(_text_of(files[rank])) == starts[rank] for rank in pids):
         time.sleep(_PAUSE_S)
-    time.sleep(5 * _PAUSE_S)  # those that have begun write on
+    time.sleep(5 * _PAUSE_S)  # until they have written all
     for rank, pid in pids.items():
         text = _text_of(files[rank])[starts[rank] :]
         (folder / f"rank-{rank}.txt").write_text(text or _last_frames(run_dir, rank))
+        # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
         for child in sorted(set(rank_state.process_tree(pid)) - {pid}):
             start, text = len(_text_of(files[rank])), ""
             if rank_state.process_state(child)[0] in STOPPED:
@@ -350,11 +350,11 @@ _STOPPED_TEXT = "stopped by a signal (SIGSTOP)\n"
 
 
 def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
-    """Return a sentence for each DataLoader worker of ``ranks`` that is not just waiting for work.
+    """Return a sentence for each DataLoader worker of ``ranks`` that is not waiting for work.
 
     Args:
-        folder: Where `keep_stacks` has left the stacks.
-        ranks: Whose workers are checked.
+        folder: The folder that `keep_stacks` returned.
+        ranks: The ranks whose workers are checked.
     """
     found = []
     for rank in ranks:
@@ -362,15 +362,15 @@ def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
             pid, text = path.stem.rpartition("-")[2], path.read_text()
             frames = [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
             if text == _STOPPED_TEXT:
-                found.append(f"the process {pid} that rank {rank} has started was stopped by a signal (SIGSTOP)")
+                found.append(f"process {pid}, started by rank {rank}, was stopped by a signal (SIGSTOP)")
             elif any(function == "_worker_loop" for _, _, function in frames) and not frames[0][0].endswith(_AT_REST):
                 file, line, function = user_frame(frames)
-                found.append(f"the loader process {pid} of rank {rank} is in {function} ({where_of(file, line)})")
+                found.append(f"loader process {pid} of rank {rank} is in {function} ({where_of(file, line)})")
     return found
 
 
 def _request_stacks(pid: int) -> bool:
-    """Send the signal to a process that has a handler for it: any other would die of it."""
+    """Send the signal for stacks to a process if that handles it; it would kill other processes."""
     number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -387,7 +387,7 @@ def _text_of(path: Path) -> str:
 
 
 def _last_frames(run_dir: Path, rank: int) -> str:
-    """Return what the last heartbeat of a rank that is stopped showed."""
+    """Return the frames of the last heartbeat of a stopped rank."""
     frames = read_heartbeat(run_dir, rank).get("frames", [])
     lines = [f'  File "{file}", line {line} in {function}\n' for file, line, function in frames]
     return "Last seen (most recent call first):\n" + "".join(lines)
@@ -397,27 +397,27 @@ def _last_frames(run_dir: Path, rank: int) -> str:
 
 _PERIOD_S = 0.5
 _POLL_S = 0.1
-# How long others may wait for a rank that has failed and does not end.
+# How long others may wait for a rank that has failed and does not exit.
 _FAILED_S = 0.4
-# A rank that has been at one place for so long is sampled.
+# A rank is sampled after so many seconds at one place.
 _SETTLED_S = 1.0
-# What is suspected and resolves itself may come again and again: after so many reports only a job that hangs is one.
+# After so many reports of a suspected hang, only a certain one is reported.
 _NUM_REPORTS = 5
 
 
 class Watchdog:
-    """Watches the ranks of this machine within a ``with``; does nothing if ``patience_s`` is zero.
+    """Watches the ranks of this machine in a ``with`` block; does nothing if ``patience_s`` is zero.
 
     Args:
-        run_dir: Where the heartbeats are.
+        run_dir: The folder of the heartbeats.
         patience_s: How long ranks may wait for each other.
         is_strict: See `judge`.
-        num_nodes: Machines in the job.
-        store: Where the launchers of several machines exchange what they see.
-        resources: Takes the memory of the ranks while they run.
-        on_report: Called from a thread of its own with each report, the verdict, and the processes by rank of those on
-            this machine that keep the others waiting; returns whether to go on watching.
-        on_slow: Called with a sentence about a rank that keeps the others waiting a little in every step.
+        num_nodes: Number of machines in the job.
+        store: The store through which the launchers of several machines communicate.
+        resources: Records the memory of the ranks.
+        on_report: Called from the thread of the watchdog with each report, the verdict, and the processes by rank of
+            this machine's ranks that keep the others waiting; returns whether to continue watching.
+        on_slow: Called with a sentence about a rank that is slow in every step.
     """
 
     def __init__(
@@ -460,23 +460,23 @@ class Watchdog:
                 if not self._check():
                     return
             except Exception as error:
-                # Whatever it is, the ranks are watched on: without this thread a job that hangs would hang for ever.
+                # Without this thread, a hanging job would hang forever.
                 text = f"{type(error).__name__}: {error}"
                 if text != self._last_error:
                     self._last_error = text
-                    print(f"lockstep: the watchdog goes on after an error of its own: {text}", file=sys.stderr)
+                    print(f"lockstep: the watchdog continues after an internal error: {text}", file=sys.stderr)
 
     def _wait(self) -> bool:
         """Wait until it is time to check the ranks; return whether the job is over."""
         deadline = time.monotonic() + _PERIOD_S
         while not self._over.wait(_POLL_S):
-            # Once a rank has failed the others may wait for it, so from then on all are checked ten times a second.
+            # After a rank has failed, others may wait for it, so all ranks are checked ten times a second.
             if time.monotonic() >= deadline or rank_files(self._run_dir, FAILURE):
                 return False
         return True
 
     def _check(self) -> bool:
-        """Check all ranks once, and report what is new; return whether to go on watching."""
+        """Check all ranks once, and report a new verdict; return whether to continue watching."""
         seen, pids = self._read_ranks()
         if not seen:
             return True
@@ -491,7 +491,7 @@ class Watchdog:
         return True
 
     def _judge(self, seen: list[RankState]) -> Judgement:
-        """Return what is found about all ranks of the job, as far as that is known here."""
+        """Return the judgement about all ranks of the job that are known here."""
         shared = None
         if self._shared is not None and any(each.idle_s >= self._patience_s / 2 for each in seen):
             shared = self._shared.update(seen)
@@ -500,7 +500,7 @@ class Watchdog:
         return shared or self._judgement(0, seen, 1)
 
     def _judgement(self, number: int, ranks: list[RankState], num_seen: int) -> Judgement:
-        # Seen from here, the ranks of a machine that could not be read may be what all wait for.
+        # All may wait for a rank of a machine whose states are not known.
         sees_all = num_seen >= self._num_nodes
         verdict = judge(ranks, self._patience_s, is_strict=self._is_strict, sees_all=sees_all)
         counts = {"num_nodes": self._num_nodes, "num_seen": num_seen}
@@ -519,12 +519,12 @@ class Watchdog:
         return self._on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _end_failed(self, seen: Sequence[RankState], pids: Mapping[int, int]) -> None:
-        """Kill ranks that have failed but whose processes go on, if others wait, so that these learn of it now.
+        """Kill ranks that have failed but do not exit, if others wait for them.
 
-        A rank counts as failed once its exception has left ``with lockstep.init()`` or the program.
+        A rank has failed when its exception has left ``with lockstep.init()`` or the program.
         """
         now_s = time.monotonic()
-        # Of several machines, those that wait may be elsewhere.
+        # With several machines, those that wait may be on others.
         is_awaited = self._num_nodes > 1 or any(operation(each) is not None for each in seen)
         for each in seen:
             pid = pids.get(each.rank)
@@ -535,12 +535,12 @@ class Watchdog:
                     os.kill(pid, signal.SIGKILL)
 
     def _read_ranks(self) -> tuple[list[RankState], dict[int, int]]:
-        """Return what is seen of each rank of this machine, and the process of each that lives."""
+        """Return the state of each rank of this machine, and the processes of those that live."""
         found, pids = [], {}
         for rank in sorted(rank_files(self._run_dir, HEARTBEAT)):
             heartbeat = read_heartbeat(self._run_dir, rank)
             if not heartbeat:
-                return [], {}  # Without this rank nothing can be said of those that wait for it; it beats again soon.
+                return [], {}  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             pid = int(heartbeat["pid"])
             state, _ = rank_state.process_state(pid)
             if state in ("", "Z", "X"):

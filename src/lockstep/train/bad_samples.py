@@ -1,4 +1,4 @@
-"""Samples that could not be read, over all ranks: the run stops at them on all ranks, or leaves them out and counts."""
+"""Samples that cannot be read, over all ranks: all ranks stop, or skip and count them."""
 
 from collections.abc import Sequence
 
@@ -9,24 +9,24 @@ from lockstep.data.loader import BadSample, MicroBatch, stop_error
 from lockstep.data.order import BatchSplit
 from lockstep.errors import DataError
 
-# So many different samples may be bad, or this part of the data set if that is more.
+# Number of different samples that may be bad, or fraction of the data set if that is more.
 _MOST, _MOST_OF_ALL = 10, 0.01
 
 
 class BadSamples:
-    """Takes note of the samples that this rank could not read, and of those of the others.
+    """Collects the samples that the ranks could not read.
 
     Args:
-        skip: Whether the run goes on without them.
-        device: Of this rank.
-        group: The ranks that train together, or None if it is only this process.
+        skip: Whether the run continues without them.
+        device: Device of this rank.
+        group: The ranks that train together; None: only this process.
         num_samples: Length of the data set; None for a stream.
-        evaluation: Whether it is the data set for evaluation.
+        evaluation: Whether this is the data set for evaluation.
 
     Attributes:
-        skipped: What the run went without so far, over all ranks.
-        num_in_step: Those of the step that runs, as far as they were exchanged.
-        pending: Those of this rank that the others do not know of yet.
+        skipped: The samples that were skipped so far, over all ranks.
+        num_in_step: Number of bad samples in the current step that were exchanged.
+        pending: Bad samples of this rank that were not exchanged yet.
     """
 
     def __init__(
@@ -48,30 +48,30 @@ class BadSamples:
         self.pending: list[BadSample] = []
 
     def add(self, micro: MicroBatch) -> None:
-        """Add what this rank could not read of a micro-batch of the step.
+        """Add the bad samples of a micro-batch of the step.
 
         Raises:
-            DataError: The run is to stop at that, and no other rank has to know.
+            DataError: The run is to stop, and there are no other ranks.
         """
-        # With others, this rank goes through the step all the same, as ranks without samples do, or they would wait for
-        # it. How many there are travels with the sums of the losses, so it costs no exchange of its own.
+        # If there are other ranks, this rank still takes part in the step, like a rank without samples, otherwise they
+        # would wait. The number is sent with the sums of the losses, so it needs no additional exchange.
         self.pending += micro.bad
         if self.pending and self._group is None:
             self._take([self.pending])
 
     def all_have_samples(self, micro: MicroBatch, index: int, split: BatchSplit) -> bool:
-        """Return whether all ranks have samples in a micro-batch, where they must know that before forward.
+        """Return whether all ranks have samples in a micro-batch, for engines that must know it before forward.
 
-        Collective: every rank, if there is a group and each should have samples. Blocks; on a device it is not, and
-        does not, if the run stops at bad samples.
+        Collective: every rank, if there is a group and each should have samples. Blocks. Neither on a device if the run
+        stops at bad samples.
 
         Args:
-            micro: Of this rank, which has been added.
+            micro: The micro-batch of this rank, after `add`.
             index: The number of the micro-batch in its step.
-            split: Says whether each should have samples.
+            split: Whether each rank should have samples follows from it.
 
         Raises:
-            DataError: On a device, on this rank alone: it could not read its samples, and the run is to stop at that.
+            DataError: On a device, on this rank alone: it could not read its samples, and the run is to stop.
         """
         if not split.all_have_samples(micro.num_global, index):
             return False
@@ -87,25 +87,25 @@ class BadSamples:
         return bool(flag.item())
 
     def exchange(self) -> None:
-        """Report to the other ranks which samples were bad, and learn of theirs.
+        """Exchange the bad samples of all ranks.
 
         Collective: every rank, if there is a group. Blocks.
 
         Raises:
-            DataError: There are some, and the run is to stop at them; or they are too many to go on without.
+            DataError: There are some, and the run is to stop; or there are too many.
         """
         if self._group is None:
             return
-        # On CPUs this comes before the parameters are updated. With a device it comes when the next step begins, so
-        # that none waits for the device: the parameters that a run stopped with are not to be used.
+        # On CPUs this happens before the parameters are updated. On a device it happens when the next step begins, so
+        # that the host does not wait; the parameters of a run that stops here are not used.
         mine = [list(sample) for sample in self.pending]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
-        # JSON makes lists of tuples, and a list cannot be in a set.
+        # JSON turns tuples into lists, which are not hashable.
         self._take([[BadSample(*each)._replace(others=tuple(each[-1])) for each in samples] for samples in ranks])
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self.pending = []
-        # Every rank reads all of a stream, so all report the same sample of it.
+        # Every rank reads the whole stream, so all report the same sample.
         bad = sorted(
             {sample for samples in ranks for sample in samples}, key=lambda sample: (sample.step, sample.sample)
         )
@@ -118,7 +118,7 @@ class BadSamples:
         self._different |= {sample.sample for sample in bad}
         if self._num_allowed is not None and len(self._different) > self._num_allowed:
             raise DataError(
-                f'{len(self._different)} samples of {self._data} cannot be read, more than bad_samples="skip" goes on '
-                f"without ({self._num_allowed}). The last is {bad[-1].name}\n"
-                "Is the storage still there, and are the files complete? Repair or remove what cannot be read."
+                f'{len(self._different)} samples of {self._data} cannot be read, more than bad_samples="skip" allows '
+                f"({self._num_allowed}). The last is {bad[-1].name}\n"
+                "Check that the storage is available and the files are complete. Repair or remove unreadable samples."
             )

@@ -1,4 +1,4 @@
-"""The buffers of a model, put back to what they were after something that must leave no traces in them."""
+"""A snapshot of the buffers of a model, for computations that must not change them."""
 
 import torch
 from torch import Tensor, nn
@@ -7,12 +7,12 @@ from lockstep.errors import ConfigurationError
 
 
 class BufferSnapshot:
-    """The buffers of ``model``: what they were, and a way back to it.
+    """A snapshot of the buffers of ``model``.
 
     Attributes:
-        names: Of all of them, each once.
-        objects: The tensors that the model had when they were kept.
-        values: Copies of what they held.
+        names: The names of all buffers, each buffer once.
+        objects: The tensors that were the buffers at the time of the snapshot.
+        values: Copies of their values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -20,39 +20,39 @@ class BufferSnapshot:
         self.names = [name for name, _ in model.named_buffers()]
         self.objects: list[Tensor] = []
         self.values: list[Tensor] = []
-        # By id of the module; with the module itself, so that its id is not another's.
+        # By id of the module; with the module itself, so that its id is not reused.
         self._owners: dict[int, tuple[nn.Module, list[tuple[nn.Module, str]]]] = {}
 
     def keep(self) -> None:
-        """Keep the buffers that the model has now."""
+        """Take a snapshot."""
         self.objects = self.read(self._model)
         self.values = [buffer.clone() for buffer in self.objects]
 
     def restore(self) -> None:
-        """Give the model the buffers that were kept: the same tensors with the same contents."""
+        """Restore the buffers of the snapshot: the same tensors with the same values."""
         for (owner, name), buffer, value in zip(self._owners_in(self._model), self.objects, self.values, strict=True):
             if owner._buffers[name] is not buffer or not torch.equal(buffer, value):
                 owner._buffers[name] = buffer
                 overwrite_buffer(buffer, value)
 
     def read(self, module: nn.Module) -> list[Tensor]:
-        """Return the buffers that ``module``, the model or a replica of it, has now.
+        """Return the current buffers of ``module``, which is the model or a replica of it.
 
         Raises:
-            ConfigurationError: One is None that was a tensor before.
+            ConfigurationError: A buffer has become None.
         """
         buffers = []
         for (owner, name), full_name in zip(self._owners_in(module), self.names, strict=True):
             buffer = owner._buffers[name]
             if buffer is None:
                 raise ConfigurationError(
-                    f"The buffer {full_name} became None in forward.\nKeep what comes and goes in a plain attribute."
+                    f"The buffer {full_name} became None in forward.\nStore it in a plain attribute."
                 )
             buffers.append(buffer)
         return buffers
 
     def _owners_in(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
-        """Return the submodule that has each buffer, and its name there; looked up once, as it takes long."""
+        """Return the submodule and the local name of each buffer; cached, because the lookup is slow."""
         if id(module) not in self._owners:
             paths = [full_name.rpartition(".") for full_name in self.names]
             self._owners[id(module)] = module, [(module.get_submodule(path), name) for path, _, name in paths]

@@ -1,4 +1,4 @@
-"""Evaluation that counts every sample exactly once, however many ranks share it."""
+"""Evaluation that counts every sample exactly once, on any number of ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,20 +21,20 @@ from lockstep.train.step import Objective, autocast
 from lockstep.train.task import Loss, Task
 from lockstep.train.trainer import Trainer
 
-# Keeps the bits for random numbers in evaluation apart from those that other purposes draw from the same seed.
+# A separate stream of random numbers for evaluation; see the purposes in step.py.
 _EVALUATE = 5
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation after ``step`` steps found: the loss and the task's metrics, by name."""
+    """The loss and the task's metrics, by name, after ``step`` steps."""
 
     step: int
     metrics: dict[str, float]
 
     @property
     def loss(self) -> float:
-        """Its loss, infinite if that is NaN: then any other is better."""
+        """The loss; infinite if it is NaN, so that any other loss is better."""
         loss = self.metrics["loss"]
         return math.inf if math.isnan(loss) else loss
 
@@ -44,10 +44,10 @@ class Evaluator:
     """Evaluates the model of a trainer on the task's evaluation data.
 
     Args:
-        task: With ``eval_dataset``.
-        trainer: Whose model, batch split over the ranks, precision and seed are used.
-        samples: With ``len`` and ``[]``.
-        skipped: Those that the last evaluation went without, as they could not be read.
+        task: A task with ``eval_dataset``.
+        trainer: Provides the model, the split of batches over the ranks, precision and seed.
+        samples: The data, with ``len`` and ``[]``.
+        skipped: Samples that the last evaluation skipped, because they could not be read.
     """
 
     task: Task
@@ -61,17 +61,17 @@ class Evaluator:
         Collective for strategies with a process for each device: every rank; all get the same numbers. Blocks.
 
         Raises:
-            ConfigurationError: A metric is neither one value for each sample nor a `Loss`.
+            ConfigurationError: A metric is neither a tensor with one value for each sample nor a `Loss`.
         """
         trainer, size = self.trainer, len(self.samples)
         model, group, device = trainer.model, trainer.group, trainer.device
-        if group is not None:  # batch-norm statistics are each rank's own until its next forward
+        if group is not None:  # batch-norm statistics differ between ranks until the next forward
             broadcast_coalesced([buffer for buffer in model.buffers() if buffer.numel()], group=group, src=0)
         parts = self._parts()
         sums: dict[int, dict[str, Tensor]] = {number: {} for number in parts}
         skip = trainer.settings.bad_samples == "skip"
         bad = BadSamples(skip=skip, device=device, group=group, num_samples=size, evaluation=True)
-        buffers = BufferSnapshot(model)  # a model that counts what it sees must not count this
+        buffers = BufferSnapshot(model)  # evaluation must not change the state of the model
         buffers.keep()
         current = None
         model.eval()
@@ -81,7 +81,7 @@ class Evaluator:
                     bad.add(batch)
                     if not batch.batches:
                         continue
-                    if batch.numbers[0] != current:  # each part sees the same buffers, whoever evaluates it
+                    if batch.numbers[0] != current:  # each part starts with the same buffers, on any rank
                         buffers.restore()
                         current = batch.numbers[0]
                     part = sums[current]
@@ -90,7 +90,7 @@ class Evaluator:
         finally:
             buffers.restore()
             model.train()
-        # Only now, as the ranks have different numbers of batches, so no collective may be in the loop.
+        # Not in the loop, because the ranks have different numbers of batches.
         bad.exchange()
         self.skipped[:] = bad.skipped
         mine = [{name: pair.tolist() for name, pair in part.items()} for part in sums.values()]
@@ -98,36 +98,36 @@ class Evaluator:
         return _means([part for parts in ranks for part in parts])
 
     def _parts(self) -> dict[int, range]:
-        """Return the samples that this rank evaluates: contiguous, its share or each of its virtual shards."""
+        """Return the contiguous samples that this rank evaluates: its share, or each of its virtual shards."""
         split, size = self.trainer.plan.split, len(self.samples)
         if self.trainer.settings.reproducible is not None:
             return {share: split.positions(size, share) for share in split.shares}
         return {split.shares.start: split.positions_here(size)}
 
     def _batches(self, parts: dict[int, range]) -> Iterator[MicroBatch]:
-        """Return this rank's samples, part after part, in batches as large as those of training."""
+        """Yield this rank's samples, part after part, in batches of the size of training."""
         trainer, requests = self.trainer, []
         split = trainer.plan.split
         for share, mine in parts.items():
-            # As large as a micro-batch of training, which is known to fit in memory.
+            # The size of a micro-batch of training is known to fit in memory.
             size = max(1, len(split.positions(trainer.plan.batch_size, share)) // split.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), {share: samples}))
         seed = mix(trainer.settings.seed, _EVALUATE)
         for batch in load(self.samples, requests, trainer.load_options(self.task), seed=seed):
-            # By position, so that a model that draws random numbers in evaluation draws the same on any rank.
+            # By position, so that a model that uses random numbers in evaluation gets the same on any rank.
             position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)
             seed_device(trainer.device, position)
             yield to_device(batch, dict.fromkeys(batch.numbers, trainer.device))
 
     def _measure(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        """Return what to sum of the loss and of each metric: total and count."""
+        """Return total and count of the loss and of each metric."""
         (batch,), (num_samples,) = micro.batches, micro.sizes
         precision = self.trainer.settings.precision
         part = Objective(self.task, precision)(model, batch, num_samples)
-        # The weight is multiplied in the dtype of the sums: a half-precision mean times its samples would be rounded.
+        # Multiplied in the dtype of the sums, because a product in half precision would be rounded.
         sums = {"loss": self._pair(self._sum_dtype(part.value) * part.weight, part.out_of)}
         if self.task.metrics is not None:
             with autocast(precision, self.trainer.device):
@@ -155,12 +155,12 @@ class Evaluator:
 
 
 def _means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    """Return the mean of each metric over the total and count of every part, which are the same on all ranks.
+    """Return the mean of each metric from the totals and counts of all parts, which are the same on all ranks.
 
-    They are added in a tree over the parts, so with virtual shards not even the last bit depends on the ranks.
+    They are added in a tree over the parts, so with virtual shards the bits do not depend on the number of ranks.
     """
     tree, means = ReductionTree(len(parts)), {}
-    for name in dict.fromkeys(name for part in parts for name in part):  # a rank without samples knows no names
+    for name in dict.fromkeys(name for part in parts for name in part):  # a rank without samples has no names
         pairs = [part.get(name, [0.0, 0.0]) for part in parts]
         total, count = (
             tree.combine({range(leaf, leaf + 1): pair[column] for leaf, pair in enumerate(pairs)}, float.__add__)

@@ -1,4 +1,4 @@
-"""`fit`: train a task, with everything around the steps, and show it on rank zero."""
+"""`fit`: train a task, with evaluation, checkpoints and a display on rank zero."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import contextlib
 import functools
 import inspect
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, final
 
@@ -18,10 +17,12 @@ import torch
 from typing_extensions import override
 
 from lockstep import activity
-from lockstep.comm.collectives import all_gather_object
+from lockstep.accelerator import check_count
+from lockstep.comm.collectives import all_gather_object, is_initialized
 from lockstep.comm.world import World, init
 from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
+from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
@@ -30,7 +31,7 @@ from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import Plan, devices_of
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import Checkpoints
     from lockstep.train.checkpoints.object_store import Place
 
-# So many losses are left on the device before they are read.
+# Number of losses that stay on the device before they are read.
 _MAX_UNREAD = 256
 
-# So many samples that could not be read are named one by one.
+# Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
 
 # Seconds between two lines of progress.
@@ -54,39 +55,40 @@ _LINE_S = 10.0
 
 P = ParamSpec("P")
 
-# Takes a checkpoint that is whole, and what was found after its step, by the names that sinks have for it.
+# Called with a complete checkpoint and the metrics after its step, under the names that sinks use.
 CheckpointCallback = Callable[["Place", dict[str, float]], None]
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What came of a run, the same on every rank.
+    """The result of a run, the same on every rank.
 
     Args:
-        first_step: Steps done before this call, in a run that was resumed.
-        num_steps: Steps done in all.
-        losses: Mean over the global batch, for each step of this call; with ``local-sgd`` and ``diloco`` over this
-            rank's, or machine's, part of it.
-        evaluations: In the order they were made, in this call.
+        first_step: Number of steps done before this call, in a resumed run.
+        num_steps: Total number of steps done.
+        losses: Mean over the global batch, for each step of this call; with ``local-sgd`` and ``diloco`` over the share
+            of this rank, or of this machine.
+        evaluations: The evaluations of this call, in order.
         best: The evaluation with the lowest loss of the whole run.
         num_samples: Samples trained on in this call, over all devices.
-        skipped_samples: Samples that training went without in this call, as they could not be read, over all devices.
-        first_skipped: The first few of them: which, in which step, and why.
-        not_finite: The steps of this call that were skipped, as their gradient was NaN or infinite.
+        skipped_samples: Number of samples that were skipped in this call, because they could not be read, over all
+            devices.
+        first_skipped: The first of them: sample, step and reason.
+        not_finite: The steps of this call that were skipped, because their gradient was NaN or infinite.
         samples_per_s: Over all devices; without the first step, evaluations and checkpoints.
-        num_counted: What the losses of this call were means over if not samples, such as tokens; None if samples.
-        tokens_per_s: Likewise, a second, whatever it is that the task counts.
-        seconds: Of the whole call after the model was made, evaluations and all.
-        checkpoint: The newest one; a text if it is in an object store.
-        stopped: What stopped the run before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
-            joins; or None. The same call goes on from `checkpoint`.
-        exit_code: What a script that ends now should pass to ``sys.exit``: 75 for a stopped run, which tells a
-            scheduler to start it again (after Ctrl-C 130; 0 under ``lockstep run``, which then sees to that); else 0.
+        num_counted: Number of items, such as tokens, that the losses of this call were means over; None: of samples.
+        tokens_per_s: Number of these items per second.
+        seconds: Duration of the call after the model was created, including evaluations.
+        checkpoint: The newest checkpoint; a string if it is in an object store.
+        stopped: Why the run was stopped before its end: a signal, such as ``SIGTERM``, or ``another machine`` that
+            joins; or None. The same call continues from `checkpoint`.
+        exit_code: The argument for ``sys.exit`` of a script that ends now: 75 for a stopped run, so that a scheduler
+            starts it again (130 after Ctrl-C; 0 under ``lockstep run``, which restarts it itself); else 0.
     """
 
     first_step: int
     num_steps: int
-    losses: list[float]
+    losses: list[float] = field(repr=False)
     evaluations: list[Evaluation]
     best: Evaluation | None
     num_samples: int
@@ -103,17 +105,17 @@ class FitResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the last evaluation found, by name; empty if there was none."""
+        """The metrics of the last evaluation, by name; empty if there was none."""
         return self.evaluations[-1].metrics if self.evaluations else {}
 
 
 class Throughput:
-    """Takes every step's loss without waiting for it, and measures the throughput.
+    """Collects the loss of every step without waiting for it, and measures the throughput.
 
     Attributes:
-        losses: As far as they were read.
-        num_samples: Of all steps.
-        num_counted: What the losses were means over if not samples, such as tokens, as far as they were read.
+        losses: The losses read so far.
+        num_samples: Samples of all steps.
+        num_counted: Number of items, such as tokens, that the losses read so far were means over.
     """
 
     def __init__(self) -> None:
@@ -123,7 +125,7 @@ class Throughput:
         self._took: list[tuple[int, float]] = []  # samples and seconds of each stretch of training
 
     def add(self, record: StepRecord) -> None:
-        """Add a step that ends now. Blocks every 256 steps until the device has come to it."""
+        """Add a step that ends now. Blocks every 256 steps until the device has finished it."""
         self.num_samples += record.num_samples
         self._unread.append(record)
         if len(self._unread) >= _MAX_UNREAD:
@@ -131,7 +133,7 @@ class Throughput:
         self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
 
     def read(self) -> list[float]:
-        """Return all losses so far. Blocks until the device has come to the last step."""
+        """Return all losses so far. Blocks until the device has finished the last step."""
         records, self._unread = self._unread, []
         if records:
             self.losses += torch.stack([record.loss for record in records]).tolist()
@@ -140,7 +142,7 @@ class Throughput:
         return self.losses
 
     def stop(self) -> None:
-        """Wait for the device, and count that as training: something else comes next."""
+        """Wait for the device, and count the wait as training, before something else begins."""
         started_at = time.perf_counter()
         self.read()
         self._took.append((0, time.perf_counter() - started_at))
@@ -156,42 +158,40 @@ class Throughput:
 
     @property
     def counted_per_s(self) -> float:
-        """What the losses were means over, a second."""
+        """Number of items that the losses were means over, per second."""
         return self.samples_per_s * self.num_counted / self.num_samples
 
 
 # --- what rank zero prints -------------------------------------------------------------------------------------------
 
 
-def plural(number: int, noun: str) -> str:
-    """Return the number with its noun, which takes an s."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def describe_plan(
     task: Task, settings: FitSettings, plan: Plan, device: torch.device, *, num_devices: int
 ) -> list[str]:
-    """Return the lines that rank zero prints first; all ``num_devices`` are of the kind of ``device``."""
+    """Return the first lines of output; all ``num_devices`` are of the same kind as ``device``."""
     order, rate = plan.order, plan.learning_rate
     kind = kind_of(device.type)
     size = "a stream of samples" if order.num_samples is None else f"{order.num_samples:,} samples"
     length = plural(plan.num_steps, "step")
     if order.steps_per_epoch is not None:
         epochs = plan.num_steps / order.steps_per_epoch
-        length += f" = {epochs:.4g} epoch{'s' * (epochs != 1)}"
-    on = plural(num_devices, kind)
+        whole = f"{round(epochs, 1):g} epoch{'s' * (epochs != 1)}"
+        length += f" = {f'{epochs:.1%} of an epoch' if epochs < 1 else whole}"
 
-    batch = f"global batch {order.batch_size}"
+    batch_size = min(order.batch_size, order.num_samples or order.batch_size)
+    batch = f"global batch {batch_size}"
     if settings.reproducible is not None:
         most, threads = settings.reproducible, plural(settings.threads or 1, "CPU thread")
         batch += f" = {most} virtual shards: the same bits on 1 to {most} devices of this kind with {threads} each"
     elif num_devices > 1:
-        sizes = [len(plan.split.positions(order.batch_size, share)) for share in range(plan.split.num_shares)]
-        are_alike = len(set(sizes)) == 1  # also of torch's DataParallel, which divides the batch itself
-        parts = f"x {order.batch_size // num_devices}" if are_alike else f"with {' + '.join(map(str, sizes))}"
+        sizes = [len(plan.split.positions(batch_size, share)) for share in range(plan.split.num_shares)]
+        are_alike = len(set(sizes)) == 1  # also with torch's DataParallel, which divides the batch itself
+        parts = f"x {batch_size // num_devices}" if are_alike else f"with {' + '.join(map(str, sizes))}"
         batch += f" = {num_devices} devices {parts} samples"
     if plan.split.accumulate > 1:
         batch += f", in {plan.split.accumulate} micro-batches"
+    if batch_size < order.batch_size:
+        batch += f"; the data set is smaller than the global batch of {order.batch_size}"
 
     scaling = "not scaled with the global batch"
     if settings.lr_scaling != "none":
@@ -200,39 +200,39 @@ def describe_plan(
     decay = "the task's own schedule" if callable(rate.decay) else rate.decay
     warmup = f"warm-up over {plural(rate.warmup, 'step')}, then" if rate.warmup else "no warm-up,"
     return [
-        f"{task.name}: strategy {settings.strategy} on {on}, {settings.precision}, {size}, {length}",
+        f"{task.name}: strategy {settings.strategy} on {plural(num_devices, kind)}, {settings.precision}, {size}, "
+        f"{length}",
         batch,
         f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}",
     ]
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics as words and numbers."""
+    """Return metrics as text."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 @final
 class Display(SnapshotSink):
-    """Shows a run: a live view on a terminal or in a notebook, else lines now and then; and lines that stay.
+    """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
 
     Args:
-        view: What to show of the progress; "auto" takes what suits where the output goes.
+        view: The display of progress; "auto" selects it by the kind of output.
         silent: Whether to print nothing at all.
     """
 
     def __init__(self, view: ViewName = "auto", *, silent: bool) -> None:
         self._silent = silent
-        # A terminal of a CI service keeps every frame of a live view.
+        # The log of a CI service would contain every frame of a live view.
         may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
         self._live = live_view.open_live_view() if may_draw and not silent else None
         self._has_lines = view != "none" and not silent
         self._shown_at = time.perf_counter()
 
     def log(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a log line."""
         if not self._silent:
-            sys.stdout.write(f"{text}\n")  # in one piece: other threads print as well
-            sys.stdout.flush()
+            print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
 
     @override
     def update(self, snapshot: Snapshot) -> None:
@@ -254,9 +254,9 @@ class Display(SnapshotSink):
 
 
 class Run:
-    """A run of `fit`: the steps, and what goes on around them.
+    """A run of `fit`: steps, evaluations, checkpoints, record and display.
 
-    Collective for strategies with a process for each device: every rank makes one, and calls its methods in the same
+    Collective for strategies with a process for each device: every rank creates one, and calls its methods in the same
     order.
     """
 
@@ -275,7 +275,7 @@ class Run:
             check_export(Path(settings.export))
         trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
         self._trainer = trainer
-        # Each rank works the order out from its own length: with another one it would train on other batches.
+        # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
         self._evaluator = None
         if task.eval_dataset is not None:
@@ -287,14 +287,14 @@ class Run:
         self.has_new_best = self._owes_evaluation = False
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
-        self._found: dict[str, float] = {}  # after the step of the newest checkpoint
-        # Without a folder there is nothing that a run which is stopped could save.
+        self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failure is not None
         lines = self._resume()
         self._first_step = trainer.num_steps_done
-        # A run that goes on may have more steps behind it than it is now to have in all.
+        # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
@@ -304,7 +304,7 @@ class Run:
         self._started_at = time.perf_counter()
         sinks = self._record.open_sinks()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
-        self._num_caveats = self._num_skipped = self._num_not_finite = 0  # that were reported
+        self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
         if trainer.strategy.note is not None:
@@ -315,7 +315,7 @@ class Run:
         self._record.deliver(None if settings.quiet else self._display, sinks)
 
     def _resume(self) -> list[str]:
-        """Go on from the newest checkpoint, if there is one; return why others were passed over."""
+        """Resume from the newest valid checkpoint, if there is one; return lines about invalid ones."""
         if self._checkpoints is None:
             return []
         state = self._checkpoints.load(required=self._settings.resume is True)
@@ -330,11 +330,11 @@ class Run:
 
     @property
     def num_steps_done(self) -> int:
-        """Of the whole run, up to now."""
+        """Number of steps of the whole run so far."""
         return self._trainer.num_steps_done
 
     def is_due(self, every: int | None) -> bool:
-        """Return whether something is to be done now that is done every so many steps, each epoch if None, and last."""
+        """Return whether an action is due that happens ``every`` so many steps (None: each epoch), and at the end."""
         every = every or self._trainer.plan.order.steps_per_epoch or self.num_steps
         done = self._trainer.num_steps_done
         return done >= self.num_steps or done % every == 0
@@ -350,7 +350,7 @@ class Run:
         self._record.compare_ranks(self._stragglers)
 
     def pause_for(self, event: Event, act: Callable[[], str]) -> None:
-        """Do something for which training stands still, and report what it returns. Collective: every rank."""
+        """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
         self._settle()
         self._log(event, act())
 
@@ -359,7 +359,7 @@ class Run:
         self._record.event(event, text)
 
     def evaluate(self) -> None:
-        """Evaluate the model, if the task has what to evaluate it on. Collective: every rank."""
+        """Evaluate the model, if the task has evaluation data. Collective: every rank."""
         if self._evaluator is None:
             return
         self._settle()
@@ -376,40 +376,40 @@ class Run:
         self._record.event("evaluation", text, found.metrics)
 
     def save(self, *, owes_evaluation: bool = False) -> None:
-        """Start to write a checkpoint, if there is a folder for them and none of the same was written.
+        """Start to write a checkpoint, if there is a folder and the same state has not been saved.
 
-        Collective: every rank. Blocks rank zero until the one before is on disk and the state is copied.
+        Collective: every rank. Blocks rank zero until the previous one is on disk and the state is copied.
         """
         made, step = self._evaluations, self.num_steps_done
         loss = made[-1].metrics["loss"] if made and made[-1].step == step else None
         self.has_new_best = False
         if self._checkpoints is None or self._saved == (step, loss):
-            return  # such as at the end of an epoch in which the last step was due anyway
+            return  # for example if the last step ends an epoch
         self._settle()
         activity.now.phase = "checkpoint"
         if self._on_checkpoint is not None:
             self._complete_checkpoint()
-        self._trainer.check_replicas()  # what is kept must be what all ranks hold
+        self._trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
         state = self._trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
         self._saved = (step, loss)
         self._found = {"step": step}
-        if self._throughput.losses:  # none if this is the evaluation that a run which was stopped did not come to
+        if self._throughput.losses:  # none if a resumed run only did its pending evaluation
             self._found["train/loss"] = self._throughput.losses[-1]
         if loss is not None:
             self._found |= {EVALUATION.name_of(name): value for name, value in made[-1].metrics.items()}
         self._record.event("checkpoint", f"checkpoint after step {step}")
 
     def _complete_checkpoint(self) -> None:
-        """Wait until the newest checkpoint is on disk, and hand it over. Collective: every rank."""
+        """Wait until the newest checkpoint is on disk, and call ``on_checkpoint``. Collective: every rank."""
         if self._checkpoints is not None:
             self._checkpoints.finish()
             if self._on_checkpoint is not None and self._checkpoint is not None:
                 self._on_checkpoint(self._checkpoint, self._found)
 
     def is_to_stop(self) -> bool:
-        """Return whether the run is to stop after this step; the same on every rank.
+        """Return whether the run should stop after this step; the same on every rank.
 
         Collective: every rank.
 
@@ -424,37 +424,37 @@ class Run:
         return stop
 
     def stop(self) -> FitResult:
-        """Save, and return what came of the run so far.
+        """Save, and return the result so far.
 
         Collective: every rank. Blocks until the checkpoint is on disk.
         """
         self.save(owes_evaluation=self._evaluator is not None and self.is_due(self._settings.eval_every))
         self._complete_checkpoint()
-        # The ranks on which no signal came learn here what stopped the others.
+        # Not every rank has received the signal.
         names = all_gather_object(self._signals.asked(), group=self._world.group, device=self._world.device)
         name: str = next(name for name in names if name is not None)
         text = (
             f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name} after step {self.num_steps_done} of "
-            f"{self.num_steps}, saved in {self._checkpoint}.\nThe same command goes on from there."
+            f"{self.num_steps}, saved in {self._checkpoint}.\nThe same command resumes from there."
         )
         self._end("stop", text)
-        if not self._signals.has_launcher:  # which prints it itself
+        if not self._signals.has_launcher:  # the launcher prints it
             self._display.log(text)
         self._signals.report(text)
         self._throughput.read()
         return self._result(stopped=name)
 
     def catch_up(self) -> None:
-        """Do the evaluation that a run did not come to, such as one that was stopped. Collective: every rank."""
+        """Do the evaluation that was due when the run was stopped. Collective: every rank."""
         if self._owes_evaluation:
             self.evaluate()
             if self.has_new_best:
                 self.save()
 
     def finish(self) -> FitResult:
-        """Export the weights, hand the model to the task, and return what came of it.
+        """Export the weights, call `Task.after`, and return the result.
 
-        Collective: every rank. Files are written once it returns.
+        Collective: every rank. All files are written when it returns.
         """
         self._owes_evaluation = not self._evaluations
         self.catch_up()
@@ -465,12 +465,12 @@ class Run:
         if export is not None:
             self._trainer.export(Path(export), writes=self._world.is_rank_zero)
             self._display.log(f"weights written to {export}")
-        # A strategy whose ranks hold parts of the model puts it together here, with every rank's help.
+        # A sharded model is gathered here, which is collective.
         model = self._trainer.model if after is not None else None
         self._complete_checkpoint()
         self._end("end", f"{self.num_steps_done} steps done")
-        self._world.barrier()  # now every rank finds the files
-        # The task's own function runs without a view over its output, and the ranks do not wait for it.
+        self._world.barrier()  # from here on every rank finds the files
+        # The live view is closed before the task's own function runs. The other ranks do not wait for it.
         if model is not None and self._world.is_rank_zero and after is not None:
             self._record.close()
             after(model.eval())
@@ -483,15 +483,15 @@ class Run:
             if throughput.num_counted:
                 rate += f", {live_view.rate(throughput.counted_per_s)} {self._task.counts}/s"
             seconds = time.perf_counter() - self._started_at
-            steps = f"{len(throughput.losses)} steps in {seconds:.1f} s"
-            self._display.log(f"{steps}, {rate}, last loss {throughput.losses[-1]:.4f}")
+            steps = plural(len(throughput.losses), "step")
+            self._display.log(f"{steps} in {seconds:.1f} s, {rate}, last loss {throughput.losses[-1]:.4f}")
         if skipped := len(trainer.bad_samples.skipped):
-            self._display.log(f"{plural(skipped, 'sample')} skipped, as they could not be read")
+            self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
         if skipped := len(trainer.nonfinite.found):
-            self._display.log(f"{plural(skipped, 'step')} skipped, as the gradient was not finite")
+            self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
 
     def _end(self, event: Event, text: str) -> None:
-        """Record that there are no more steps, and print where their time went. Collective: every rank."""
+        """Record the end of the run, and print where the time went. Collective: every rank."""
         where = self._record.finish(event, text)
         if where is not None and self._first_step < self.num_steps_done:
             self._display.log(where)
@@ -518,8 +518,8 @@ class Run:
         )
 
     def close(self) -> None:
-        """Leave the terminal as it was, and end the loader's processes."""
-        # The record comes first: it may have a last snapshot for the display.
+        """Close the record and the display, and end the loader processes."""
+        # The record first: it may have a last snapshot for the display.
         try:
             self._record.close()
         finally:
@@ -527,10 +527,10 @@ class Run:
         self._trainer.close()
 
     def _report(self) -> None:
-        """Show and record what the trainer has found out, each thing once."""
+        """Log new caveats, skipped samples and skipped steps of the trainer."""
         trainer, skipped, not_finite = self._trainer, self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
         for caveat in trainer.caveats[self._num_caveats :]:
-            self._display.log(f"the same bits cannot be promised: {caveat}")
+            self._display.log(f"the same bits are not guaranteed: {caveat}")
         for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
             if number < _NUM_NAMED:
                 self._display.log(f"step {bad.step + 1}  skipped {bad.name}")
@@ -541,7 +541,7 @@ class Run:
         self._num_caveats, self._num_skipped, self._num_not_finite = len(trainer.caveats), len(skipped), len(not_finite)
 
     def _settle(self) -> None:
-        """Wait for the device, and count that as training: something else comes next."""
+        """Wait for the device, and count the wait as training, before something else begins."""
         self._record.pause()
         self._throughput.stop()
         self._trainer.settle()
@@ -552,12 +552,12 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
     """Train ``task`` as `fit` does, with its keywords as one object.
 
     Args:
-        task: What to train.
-        settings: How.
-        on_checkpoint: Called on every rank in the same order, with each checkpoint that is whole, also the one that
-            was resumed from: when the next one is about to be written, and at the end.
+        task: The task.
+        settings: The keywords of `fit`.
+        on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
+            resumed from: before the next one is written, and at the end.
     """
-    # Once, and behind multiprocessing's own handler, so that it runs before that.
+    # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
     with (
@@ -567,7 +567,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
-        # A run that was stopped has saved before the evaluation that was due after the same step.
+        # A stopped run has saved without the evaluation that was due after the same step.
         run.catch_up()
         is_to_stop = False
         steps = range(run.num_steps_done + 1, run.num_steps + 1)
@@ -588,7 +588,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     """Return the checkpoints that ``settings`` ask for, if they do. Collective: every rank."""
     if settings.checkpoint is None:
         return contextlib.nullcontext()
-    # Importing torch.distributed.checkpoint takes a second, which only runs with checkpoints should pay.
+    # Importing torch.distributed.checkpoint takes a second, so only runs with checkpoints do it.
     from lockstep.train.checkpoints.checkpoint import Checkpoints
     from lockstep.train.checkpoints.object_store import place_of
 
@@ -605,7 +605,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
 def _with_keywords_of(
     make: Callable[P, FitSettings],
 ) -> Callable[[Callable[[Task, FitSettings], FitResult]], Callable[Concatenate[Task, P], FitResult]]:
-    """Have a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
+    """Make a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
 
     def decorate(function: Callable[[Task, FitSettings], FitResult]) -> Callable[Concatenate[Task, P], FitResult]:
         @functools.wraps(function)
@@ -622,22 +622,39 @@ def _with_keywords_of(
 
 @_with_keywords_of(FitSettings)
 def fit(task: Task, settings: FitSettings) -> FitResult:
-    """Train ``task`` and return what came of it.
+    """Train ``task`` and return the result.
 
     The keywords are those of `lockstep.train.settings.FitSettings`; ``lockstep train --help`` explains each.
-    In a process that ``lockstep run``, ``lockstep.launch`` or torchrun started, it trains with the other ranks.
-    Otherwise it trains in this process alone, with strategy ``dp`` on several devices.
+    In a process that was started by ``lockstep run``, ``lockstep.launch`` or torchrun, it trains with the other ranks.
+    Otherwise ``devices=N`` starts N ranks as ``lockstep.launch`` does, from a script (also without
+    ``if __name__ == "__main__"``) or a notebook cell, and returns the result of rank zero. Without ``devices``, and
+    with strategy ``dp``, it trains in this process. The task is sent to the ranks by cloudpickle. The trained weights
+    are in the files of ``checkpoint`` and ``export``, and `Task.after` is called with the model on rank zero.
 
-    With a folder for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C stop it after the step and save; the result says so.
+    With a folder for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C stop the run after the current step and save; the result
+    contains the reason.
 
-    Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the training is done, or stopped.
+    Collective for strategies with a process for each device: every rank. Blocks until the training ends.
 
     Raises:
-        ConfigurationError: Task, settings and devices do not go together; says what to change.
-        DataError: A sample cannot be read, or too many cannot; names it, and its file where the data set does.
+        ConfigurationError: Task, settings and devices cannot be combined; says what to change.
+        DataError: A sample cannot be read, or too many cannot; names it, and its file if the data set provides it.
         NonFiniteGradient: A gradient is NaN or infinite, or too many are; names rank, parameter, step and samples.
-        ReplicasDiffer: The ranks do not hold the same bits any more; names the tensor, the ranks, and since when.
-        LoaderDied: A process that loads samples is gone; says what probably happened.
+        ReplicasDiffer: The ranks do not hold the same bits; names the tensor, the ranks, and the last equal step.
+        LoaderDied: A loader process has ended; gives the probable reason.
         CheckpointError: A checkpoint cannot be read or written; names the file.
+        RankFailed: A rank that it started raised another error; the message contains its traceback.
     """
-    return fit_with(task, settings)
+    is_rank = RankEnv.from_environ(os.environ).launcher is not Launcher.NONE or is_initialized()
+    num_ranks = settings.devices or 1
+    if is_rank or num_ranks == 1 or settings.strategy not in PER_PROCESS:
+        return fit_with(task, settings)
+    # Imported here, because the import is slow.
+    from lockstep.launcher.api import launch, raising_task_errors
+
+    check_count(num_ranks)
+    check_batch(task, settings, num_ranks)
+    with raising_task_errors():
+        result: FitResult = launch(fit_with, task, settings, devices=num_ranks)[0]
+    # The rank ended normally for our launcher, but not for the process that started this one.
+    return replace(result, exit_code=exit_code_of(result.stopped, has_launcher=False))

@@ -1,4 +1,4 @@
-"""Non-finite (NaN, infinite) gradients: seen by all ranks in the same step, traced to rank, module and samples."""
+"""Non-finite (NaN, infinite) gradients: detected by all ranks in the same step, with rank, module and samples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lockstep.train.strategies.strategy import Strategy
 
 _MOST_SAMPLES = 64
 _MOST_IN_A_ROW = 5
-# More bad steps than these, in a row or of the last so many, end the run whatever the rule.
+# More bad steps than these, in a row or of the last steps, end the run with any rule.
 _MOST_OF_LAST, _LAST = 10, 100
 
 _ADVICE = (
-    "Look at these samples, at the learning rate and at the parameter's layer; or go on without such steps and have "
-    'them counted: on_nan="skip" (--on-nan skip).'
+    "Check these samples, the learning rate and the parameter's layer; or skip and count such steps: "
+    'on_nan="skip" (--on-nan skip).'
 )
 
 # The micro-batches of a step on this process, each with the losses of its shares.
@@ -45,13 +45,13 @@ class Origin(NamedTuple):
     """The first micro-batch of a rank whose loss or gradient is not finite.
 
     Args:
-        rank: Which rank.
-        micro: Which micro-batch, from 0; None: one of them, and ``samples`` are those of all.
+        rank: The rank.
+        micro: The micro-batch, from 0; None: unknown, and ``samples`` are those of all micro-batches.
         samples: Its samples: indices in the data set; of a stream, positions in the global batch.
-        faulty: Those of them whose inputs are not finite.
-        loss: As a text, if it is not finite.
-        module: The first one, in the order of computation, whose output is not finite.
-        parameter: The first one, in the order of the model, whose gradient is not finite.
+        faulty: The samples whose inputs are not finite.
+        loss: The loss as text, if it is not finite.
+        module: The first module, in the order of computation, whose output is not finite.
+        parameter: The first parameter, in the order of the model, whose gradient is not finite.
     """
 
     rank: int
@@ -64,16 +64,16 @@ class Origin(NamedTuple):
 
 
 class NonFiniteStep(NamedTuple):
-    """A step whose gradient is not finite, as all ranks know it.
+    """A step whose gradient is not finite; the same on all ranks.
 
     Args:
         step: Counted from 0 over all epochs.
         epoch: Counted from 0; None for a stream.
-        origins: Of the ranks that found something, in their order.
-        parameter: The first one of the model whose gradient, summed over the ranks, is not finite, if that is known.
-        num_ranks: How many train together.
-        num_micro: Micro-batches of a rank.
-        again: Whether the step was computed again, with a look at every module's output and at the gradient.
+        origins: The origins that the ranks found, in the order of the ranks.
+        parameter: The first parameter whose gradient, summed over the ranks, is not finite, if known.
+        num_ranks: Number of ranks that train together.
+        num_micro: Number of micro-batches of a rank.
+        again: Whether the step was computed again to check the outputs of all modules and the gradient.
     """
 
     step: int
@@ -86,17 +86,17 @@ class NonFiniteStep(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks on which it arose."""
+        """The ranks of the origins."""
         return tuple(origin.rank for origin in self.origins)
 
     @property
     def first(self) -> str | None:
-        """The first parameter, of the first of these ranks if it is known there."""
+        """The first parameter: of the first of these ranks if known there."""
         return (self.origins[0].parameter if self.origins else None) or self.parameter
 
     @property
     def samples(self) -> list[int]:
-        """Those that it arose from, of the first of these ranks."""
+        """The samples of the origin on the first of these ranks."""
         return (self.origins[0].faulty or self.origins[0].samples) if self.origins else []
 
     @property
@@ -109,21 +109,21 @@ class NonFiniteStep(NamedTuple):
 
     @property
     def details(self) -> list[str]:
-        """What came before the gradient, and from which samples."""
+        """Lines about losses, modules and samples."""
         faulty = "a kernel is not deterministic, or a device or its memory is faulty"
         if not self.origins:
             if not self.again:
-                return ["Every loss was finite, so it arose in backward; on which rank cannot be told."]
+                return ["Every loss was finite, so the error arose in backward; the rank is not known."]
             overflow = "The sum over the ranks overflowed (compression=fp16?)"
-            return [f"Computed again, it was finite on every rank. {overflow}, {faulty}."]
+            return [f"Recomputed, the gradient was finite on every rank. {overflow}, {faulty}."]
         origin = self.origins[0]
         lines = ["The loss was finite." if origin.loss is None else f"The loss was {origin.loss}."]
         if origin.module is not None:
             lines[0] += f" The first module whose output is not finite is {origin.module}."
         elif origin.loss is None and self.again and origin.parameter is None:
-            lines[0] = f"Computed again, it was finite: {faulty}."
+            lines[0] = f"Recomputed, the gradient was finite: {faulty}."
         elif origin.loss is None:
-            lines[0] = "The loss was finite: it arose in backward."
+            lines[0] = "The loss was finite: the error arose in backward."
         which = "batch" if self.num_micro == 1 else "step"
         if self.num_micro > 1 and origin.micro is not None:
             which = f"micro-batch {origin.micro + 1} of {self.num_micro}"
@@ -131,7 +131,7 @@ class NonFiniteStep(NamedTuple):
         noun = "Samples" if self.epoch is not None else "Positions in the global batch"
         lines.append(f"{noun} of that {which}{on}: {_format_samples(origin.samples)}.")
         if origin.faulty:
-            lines.append(f"Not finite before the model saw them: {_format_samples(origin.faulty)}.")
+            lines.append(f"Not finite in the input: {_format_samples(origin.faulty)}.")
         for other in self.origins[1:]:
             what = f"{noun.lower()} {_format_samples(other.samples)}"
             lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
@@ -139,26 +139,26 @@ class NonFiniteStep(NamedTuple):
 
     @property
     def error(self) -> NonFiniteGradient:
-        """What ends the run."""
+        """The error that ends the run."""
         return NonFiniteGradient("\n".join([self.headline, *self.details, _ADVICE]), step=self.step, ranks=self.ranks)
 
 
 def _format_samples(numbers: Sequence[int]) -> str:
-    """Return ``numbers`` in a row, not more than a reader needs."""
+    """Return the first ``numbers`` as text."""
     rest = len(numbers) - _MOST_SAMPLES
     return ", ".join(map(str, numbers[:_MOST_SAMPLES])) + (f", and {rest} more" if rest > 0 else "")
 
 
 class NonFiniteGuard:
-    """Refuses steps whose gradient is non-finite, and names where they went wrong.
+    """Refuses steps whose gradient is not finite, and finds the origin.
 
     Args:
-        rule: What happens then.
-        model: The bare model.
-        optimizer: Of its parameters.
-        gradients: What backward leaves in it.
-        strategy: Who computes.
-        plan: Of the steps.
+        rule: Whether to raise an error or to skip the step.
+        model: The model without wrappers.
+        optimizer: The optimizer of its parameters.
+        gradients: The gradients after backward.
+        strategy: The strategy.
+        plan: The plan of the run.
         replay: Computes a micro-batch again, leaves its gradient in ``param.grad`` and returns the losses. Collective.
 
     Attributes:
@@ -182,12 +182,12 @@ class NonFiniteGuard:
         self.found: list[NonFiniteStep] = []
 
     def begin_step(self) -> None:
-        """Keep the buffers that a skipped step must leave as they are."""
+        """Keep the buffers, which a skipped step must not change."""
         if self._buffers is not None:
             self._buffers.keep()
 
     def refuse(self, computed: Computed, step: int, *, updated: bool) -> None:
-        """Go by the rule for a step, counted from 0, whose gradient is not finite.
+        """Apply the rule to a step whose gradient is not finite.
 
         Collective: every rank. Blocks.
 
@@ -199,11 +199,11 @@ class NonFiniteGuard:
         Raises:
             NonFiniteGradient: On every rank: the rule is to raise, or there were too many such steps.
         """
-        # A step that is refused has not changed the parameters, and random numbers depend on the position alone, so its
-        # micro-batches can be computed again, each on its own and with a look at every module's output. That costs
-        # nothing as long as all is well. Where the parameters have been updated meanwhile (an optimizer in backward;
-        # on_nan="raise" on CUDA), or the engine cannot compute without the other ranks (fsdp), what is left is the
-        # losses, and whether this rank's part of the gradient was finite when it was handed over.
+        # A refused step has not changed the parameters, and random numbers depend only on the position. So its
+        # micro-batches can be computed again one by one, with a check of the output of every module. This costs nothing
+        # in normal steps. If the parameters have been updated (an optimizer in backward; on_nan="raise" on CUDA), or
+        # the engine cannot compute without the other ranks (fsdp), the only information is the losses, and whether this
+        # rank's part of the gradient was finite before the reduction.
         bad = self._describe(computed, step, replays=self._strategy.can_replay and not updated)
         self.found.append(bad)
         self._optimizer.zero_grad(set_to_none=True)
@@ -214,12 +214,12 @@ class NonFiniteGuard:
             self._buffers.restore()
 
     def check_later(self, norm: Tensor, computed: Computed, step: int) -> None:
-        """Leave it to `settle` to check whether the gradient was finite, whose norm is on its way."""
-        light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # the inputs need their memory
+        """Start to copy the ``norm`` of the gradient to the host, for the check in `settle`."""
+        light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # frees the memory of the inputs
         self._unsettled = HostCopy(norm), light, step
 
     def settle(self) -> None:
-        """Check the gradient of the last step, if that was left for later.
+        """Check the gradient of the last step, after `check_later`.
 
         Collective if it was not finite: every rank. Blocks until the backward pass of that step is done.
 
@@ -230,7 +230,7 @@ class NonFiniteGuard:
             return
         (norm, computed, step), self._unsettled = self._unsettled, None
         value = norm.read()
-        # The norm may be infinite although each element is finite: the squares overflow first.
+        # The norm may be infinite although each element is finite, because the squares overflow.
         if value.isfinite() or (value.isinf() and self._gradients.is_finite(value)):
             return
         self.refuse(computed, step, updated=True)
@@ -246,24 +246,24 @@ class NonFiniteGuard:
             return
         last = self.found[-1]
         lines = [
-            f"{number} had a gradient that is not finite, which is no accident any more.",
+            f"{number} had a gradient that is not finite, which is too many to skip.",
             f"The last of them: {last.headline}",
             *last.details,
-            "Lower the learning rate, clip the gradient (--clip), or mend the data or the loss.",
+            "Decrease the learning rate, clip the gradient (--clip), or correct the data or the loss.",
         ]
         raise NonFiniteGradient("\n".join(lines), step=last.step, ranks=last.ranks)
 
     def _describe(self, computed: Computed, step: int, *, replays: bool) -> NonFiniteStep:
-        """Return what all ranks together know of a bad step. Collective: every rank. Blocks."""
+        """Return the description of a bad step from all ranks. Collective: every rank. Blocks."""
         group = self._strategy.step_group
         rank = 0 if group is None else group.rank()
         names = [name for name, _ in self._model.named_parameters()]
-        summed = _first_not_finite(self._model)  # before a replay puts other gradients there
+        summed = _first_not_finite(self._model)  # before a replay replaces the gradients
         is_suspect = self._strategy.part_was_bad is not None and self._strategy.part_was_bad()
         origin: Origin | None = None
         for index, (micro, losses) in enumerate(computed):
             module = parameter = None
-            if replays:  # all of them, although the first bad one tells enough: synchronised layers need every rank
+            if replays:  # all, although the first bad one is sufficient: synchronised layers need every rank
                 self._optimizer.zero_grad(set_to_none=True)
                 with _watching_outputs(self._model) as bad_outputs:
                     losses = self._replay(micro, index)
@@ -277,7 +277,7 @@ class NonFiniteGuard:
                 faulty = [sample for sample in _faulty_inputs(micro) if sample in samples]
                 loss = str(values[bad[0]]) if bad else None
                 origin = Origin(rank, index, samples, faulty, loss, module, parameter)
-        if is_suspect and origin is None:  # every loss was finite, so it may be from any sample of the step
+        if is_suspect and origin is None:  # every loss was finite, so any sample of the step may be the origin
             samples = [sample for micro, _ in computed for share in micro.samples for sample in share.tolist()]
             faulty = [sample for micro, _ in computed for sample in _faulty_inputs(micro)]
             origin = Origin(rank, 0 if len(computed) == 1 else None, samples, faulty)
@@ -308,7 +308,7 @@ def _first_not_finite(model: nn.Module) -> str | None:
 
 @contextmanager
 def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """Within, take note of the modules of ``model`` whose outputs are not finite, in the order of computation."""
+    """Within the block, collect the modules of ``model`` whose outputs are not finite, in the order of computation."""
     names = {id(module): f"{name} ({own_class(module).__name__})" for name, module in model.named_modules() if name}
     found: list[str] = []
     lock = threading.Lock()  # replicas compute in threads
@@ -334,12 +334,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _faulty_inputs(micro: MicroBatch) -> list[int]:
-    """Return those samples of a micro-batch whose inputs are not finite, as far as the inputs are still there."""
+    """Return the samples of a micro-batch whose inputs are not finite, if the inputs are still in memory."""
     faulty: list[int] = []
     for batch, samples in zip(micro.batches, micro.samples, strict=False):
         is_bad = np.zeros(len(samples), bool)
         for tensor in find_tensors(batch):
-            # A tensor of the batch that was stacked from the samples has a row for each, in their order.
+            # A tensor that was stacked from the samples has one row for each of them, in their order.
             if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.shape[:1] == (len(samples),):
                 is_bad |= ~torch.isfinite(tensor.detach().reshape(len(samples), -1)).all(dim=1).cpu().numpy()
         faulty += samples[is_bad].tolist()

@@ -1,4 +1,6 @@
-"""What a run comes to, worked out before anything is done: devices, steps, shares, virtual shards, learning rate."""
+"""The plan of a run, computed before it starts: devices, steps, shares, virtual shards, learning rate."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +22,11 @@ from lockstep.train.task import Task
 
 @dataclass(frozen=True)
 class VirtualShards:
-    """The virtual shards of a global batch, and where they are computed.
+    """The virtual shards of a global batch, and their devices.
 
     Args:
-        placement: Over the ranks if several train together, else over the devices of this process.
-        mine: Those of each device of this process.
+        placement: Placement on the ranks if several train together, otherwise on the devices of this process.
+        mine: The virtual shards of each device of this process.
     """
 
     placement: LeafPlacement
@@ -32,7 +34,7 @@ class VirtualShards:
 
     @property
     def split(self) -> BatchSplit:
-        """How a global batch is divided, and what of it falls to this process."""
+        """How a global batch is divided, and the shares of this process."""
         return BatchSplit(self.placement.tree.num_leaves, range(self.mine[0].start, self.mine[-1].stop), 1)
 
     def spread(self, devices: Sequence[torch.device]) -> list[torch.device]:
@@ -41,20 +43,18 @@ class VirtualShards:
 
 
 def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float] | None) -> LeafPlacement:
-    """Return the virtual shards of each device: contiguous, as evenly or by ``proportions`` as they come.
+    """Return the virtual shards of each device: contiguous, divided evenly or by ``proportions``.
 
     Raises:
-        ConfigurationError: There is none for some device, or a proportion too many or too few.
+        ConfigurationError: A device has none, or there is not one proportion per device.
     """
     _check_number_of_shares(proportions, num_devices)
     split = BatchSplit(num_devices, range(num_devices), 1, proportions)
     ranges = tuple(split.positions(num_leaves, device) for device in range(num_devices))
-    # A device without a shard would only wait for the others.
-    if not all(ranges):
-        idle = sum(not leaves for leaves in ranges)
+    if idle := sum(not leaves for leaves in ranges):
         raise ConfigurationError(
             f"reproducible={num_leaves} leaves {idle} of {num_devices} devices without a virtual shard.\n"
-            "Cut the global batch into more, or train on fewer devices."
+            "Increase reproducible, or train on fewer devices."
         )
     return LeafPlacement(ranges)
 
@@ -67,36 +67,36 @@ def devices_of(settings: FitSettings, world: World) -> list[torch.device]:
     """Return this process's devices.
 
     Raises:
-        ConfigurationError: ``devices`` does not fit the processes that were started, or the GPUs of this machine.
+        ConfigurationError: ``devices`` does not match the number of processes, or exceeds the GPUs of this machine.
     """
     strategy, wanted = settings.strategy, settings.devices
-    if strategy in PER_PROCESS:
-        if wanted is not None and wanted != world.world_size:
-            started = f"{world.world_size} process{'es' * (world.world_size > 1)}"
-            raise ConfigurationError(
-                f"Strategy {strategy} on {wanted} devices needs as many processes, but this run has {started}.\n"
-                f"Start them with `lockstep run SCRIPT --devices {wanted}`, or leave devices out."
-            )
-        return [world.device]
-    if world.world_size > 1:
-        raise ConfigurationError(
+    is_alone = world.world_size == 1
+    problem = None
+    if strategy in PER_PROCESS and wanted not in (None, world.world_size):
+        started = f"{world.world_size} process{'es' * (not is_alone)}"
+        problem = (
+            f"Strategy {strategy} on {wanted} devices needs as many processes, but this run has {started}.\n"
+            f"Start them with `lockstep run SCRIPT --devices {wanted}`, or omit devices."
+        )
+    elif strategy not in PER_PROCESS and not is_alone:
+        problem = (
             f"Strategy {strategy} trains in one process, but {world.world_size} were started.\n"
             "Start one, or use strategy ddp, which trains in all of them."
         )
-    if strategy == "single":
-        if wanted is not None and wanted > 1:
-            raise ConfigurationError(
-                f"Strategy single trains on one device, but devices={wanted}.\nUse strategy dp or ddp for more."
-            )
+    elif strategy == "single" and wanted not in (None, 1):
+        problem = f"Strategy single trains on one device, but devices={wanted}.\nUse strategy dp or ddp for more."
+    if problem is not None:
+        raise ConfigurationError(problem)
+    if strategy in (*PER_PROCESS, "single"):
         return [world.device]
     if world.device.type == "cpu":
-        # Replicas on the CPU share its cores: of use to try out what several devices will do.
+        # Replicas on the CPU share its cores. This is useful to try out what several devices will do.
         return [world.device] * (wanted or 1)
     return [torch.device(world.device.type, index) for index in range(num_devices(wanted))]
 
 
 def num_devices(wanted: int | None) -> int:
-    """Return the number of devices: what was asked for, else every GPU of this machine, else one CPU.
+    """Return the number of devices: ``wanted``, otherwise all GPUs of this machine, otherwise one CPU.
 
     Raises:
         ConfigurationError: The machine has fewer GPUs.
@@ -125,8 +125,8 @@ def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples:
     """Return the plan for a data set of ``num_samples``, or for a stream if None.
 
     Raises:
-        ConfigurationError: A device or a micro-batch would always be without samples, though they were asked for; or
-            the number of steps of a stream is not given.
+        ConfigurationError: A device or a micro-batch would never have samples; or the data set is a stream, and the
+            number of steps is not given; or the data set is smaller than a global batch.
     """
     batch_size = settings.global_batch_size or task.global_batch_size
     if settings.reproducible is None:
@@ -141,11 +141,10 @@ def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples:
         order, num_steps = StreamOrder(batch_size, settings.seed, task.drop_last), settings.steps
     else:
         order = GlobalOrder(num_samples, batch_size, settings.seed, task.drop_last)
-        # So it is with drop_last alone: else the last batch of an epoch counts with the samples that it has.
-        if order.steps_per_epoch == 0:
+        if order.steps_per_epoch == 0:  # only with drop_last
             raise ConfigurationError(
                 f"The data set of {num_samples} samples is smaller than a global batch of {batch_size}.\n"
-                "Make the global batch smaller, or leave drop_last out of the task."
+                "Decrease the global batch size, or omit drop_last from the task."
             )
         num_steps = settings.steps or (settings.epochs or task.epochs) * order.steps_per_epoch
     # The learning rate of a task was chosen for the batch size of the task.
@@ -156,36 +155,41 @@ def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples:
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:
-    """Check that the global batch can be divided over ``num_devices``: any number takes any batch, unevenly if need be.
+    """Check that the global batch can be divided over ``num_devices``, unevenly if need be.
 
     Raises:
-        ConfigurationError: `check_split`'s, or there are more devices than virtual shards.
+        ConfigurationError: `check_split`'s, or there are more devices than samples or virtual shards.
     """
+    batch_size = settings.global_batch_size or task.global_batch_size
+    if num_devices > batch_size:
+        raise ConfigurationError(
+            f"A global batch of {batch_size} is too small: each of {num_devices} devices needs a sample.\n"
+            f"Train on at most {plural(batch_size, 'device')}, or increase the global batch size."
+        )
     if settings.reproducible is None:
-        batch_size = settings.global_batch_size or task.global_batch_size
         check_split(batch_size, num_devices, settings.accumulate, settings.shares)
     else:
         place_shards(settings.reproducible, num_devices, settings.shares)
 
 
 def check_split(batch_size: int, num_shares: int, accumulate: int, proportions: Sequence[float] | None) -> None:
-    """Check that each device has a sample in each micro-batch, where micro-batches or proportions were asked for.
+    """Check that each device has a sample in each micro-batch, if ``accumulate`` or ``proportions`` are given.
 
     Raises:
-        ConfigurationError: One has not; names what would do.
+        ConfigurationError: One has none; names a sufficient batch size.
     """
     _check_number_of_shares(proportions, num_shares)
     split = BatchSplit(num_shares, range(num_shares), accumulate, proportions)
     is_even = proportions is None
-    # The last micro-batch of a share is its smallest. Without either of the two, any number of devices takes any batch.
+    # The last micro-batch of a share is its smallest. Without accumulation and proportions, every batch is allowed.
     if (is_even and accumulate == 1) or split.all_have_samples(batch_size, accumulate - 1):
         return
     exact = [Fraction(proportion) for proportion in proportions or [1] * num_shares]
-    enough = ceil(accumulate * sum(exact) / min(exact))  # from here on even the smallest is rounded down to enough
+    enough = ceil(accumulate * sum(exact) / min(exact))
     raise ConfigurationError(
-        f"A global batch of {batch_size} samples does not have a sample for each of {_devices(num_shares)} in each of "
-        f"{accumulate} micro-batches.\nSet the global batch size to {enough} or more, or "
-        f"{'make accumulate smaller' if is_even else 'make the shares more alike'}."
+        f"A global batch of {batch_size} samples does not have a sample for each of {plural(num_shares, 'device')} in "
+        f"each of {accumulate} micro-batches.\nSet the global batch size to {enough} or more, or "
+        f"{'decrease accumulate' if is_even else 'make the shares more equal'}."
     )
 
 
@@ -193,10 +197,11 @@ def _check_number_of_shares(proportions: Sequence[float] | None, num_devices: in
     if proportions is not None and len(proportions) != num_devices:
         shares = ",".join(f"{proportion:g}" for proportion in proportions)
         raise ConfigurationError(
-            f"shares={shares} is for {_devices(len(proportions))}, but this run has {num_devices}.\n"
-            "Give one number for each device, or leave shares out to make them all the same."
+            f"shares={shares} is for {plural(len(proportions), 'device')}, but this run has {num_devices}.\n"
+            "Give one number for each device, or omit shares for equal shares."
         )
 
 
-def _devices(number: int) -> str:
-    return f"{number} device{'s' * (number > 1)}"
+def plural(number: int, noun: str) -> str:
+    """Return the number with its noun, which forms the plural with an s."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""Some steps under torch.profiler, a Chrome trace for each rank; and the phases' names for NVIDIA's tools."""
+"""Profiling of some steps with torch.profiler, one Chrome trace per rank; names of phases for NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lockstep.telemetry.run_record import Event
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import FitSettings
 
-# Where traces go, in the folder of the run.
+# The folder for traces in the run folder.
 FOLDER = "profile"
 
-# Unless steps were named: by then memory is allocated, kernels are chosen and buckets have found their order.
+# Default steps: by then memory is allocated, kernels are selected and buckets are in their final order.
 _FIRST, _COUNT = 11, 3
 
 PauseFor = Callable[[Event, Callable[[], str]], None]
@@ -32,27 +32,27 @@ PauseFor = Callable[[Event, Callable[[], str]], None]
 def profiled(
     settings: FitSettings, world: World, steps: range, pause_for: PauseFor
 ) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
-    """Give the context for a step by its number: under the profiler, or with names, if ``settings`` ask for it.
+    """Yield a function from the number of a step to its context: with profiler or names, as set in ``settings``.
 
     Collective: every rank, and each step as well.
 
     Args:
-        settings: Which steps, and where traces go.
-        world: This process among the others.
-        steps: Those of this start of the run, counted from 1.
-        pause_for: Does something for which training stands still, and reports what that returns.
+        settings: The steps to profile, and the folder for traces.
+        world: The ranks.
+        steps: The steps of this start of the run, counted from 1.
+        pause_for: Pauses the training for a function, and logs what it returns.
 
     Raises:
-        ConfigurationError: On every rank: a rank cannot write its traces; or names are wanted where there is no CUDA.
+        ConfigurationError: On every rank: a rank cannot write its traces; or ``nvtx`` is set without CUDA.
     """
     module = nvtx(world.device)
     if settings.nvtx and module is None:
         raise ConfigurationError(
-            f"NVTX ranges are for NVIDIA's tools, and this run is on {world.device.type.upper()}s.\n"
-            "Leave nvtx out (--nvtx), or use profile (--profile)."
+            f"NVTX ranges need NVIDIA GPUs, but this run is on {world.device.type.upper()}s.\n"
+            "Omit nvtx (--nvtx), or use profile (--profile)."
         )
     names = ranges.Ranges(nvtx=module)
-    # Phases and buckets have names as long as this is set; otherwise none of it costs anything.
+    # Phases and buckets are named only while this is set; otherwise it costs nothing.
     ranges.now = names if settings.nvtx else None
     try:
         if settings.profile:
@@ -67,14 +67,14 @@ def profiled(
 
 
 class Profiling:
-    """Hands some steps of a run over to torch.profiler. Collective: every rank makes one; for arguments `profiled`."""
+    """Runs some steps under torch.profiler. Collective: every rank creates one. For arguments see `profiled`."""
 
     def __init__(
         self, settings: FitSettings, world: World, steps: range, pause_for: PauseFor, names: ranges.Ranges
     ) -> None:
         self._settings, self._world, self._pause_for, self._names = settings, world, pause_for, names
         self._folder = _folder(settings, world)
-        # Of a short run its last ones.
+        # The last steps of a short run.
         first, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
         self._begin, self._number = steps.start, steps.start - 1
         self._first = steps.start - 1 + int(first)
@@ -86,7 +86,7 @@ class Profiling:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Within, do the step. Collective: every rank."""
+        """Return the context of a step. Collective: every rank."""
         self._number = number
         if number == self._first:
             self._start()
@@ -96,15 +96,15 @@ class Profiling:
             self._pause_for("profile", self._write)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Write what the end of the run or an error has cut short, and report if there was nothing."""
+        """Write a trace that the end of the run or an error interrupts; report if no step was profiled."""
         if self._profiler is not None and kind is not None:
-            with suppress(Exception):  # of which that error is not to be hidden
+            with suppress(Exception):  # which would hide the first error
                 self._write()
         elif self._profiler is not None:
             self._pause_for("profile", self._write)
         elif kind is None and self._number < self._first:
             first, had = self._first - self._begin + 1, self._number - self._begin + 1
-            text = f"no step was profiled: the first was to be step {first} of this start, which had {had}"
+            text = f"no step was profiled: profiling begins at step {first} of this start, which had {had}"
             self._pause_for("remark", lambda: text)
 
     def _start(self) -> None:
@@ -117,18 +117,18 @@ class Profiling:
             profiler.prepare_trace()
         except RuntimeError as error:
             raise ConfigurationError(
-                f"torch.profiler cannot begin: {(str(error).splitlines() or [''])[0]}\n"
-                "Another profiler is probably at work in this process: end that one, or leave profile out."
+                f"torch.profiler cannot start: {(str(error).splitlines() or [''])[0]}\n"
+                "Another profiler is probably active in this process: stop it, or omit profile."
             ) from error
-        # Preparing takes the ranks long, and not equally long: none should see in its trace that it waits for others.
+        # Preparing takes a different time on each rank: traces should not contain the wait for the slowest.
         self._world.barrier()
         profiler.start_trace()
         self._profiler, ranges.now = profiler, self._names
 
     def _write(self) -> str:
-        """Stop the profiler and write its trace; return what to report of it. Blocks for the device."""
+        """Stop the profiler and write its trace; return a text for the log. Blocks for the device."""
         assert self._profiler is not None
-        # What follows is in no trace of ours, so only NVIDIA's tools may still want names.
+        # Our trace ends here, so names are only needed for NVIDIA's tools.
         ranges.now = self._names if self._settings.nvtx else None
         profiler, self._profiler = self._profiler, None
         first, last = self._first, self._number
@@ -145,7 +145,7 @@ class Profiling:
 
 
 def _folder(settings: FitSettings, world: World) -> Path:
-    """Return the folder for traces, which is there then.
+    """Create and return the folder for traces.
 
     Collective: every rank.
 

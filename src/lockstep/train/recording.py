@@ -1,4 +1,4 @@
-"""The record of a run by ``fit``: each step, measured beside the training, into the run's folder and to who watches."""
+"""The record of a run of ``fit``: each step, written to the run folder and sent to display and sinks by a thread."""
 
 import inspect
 import platform
@@ -17,13 +17,14 @@ from torch import Tensor
 from lockstep import activity
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
-from lockstep.comm.clocks import machine_name, measure_clock_offsets
+from lockstep.comm.clocks import measure_clock_offsets
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import aggregator, run_record, stragglers
+from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
@@ -35,26 +36,26 @@ from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
 
-# Events for which training stands still.
+# Events that pause the training.
 _PAUSES = ("evaluation", "checkpoint", "profile")
 
-# How often the loss is copied from a CUDA device if only a display shows it; into a file goes that of every step.
+# Interval of copies of the loss from a device if there is only a display; a run folder gets the loss of every step.
 _LOSS_EVERY_S = 0.5
 
-# With more ranks than that, snapshots are made less often.
+# With more ranks, snapshots are made less often.
 _RANKS_A_SECOND = 64
 
 
 @final
 class RunRecord:
-    """Takes what happens in a run, on every rank, and hands it to the run's folder, the display and the sinks.
+    """Records steps and events on every rank, and passes them to the run folder, the display and the sinks.
 
-    Collective: every rank makes one, at the same place. Blocks until all have, if there is a folder.
+    Collective: every rank creates one at the same point. Blocks until all have, if there is a folder.
 
     Args:
-        task, settings, world, trainer: Of the run; the settings name the folder. It is made if it is not there; the
-            ranks of several machines may have one each.
-        num_steps: Of the whole run.
+        task, settings, world, trainer: Of the run. The settings name the folder, which is created if needed; each
+            machine may have its own.
+        num_steps: Number of steps of the whole run.
 
     Raises:
         ConfigurationError: On every rank: a rank cannot write into the folder.
@@ -73,14 +74,13 @@ class RunRecord:
         self._folder = None if settings.run_dir is None else self._open_folder(Path(settings.run_dir))
         writer = None if self._folder is None else self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
-        self._recorder = StepRecorder(
-            writer, self._metrics, sample=MachineSampler(trainer.devices), steps_per_epoch=steps_per_epoch
-        )
+        self._sampler = MachineSampler(trainer.devices)
+        self._recorder = StepRecorder(writer, self._metrics, sample=self._sampler, steps_per_epoch=steps_per_epoch)
         stamps = BucketStamps(self._device)
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
-        self._last: run_record.RecordedStep | None = None  # until it is known how long it lasted
+        self._last: run_record.RecordedStep | None = None  # until its duration is known
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
         self._has_timeline = has_timeline(first_step)
@@ -96,17 +96,16 @@ class RunRecord:
         )
         self._is_over = self._has_ended = False
         self._num_taken = 0
-        self._window: list[run_record.RecordedStep] = []  # whose times the ranks compare
+        self._window: list[run_record.RecordedStep] = []  # steps whose times the ranks compare
         self._launcher_asked = activity.callbacks.wants_pace
         if restarts:
             self.event("restart", f"start {restarts + 1} of this run")
         if first_step:
-            self.event("resume", f"went on after step {first_step}")
+            self.event("resume", f"resumed after step {first_step}")
 
     def deliver(self, display: SnapshotSink | None, sinks: Iterable[SnapshotSink] = ()) -> None:
-        """Have ``display`` and ``sinks`` get snapshots, if this is rank zero; measure and send from now on."""
-        # The launcher would compare only the ranks of our own engine, and has no record to write to. It leaves the
-        # comparison to us, and gets it back afterwards.
+        """Start to measure, and to send snapshots to ``display`` and ``sinks`` if this is rank zero."""
+        # The launcher's comparison of ranks covers only our own engine and has no record. It is off until `close`.
         activity.callbacks.wants_pace = False
         if self._world.is_rank_zero:
             shown = [*sinks] if display is None else [display, *sinks]
@@ -114,7 +113,7 @@ class RunRecord:
         self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
     def step(self, record: StepRecord) -> None:
-        """Take a step that has just ended on the host. Does not block."""
+        """Record a step that has just ended on the host. Does not block."""
         timer = record.timer
         self._release(timer.began_at)
         self._paused_at = None
@@ -139,7 +138,8 @@ class RunRecord:
             counted=numbers.get("count"),
             learning_rate=rate,
             reductions=reductions,
-            exposed_s=0.0 if self._is_alone else None,  # of an engine that reports no reductions
+            exposed_s=0.0 if self._is_alone else None,  # for an engine that reports no reductions
+            core_uses=timer.core_uses,
             copies=self._copies[:],
             has_timeline=self._has_timeline,
         )
@@ -149,10 +149,10 @@ class RunRecord:
             self._stamps.closely = self._has_timeline
 
     def compare_ranks(self, reporter: stragglers.StragglerReporter) -> None:
-        """Have a straggler reported, after a step that was taken: a rank that keeps the others waiting in each.
+        """Report a straggler, a rank for which the others wait in each step. Called after each recorded step.
 
-        Collective after some steps, the same on every rank: every rank of the group. Blocks then until the device has
-        come to the end of the step.
+        Collective after some steps, the same on every rank: every rank of the group. Then it blocks until the device
+        has finished the step.
         """
         number, self._num_taken = self._num_taken, self._num_taken + 1
         group = self._trainer.group
@@ -169,13 +169,13 @@ class RunRecord:
             reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
 
     def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
-        """Return the loss of a step, and what else it has, on their way to the host."""
+        """Return loss, norm and count of a step, with the state of their copies to the host."""
         maybe = {"loss": record.loss, "grad_norm": record.grad_norm, "count": record.count}
         values = {name: value for name, value in maybe.items() if value is not None}
         if self._device.type == "cpu":
             return {name: run_record.Number(value, None) for name, value in values.items()}
-        # They are copied on the step's own stream, so that nobody waits: of every step if there is a file, else now
-        # and then, for the display.
+        # Copied on the stream of the step, so that nothing waits: in every step if there is a file, otherwise from time
+        # to time, for the display.
         if self._folder is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
             return {}
         self._loss_at = record.timer.began_at
@@ -183,17 +183,17 @@ class RunRecord:
         return {name: run_record.Number(value, copy.arrived) for name, value in zip(values, copy.value, strict=True)}
 
     def pause(self) -> None:
-        """Training stands still from now on, for the event that comes next."""
+        """Begin a pause of the training for the next event."""
         self._paused_at = time.perf_counter()
         self._release(self._paused_at)
 
     def event(self, event: run_record.Event, text: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Take an event, for which training stood still since `pause` if that was called. Does not block.
+        """Record an event, which ends a `pause`. Does not block.
 
         Args:
-            event: What it is.
-            text: In words.
-            metrics: What an evaluation found.
+            event: The kind of event.
+            text: Its description.
+            metrics: The metrics of an evaluation.
         """
         seconds = None
         if event in _PAUSES and self._paused_at is not None:
@@ -204,9 +204,9 @@ class RunRecord:
         self._has_ended |= event in ("end", "stop")
 
     def finish(self, event: run_record.Event, text: str) -> str | None:
-        """Take notice that the run is over; return where the time of its steps went, on rank zero.
+        """Record the end of the run; return a summary of time and resources, on rank zero.
 
-        Collective: every rank. Blocks for some small messages, and until the device is done.
+        Collective: every rank. Blocks for some small messages, and until the device has finished.
         """
         group, device = self._world.group, self._world.device
         if self._folder is not None:
@@ -214,45 +214,46 @@ class RunRecord:
             self._folder.describe(offsets, "end", workers=self._trainer.settings.workers)
         self.event(event, text)
         self._stop()
-        gathered = all_gather_object(asdict(self._metrics.whole_run()), group=group, device=device)
+        mine = asdict(self._metrics.whole_run()), asdict(self._sampler.used)
+        gathered, used = zip(*all_gather_object(mine, group=group, device=device), strict=True)
         known = aggregator.with_waits(map(aggregator.decode, gathered))
         done = self._metrics.num_done
         whole = Snapshot(step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
-        return summary(whole) if self._world.is_rank_zero else None
+        total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))
+        return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
 
     def close(self) -> None:
-        """Hand on what is left. Blocks until the device is done, unless there is an error, and some seconds at most."""
+        """Deliver the rest. Blocks, for some seconds at most, until the device has finished; not after an error."""
         activity.callbacks.wants_pace = self._launcher_asked
         self._stop()
         self._aggregator.close()
 
     def _stop(self) -> None:
-        """End the thread, take in what is left, and make the last snapshot, once."""
+        """End the thread, record the last step, and make the last snapshot; once."""
         if self._is_over:
             return
         self._is_over = True
-        error = None if self._has_ended else sys.exc_info()[1]  # else one that fit was called in the handler of
+        error = None if self._has_ended else sys.exc_info()[1]  # not an error during whose handling fit was called
         if error is not None:
             self.event("error", one_line(error))
         self._release(None)
         self._recorder.finish(waits=error is None)
 
     def _release(self, until: float | None) -> None:
-        """Hand the last step to the recorder, which lasted until then."""
+        """Pass the last step, which lasted until ``until``, to the recorder."""
         if self._last is not None:
             self._last.interval_s = None if until is None else until - self._last.began_at
             self._recorder.add(self._last)
             self._last = None
 
     def _open_folder(self, folder: Path) -> run_record.RunFolder:
-        """Return the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
+        """Open the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
         world, trainer, settings = self._world, self._trainer, self._settings
         opened = run_record.RunFolder(
             folder,
             world.rank,
             world.world_size,
             device=", ".join(str(device) for device in trainer.devices),
-            machine=machine_name(),
             first_step=trainer.num_steps_done,
             fresh=self._is_fresh,
             gather=partial(all_gather_object, group=world.group, device=world.device),
@@ -266,6 +267,7 @@ class RunRecord:
             counts=self._task.counts,
             settings={name: str(value) if isinstance(value, Path) else value for name, value in given},
             global_batch_size=trainer.plan.batch_size,
+            steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_parameters=sum(parameter.numel() for parameter in self._parameters()),
             gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in self._parameters()),
             backend=world.backend if trainer.group is not None else None,
@@ -274,24 +276,24 @@ class RunRecord:
         return opened
 
     def open_sinks(self) -> list[MetricsSink]:
-        """Return the sinks of a run that is about to begin, or to go on; only rank zero has any.
+        """Open the sinks of a run that begins or resumes; only rank zero has any.
 
         Collective: every rank. Blocks until rank zero has opened them; see `telemetry.sinks.open_sinks`.
 
         Raises:
-            ConfigurationError: On every rank: one of them cannot be opened; says why.
+            ConfigurationError: On every rank: a sink cannot be opened; says why.
         """
         targets = parse_targets(self._settings.log_to or ())
         return open_sinks(targets, self._run_info, self._world) if targets else []
 
     def _run_info(self) -> RunInfo:
-        """Return all that the run depends on: the settings as they were given, and then what became of them."""
+        """Return the configuration of the run: the settings as given, and values derived from them."""
         settings, trainer, origin = self._settings, self._trainer, self._provenance()
-        # Where checkpoints are, for whoever goes on with them is to go on here, too.
+        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         in_store = "://" in str(settings.checkpoint)
         memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
         if memory is not None:
-            with suppress(OSError):  # then nothing is remembered
+            with suppress(OSError):  # then sinks start a new run
                 Path(memory).mkdir(parents=True, exist_ok=True)
         config = {
             **{name: _plain(value) for name, value in asdict(settings).items() if value is not None},
@@ -321,7 +323,7 @@ class RunRecord:
         return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]
 
     def _provenance(self) -> Provenance:
-        """Return versions, machine and commits; takes a moment, as it asks git."""
+        """Return versions, machine and commits. Blocks for some calls of git."""
         path = None
         with suppress(OSError, TypeError):
             path = Path(inspect.getfile(self._task.loss))
@@ -337,7 +339,8 @@ def _plain(value: object) -> str | int | float | bool:
 def _times_of(step: run_record.RecordedStep) -> stragglers.StepTimes:
     took = run_record.measure(step)
     own = {"loader": took.data_wait_s or 0.0, "forward": 0.0, "backward": 0.0, "optimizer": took.optimizer_s or 0.0}
-    # Where work and waiting alternate within forward and backward, and cannot be told apart, none of it counts as work.
+    # If work and waiting in forward and backward cannot be separated, none of it counts as work.
     if took.exposed_s is not None:
         own |= {"forward": max(0.0, took.forward_s or 0.0), "backward": took.backward_s or 0.0}
+    own["core"] = took.core_wait_s or 0.0
     return stragglers.StepTimes(**own, waits=took.total_s - sum(own.values()))

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from lockstep.errors import ConfigurationError
-from lockstep.telemetry.sinks import parse_targets
+from lockstep.telemetry.cost import Price
 
 FilePath = str | Path
 Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "text", "words"]
 
-# --- a setting: what an annotated field of a dataclass declares, for checking values and for making flags -------------
+# --- a setting: an annotated field of a dataclass, from which checks and flags are made -------------------------------
 
 
 def _is_number(value: object, kinds: tuple[type, ...] = (int, float)) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)  # True is an int to Python, but no number of steps
+    return isinstance(value, kinds) and not isinstance(value, bool)  # bool is a subclass of int
 
 
 def _are_positive(value: Any) -> bool:
@@ -40,19 +40,19 @@ def _are_words(value: object) -> bool:
     )
 
 
-# By kind: the types that a field is declared with, what a value must fulfil, and that in words.
+# By kind: the types in the annotation of a field, the check of a value, and its description.
 _KINDS: dict[Kind, tuple[set[Any], Callable[[Any], bool], str]] = {
     "int": ({int}, lambda value: _is_number(value, (int,)), "a whole number"),
     "float": ({float}, _is_number, "a number"),
     "bool": ({bool}, lambda value: isinstance(value, bool), "True or False"),
     "path": ({str, Path}, lambda value: isinstance(value, (str, Path)), "a path"),
     "numbers": ({Sequence[float]}, _are_positive, "numbers above 0, such as (2, 1, 1)"),
-    "text": ({str}, lambda value: isinstance(value, str), "a text"),
-    "words": ({str, Sequence[str]}, _are_words, "a text, or several"),
+    "text": ({str}, lambda value: isinstance(value, str), "a string"),
+    "words": ({str, Sequence[str]}, _are_words, "a string, or several"),
 }
 
 
-# The unit of a path that may also be in an object store.
+# The unit of a path that may be in an object store.
 _DIR_OR_URL = "DIR|URL"
 
 
@@ -63,13 +63,13 @@ def setting(default: Any, help: str, unit: str | None = None, at_least: int | No
 
 @dataclass(frozen=True)
 class Setting:
-    """One field, as checked and shown.
+    """One field of a dataclass of settings.
 
     Args:
         name, kind, choices, default: As declared.
         optional: Whether it may be None.
         help: One sentence for ``--help``.
-        unit: What its number or path stands for.
+        unit: The unit of a number, or a placeholder, for ``--help``.
         at_least: Smallest number allowed.
     """
 
@@ -86,7 +86,7 @@ class Setting:
         """Check a value.
 
         Raises:
-            ConfigurationError: It is of the wrong kind or out of range; says what is allowed.
+            ConfigurationError: It has the wrong type or is out of range; says what is allowed.
         """
         if value is None and self.optional:
             return
@@ -105,19 +105,48 @@ class Setting:
 
 @cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
-    """Return what the dataclass ``cls`` declares, in the order of its fields."""
+    """Return the settings of the dataclass ``cls``, in the order of its fields."""
     hints = typing.get_type_hints(cls)
     found = []
     for declared in fields(cls):
         hint = hints[declared.name]
         members = set(typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else [hint])
         kinds = members - {type(None)}
-        # Of several types none is a choice.
         choices = [choice for each in kinds if typing.get_origin(each) is Literal for choice in typing.get_args(each)]
         kind: Kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
         optional = kinds != members
         found.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
     return tuple(found)
+
+
+# --- settings that depend on each other -----------------------------------------------------------------------------
+
+_REDUCED_LATE = "parameters are updated before the whole gradient is known"
+
+# Pairs of which only one can be given, and the reason.
+_CONFLICTS = (
+    ("steps", "epochs", "both set the end of the run"),
+    ("overlap_optimizer", "clip", _REDUCED_LATE),
+    ("overlap_optimizer", "precision=fp16", _REDUCED_LATE),
+    ("overlap_optimizer", "bad_samples=skip", _REDUCED_LATE),
+    ("overlap_optimizer", "on_nan=skip", _REDUCED_LATE),
+    ("overlap_optimizer", "reproducible", _REDUCED_LATE),
+    ("accumulate", "reproducible", "each virtual shard is a micro-batch; for smaller ones, increase reproducible"),
+    ("compression", "reproducible", "reproducible uses its own exchange of gradients"),
+    ("bucket_cap_mb", "reproducible", "reproducible uses its own exchange of gradients"),
+)
+
+# By setting: the setting that it needs, and how to give that.
+_NEEDS = dict.fromkeys(
+    ("resume", "keep_best", "checkpoint_blocking"), ("checkpoint", "checkpoint=DIR (--checkpoint DIR)")
+) | dict.fromkeys(("profile_steps", "profile_dir"), ("profile", "profile=True (--profile)"))
+
+
+def _is_given(settings: object, spec: str) -> bool:
+    """Return whether a setting differs from its default; with ``NAME=VALUE``, whether it has that value."""
+    name, _, value = spec.partition("=")
+    given = getattr(settings, name)
+    return bool(given == value if value else given != getattr(type(settings), name))
 
 
 # --- every setting of a training run --------------------------------------------------------------------------------
@@ -135,164 +164,123 @@ StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "local-sgd", 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a task is trained, apart from where: what determines the arithmetic, and all that the step loop needs.
+    """How a task is trained: everything that determines the arithmetic and the loop over the steps.
 
     Raises:
-        ConfigurationError: A value is of the wrong kind or out of range; says which, and what is allowed.
+        ConfigurationError: A value has the wrong type or is out of range; names it and says what is allowed.
     """
 
     epochs: int | None = setting(None, "Passes over the data set; the task's own number if not given.", "N", 1)
     steps: int | None = setting(None, "Optimizer steps, instead of epochs.", "N", 1)
-    seed: int = setting(0, "Where initial weights, sample order and dropout derive from.", "N", 0)
+    seed: int = setting(0, "Seed of initial weights, sample order and dropout.", "N", 0)
     global_batch_size: int | None = setting(
-        None, "Samples in an optimizer step over all devices, instead of the task's own.", "SAMPLES", 1
+        None, "Samples per optimizer step over all devices; default: the task's own.", "SAMPLES", 1
     )
-    accumulate: int = setting(1, "Micro-batches that a device's part of a global batch is cut into.", "N", 1)
-    precision: Precision = setting("fp32", "Autocast to bf16, or to fp16 with gradient scaling.")
-    clip: float | None = setting(None, "Largest global norm of the gradient; a longer one is cut.", "NORM")
-    schedule: Schedule | None = setting(
-        None, "How the learning rate falls over the steps; the task's own schedule, else constant."
+    accumulate: int = setting(
+        1, "Number of micro-batches that a device's part of a global batch is divided into.", "N", 1
     )
+    precision: Precision = setting("fp32", "Autocast to bf16, or fp16 with gradient scaling.")
+    clip: float | None = setting(None, "Maximum global norm of the gradient; larger gradients are scaled down.", "NORM")
+    schedule: Schedule | None = setting(None, "Learning rate schedule; the task's own schedule, else constant.")
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)
     # Learning-rate scaling with the batch size; see `batch_scale` in step.py.
-    lr_scaling: Scaling = setting("none", "How the learning rate follows the global batch, relative to the base batch.")
+    lr_scaling: Scaling = setting(
+        "none", "How the learning rate scales with the global batch size, relative to the base batch size."
+    )
     base_batch_size: int | None = setting(
-        None, "Global batch that the learning rate was chosen for; else the task's own.", "SAMPLES", 1
+        None, "Global batch size for which the learning rate was chosen; default: the task's own.", "SAMPLES", 1
     )
     shares: Sequence[float] | None = setting(
         None, "Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."
     )
     workers: int = setting(0, "Processes per rank that load samples.", "N", 0)
     prefetch: int | None = setting(None, "Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
-    bad_samples: BadSamplesRule = setting(
-        "stop", "When a sample cannot be read, stop, or go on without it and count it."
-    )
-    on_nan: NanRule = setting("raise", "When a gradient is NaN or infinite: end the run, or skip the step.")
-    check_replicas: int = setting(
-        100, "Steps between checks that all ranks still hold the same bits; 0 for never.", "STEPS", 0
-    )
-    reproducible: int | None = setting(
-        None, "Cut each global batch into V virtual shards: the same bits on 1 to V devices.", "V", 1
-    )
+    bad_samples: BadSamplesRule = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
+    on_nan: NanRule = setting("raise", "If a gradient is NaN or infinite: end the run, or skip the step.")
+    check_replicas: int = setting(100, "Steps between checks that all ranks hold the same bits; 0: never.", "STEPS", 0)
+    reproducible: int | None = setting(None, "Virtual shards of a global batch: same bits on 1 to V devices.", "V", 1)
     compression: str | None = setting(
         None,
-        "How gradients travel between ranks: bf16, fp16, int8, int4 or powersgd:RANK; for slow networks.",
+        "Compression of gradients between ranks: bf16, fp16, int8, int4 or powersgd:RANK; for slow networks.",
         "METHOD",
     )
-    wire: Wire | None = setting(None, "Deprecated: as compression.")
-    bucket_cap_mb: float | None = setting(None, "Size of a bucket of gradients; 25, the first 1, if not given.", "MIB")
-    overlap_optimizer: bool = setting(False, "Step each bucket of parameters as soon as it is reduced.")
+    wire: Wire | None = setting(None, "Deprecated: use compression.")
+    bucket_cap_mb: float | None = setting(None, "Size of a gradient bucket; default: 25, and 1 for the first.", "MIB")
+    overlap_optimizer: bool = setting(False, "Update each bucket of parameters as soon as it is reduced.")
     sync_every: int | None = setting(
         None, "Steps between exchanges of parameters; 8 with local-sgd, 50 with diloco if not given.", "STEPS", 1
     )
     fragments: int | None = setting(None, "Parts of the model that are exchanged after different steps.", "N", 1)
-    sync_delay: int | None = setting(None, "Steps that go on while an exchange is under way.", "STEPS", 0)
+    sync_delay: int | None = setting(None, "Number of steps that run during an exchange.", "STEPS", 0)
     outer_lr: float | None = setting(None, "Learning rate of diloco's outer SGD; 0.7 if not given.", "RATE")
-    outer_momentum: float | None = setting(None, "Its Nesterov momentum; 0.9 if not given.", "M")
+    outer_momentum: float | None = setting(None, "Nesterov momentum of that SGD; default: 0.9.", "M")
     across: Across | None = setting(
-        None, "Who trains by itself between exchanges: ranks, or machines, whose ranks sum gradients in every step."
+        None,
+        "What trains independently between exchanges: ranks, or machines, whose ranks sum gradients in every step.",
     )
     threads: int | None = setting(
-        None, "CPU cores that an operation may use; 1 with reproducible, else up to torch.", "N", 1
+        None, "CPU threads per operation; default: 1 with reproducible, else torch's default.", "N", 1
     )
 
     def __post_init__(self) -> None:
-        cls: type = type(self)  # those of the subclass, too
+        cls: type = type(self)  # may be a subclass
         for each in settings_of(cls):
             each.check(getattr(self, each.name))
         if self.shares is not None:
-            object.__setattr__(self, "shares", tuple(self.shares))  # so that nobody changes it
+            object.__setattr__(self, "shares", tuple(self.shares))  # immutable
         self._check_compression()
         if self.clip is not None and not self.clip > 0:
-            raise ConfigurationError(f"clip={self.clip} is no length.\nGive a number above 0, or leave it out.")
+            raise ConfigurationError(f"clip={self.clip} is not allowed.\nGive a number above 0, or omit it.")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
-            raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb} is no size.\nGive a number of MiB above 0.")
-        if self.steps is not None and self.epochs is not None:
-            raise ConfigurationError(
-                f"Both steps={self.steps} and epochs={self.epochs} are given.\nGive the one that should end the run."
-            )
-        if self.overlap_optimizer:
-            self._check_overlap()
-        if self.reproducible is not None:
-            self._check_reproducible(self.reproducible)
+            raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb} is not allowed.\nGive a size in MiB above 0.")
+        for one, other, why in _CONFLICTS:
+            if _is_given(self, one) and _is_given(self, other):
+                raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
 
     def _check_compression(self) -> None:
         if self.wire is not None:
             if self.compression not in (None, self.wire):
                 raise ConfigurationError(
-                    f"Both compression={self.compression} and wire={self.wire} are given.\nLeave wire out."
+                    f"Both compression={self.compression} and wire={self.wire} are given.\nOmit wire."
                 )
             object.__setattr__(self, "compression", self.wire)
-            object.__setattr__(self, "wire", None)  # or a copy could not have another
+            object.__setattr__(self, "wire", None)  # so that a copy can have another compression
         if self.compression is not None:
             from lockstep.parallel.compression import check_method
 
             check_method(self.compression)
 
-    def _check_overlap(self) -> None:
-        needs_the_end = {
-            "clip": (self.clip is not None, "the norm of the whole gradient is known"),
-            "precision=fp16": (self.precision == "fp16", "the whole gradient is known to be finite"),
-            "bad_samples=skip": (self.bad_samples == "skip", "it is known how many samples there were"),
-            "on_nan=skip": (self.on_nan == "skip", "the whole gradient is known to be finite"),
-            "reproducible": (self.reproducible is not None, "all virtual shards are summed"),
-        }
-        for name, (is_given, when) in needs_the_end.items():
-            if is_given:
-                raise ConfigurationError(
-                    f"With {name} no parameter can be stepped before {when}, so overlap_optimizer cannot be had with "
-                    "it.\nLeave one of the two out."
-                )
-
-    def _check_reproducible(self, num_shards: int) -> None:
-        if self.accumulate > 1:
-            raise ConfigurationError(
-                f"Both reproducible={num_shards} and accumulate={self.accumulate} are given.\n"
-                "Each virtual shard is a micro-batch already: for smaller ones, cut the batch into more of them "
-                f"(reproducible={num_shards * self.accumulate})."
-            )
-        for name in ("compression", "bucket_cap_mb"):
-            if getattr(self, name) is not None:
-                raise ConfigurationError(
-                    f"{name} does nothing with reproducible, which exchanges gradients in its own way.\n"
-                    "Leave one of the two out."
-                )
-
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(Settings):
-    """`Settings`, on what the run happens, and what is kept of it."""
+    """`Settings`, the devices of the run, and what is recorded and saved."""
 
     strategy: StrategyName = setting(
-        "ddp", "Who computes: one device, one process with a thread a device, or a process a device."
+        "ddp", "How the work is divided: " + ", ".join(typing.get_args(StrategyName)) + ".", "NAME"
     )
     devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
     checkpoint: FilePath | None = setting(
-        None, "Folder for checkpoints, or its URL in an object store, such as s3://bucket/run.", _DIR_OR_URL
+        None, "Folder for checkpoints, or a URL such as s3://bucket/run.", _DIR_OR_URL
     )
     checkpoint_every: int | None = setting(
         None, "Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1
     )
     checkpoint_blocking: bool = setting(
-        False, "Let the next step wait until a checkpoint is on disk; saves a copy of the state in host memory."
+        False, "Wait in the step until a checkpoint is on disk; needs no copy of the state in host memory."
     )
-    keep: int = setting(2, "Newest checkpoints that are kept.", "N", 1)
-    keep_best: bool = setting(False, "Save when an evaluation finds the lowest loss so far, and keep that, too.")
-    resume: bool | None = setting(
-        None, "Insist on a checkpoint to go on from, or start anew and replace it; else go on if there is one."
-    )
-    export: FilePath | None = setting(None, "File for the bare model's weights at the end, .safetensors.", "FILE")
+    keep: int = setting(2, "Number of newest checkpoints to keep.", "N", 1)
+    keep_best: bool = setting(False, "Also save at the lowest evaluation loss so far, and keep that checkpoint.")
+    resume: bool | None = setting(None, "Require a checkpoint, or start a new run; default: resume if there is one.")
+    export: FilePath | None = setting(None, "File for the unwrapped model's weights at the end, .safetensors.", "FILE")
     eval_every: int | None = setting(
         None, "Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1
     )
-    run_dir: FilePath | None = setting(
-        None, "Folder in which every rank records its steps, times and events, for lockstep report.", "DIR"
-    )
+    run_dir: FilePath | None = setting(None, "Folder for a record of all steps, for lockstep report.", "DIR")
     profile: bool = setting(
-        False, "Hand some steps over to torch.profiler: a Chrome trace for each rank, with the phases in it."
+        False, "Run some steps under torch.profiler: one Chrome trace per rank, with the phases of a step."
     )
     profile_steps: Sequence[float] | None = setting(
-        None, "The first step to profile, and how many; 11,3 if not given.", "FIRST,N"
+        None, "First step to profile, and number of steps; default: 11,3.", "FIRST,N"
     )
     profile_dir: FilePath | None = setting(
         None, "Folder for these traces; profile/ in the folder of the run if not given.", "DIR"
@@ -300,70 +288,69 @@ class FitSettings(Settings):
     nvtx: bool = setting(False, "Name the phases of every step as NVTX ranges, for NVIDIA's tools.")
     log_to: str | Sequence[str] | None = setting(
         None,
-        "Where figures go as it runs, with commas between them: tensorboard:DIR, prometheus:[HOST:]PORT, "
+        "Comma-separated sinks for metrics: tensorboard:DIR, prometheus:[HOST:]PORT, "
         "wandb:[ENTITY/]PROJECT, mlflow:[URI].",
         "SINK,..",
     )
     view: ViewName = setting(
-        "auto", "How progress is shown: live, on a terminal or in a notebook, or as lines now and then; auto decides."
+        "auto", "Display of progress: live on a terminal or in a notebook, or periodic lines; auto selects."
     )
-    quiet: bool = setting(False, "Print only errors, and what the task itself prints.")
+    quiet: bool = setting(False, "Print only errors and the output of the task.")
+    price: str | None = setting(
+        None, 'Price of a device per hour, such as 2.50 or "2.50 EUR", to say what it cost.', "SUM"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("resume", "keep_best", "checkpoint_blocking"):
-            if getattr(self, name) and self.checkpoint is None:
-                raise ConfigurationError(
-                    f"{name} needs a folder for checkpoints.\nName it with checkpoint=DIR (--checkpoint DIR)."
-                )
+        for name, (needed, how) in _NEEDS.items():
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigurationError(f"{name} needs {needed}.\nAdd {how}, or omit {name}.")
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
-        # Checked here, so that a target that is none is an error before any rank is started.
+        # Checked here, so that an invalid target is an error before any rank is started.
         if self.log_to is not None:
+            from lockstep.telemetry.sinks import parse_targets  # not at the top, because it imports torch
+
             object.__setattr__(self, "log_to", tuple(str(target) for target in parse_targets(self.log_to)))
+        Price.read(self.price)
         numbers = self.profile_steps
         if numbers is not None and (len(numbers) != 2 or any(number != int(number) for number in numbers)):
             raise ConfigurationError(
                 f"profile_steps={tuple(numbers)} is not allowed.\nGive the first step and how many, such as 101,5."
             )
-        for name in ("profile_steps", "profile_dir"):
-            if getattr(self, name) is not None and not self.profile:
-                raise ConfigurationError(
-                    f"{name} is given, but nothing is to be profiled.\nAdd profile=True (--profile), or leave it out."
-                )
         if self.profile and self.profile_dir is None and self.run_dir is None:
             raise ConfigurationError(
-                "profile needs a folder for its traces.\nName it with profile_dir=DIR (--profile-dir DIR), or record "
-                "the run with run_dir=DIR (--run-dir DIR)."
+                "profile needs a folder for its traces.\nAdd profile_dir=DIR (--profile-dir DIR), or record the run "
+                "with run_dir=DIR (--run-dir DIR)."
             )
 
 
 # --- settings in a file: TOML lines such as ``workers = 2`` -----------------------------------------------------------
 
-# Settings of which only one can be given: the one that has the last word takes the other's place.
+# Settings that exclude each other: the one given last replaces the other.
 _EXCLUSIVE = {"steps": "epochs", "epochs": "steps"}
 
 
 def read_settings(path: FilePath) -> dict[str, Any]:
-    """Return the settings in a file by their names, each checked by itself.
+    """Return the settings in a file by name. Each value is checked.
 
     Raises:
-        ConfigurationError: It cannot be read, or names what is no setting, or gives a value that is not allowed.
+        ConfigurationError: The file cannot be read, or has an unknown setting, or a value that is not allowed.
     """
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         cause, advice = f"cannot be read: {error.strerror}", "Name a file of settings, such as lockstep tune writes."
         raise ConfigurationError(f"{path} {cause}.\n{advice}") from None
-    except ValueError as error:  # of TOML, which names the line, or of UTF-8
-        advice = 'Write a setting in each line, as in workers = 2 or strategy = "ddp".'
-        raise ConfigurationError(f"{path} is no file of settings: {error}.\n{advice}") from None
+    except ValueError as error:  # invalid TOML, with the line number, or invalid UTF-8
+        advice = 'Write one setting per line, such as workers = 2 or strategy = "ddp".'
+        raise ConfigurationError(f"{path} is not a file of settings: {error}.\n{advice}") from None
     known = {each.name: each for each in settings_of(FitSettings)}
     for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
             hint = f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
-            raise ConfigurationError(f"{path}: there is no setting {name!r}.\n{hint}")
+            raise ConfigurationError(f"{path}: unknown setting {name!r}.\n{hint}")
         try:
             known[name].check(value)
         except ConfigurationError as error:
@@ -372,12 +359,12 @@ def read_settings(path: FilePath) -> dict[str, Any]:
 
 
 def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` of a file with what was ``given`` otherwise over them, which has the last word."""
+    """Return the ``values`` of a file, overridden by those ``given`` elsewhere."""
     rivals = {_EXCLUSIVE[name] for name in given if name in _EXCLUSIVE}
     return {name: value for name, value in values.items() if name not in rivals} | dict(given)
 
 
 def toml_line(name: str, value: object) -> str:
-    """Return the line of a setting."""
-    # JSON's numbers, booleans, lists and strings are TOML's, too.
+    """Return a setting as a line of TOML."""
+    # Numbers, booleans, lists and strings have the same syntax in JSON.
     return f"{name} = {json.dumps(value, ensure_ascii=False, default=str)}"

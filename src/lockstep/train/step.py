@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
@@ -31,7 +31,7 @@ _AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16"
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return the context for mixed precision (autocast) in a forward pass; it holds for the calling thread only."""
+    """Return the autocast context of a forward pass, for the calling thread."""
     if precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=_AUTOCAST_DTYPES[precision])
@@ -41,10 +41,9 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
 class GradScaler:
     """Loss scaling: a factor on the loss that keeps fp16 gradients in range.
 
-    It is halved after an overflow, and doubled after a good while.
-
-    It is a power of two, so it changes no digit of a gradient. It sees only whether the *global* gradient was finite,
-    so all ranks hold the same factor.
+    It is halved after an overflow, and doubled after `growth_interval` steps without one. It is a power of two, so it
+    does not round gradients. It depends only on whether the *global* gradient was finite, so it is the same on all
+    ranks.
     """
 
     scale: float = 2.0**16
@@ -52,20 +51,12 @@ class GradScaler:
     growth_interval: int = 2000
 
     def update(self, *, finite: bool) -> None:
-        """Adapt the scale to whether the gradient of a step was finite."""
+        """Update the scale after a step whose gradient was ``finite`` or not."""
         self.num_good_steps += 1
         if not finite:
             self.scale, self.num_good_steps = max(self.scale / 2, 1.0), 0
         elif self.num_good_steps == self.growth_interval:
             self.scale, self.num_good_steps = min(self.scale * 2, 2.0**24), 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {"scale": self.scale, "num_good_steps": self.num_good_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
-        self.scale, self.num_good_steps = state["scale"], state["num_good_steps"]
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -75,9 +66,9 @@ _RETURN = "Return its mean over the batch, or Loss(total, count)."
 
 
 class Part(NamedTuple):
-    """The loss of one micro-batch: ``value * weight`` out of ``out_of`` is what it adds to the loss of the step.
+    """The loss of one micro-batch: it adds ``value * weight`` to the total and ``out_of`` to the count of the step.
 
-    A mean over samples has their number as weight and count; a `Loss` has weight 1 and its own count.
+    For a mean over samples, weight and count are the number of samples. A `Loss` has weight 1 and its own count.
     """
 
     value: Tensor
@@ -96,7 +87,7 @@ class Objective:
         """Return the loss of ``model`` on ``batch``.
 
         Raises:
-            ConfigurationError: It is no 0-dimensional tensor, or has no gradient.
+            ConfigurationError: It is not a 0-dimensional tensor, or has no gradient.
         """
         with autocast(self.precision, next(model.parameters()).device):
             result: object = self.task.loss(model, batch)
@@ -105,7 +96,7 @@ class Objective:
         elif isinstance(result, Tensor):
             part = Part(result, float(num_samples), float(num_samples))
         else:
-            raise ConfigurationError(f"The loss returned a {type(result).__name__}, no tensor.\n{_RETURN}")
+            raise ConfigurationError(f"The loss returned a {type(result).__name__}, not a tensor.\n{_RETURN}")
         if part.value.dim() != 0:
             shape = tuple(part.value.shape)
             raise ConfigurationError(f"The loss is a tensor of shape {shape}, not a single number.\n{_RETURN}")
@@ -120,7 +111,7 @@ class Objective:
 class LossModule(nn.Module):
     """The model with its loss as one module, for engines that wrap a module.
 
-    So the loss gets the bare model, whatever the engine: it may use its attributes and methods, and call it often.
+    With every engine the loss gets the model without wrappers: it may use its attributes and call it several times.
     """
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
@@ -129,18 +120,18 @@ class LossModule(nn.Module):
         self._objective = objective
 
     def forward(self, batch: object, num_samples: int) -> Part:
-        """Return the loss on ``batch``; without samples, one that has every parameter in its graph but no gradient."""
+        """Return the loss on ``batch``; without samples, a loss that depends on every parameter without a gradient."""
         if num_samples == 0:
-            # A rank whose part of the batch is empty must take part in the collectives of backward. Running the model
-            # on a made-up sample would move its batch-norm statistics and random state, and zero times a loss that is
-            # not finite is no zero; this touches neither, and each parameter's hooks run all the same.
+            # A rank whose part of the batch is empty must take part in the collectives of backward. A forward on an
+            # invented sample would change batch-norm statistics and random state, and zero times a loss that is not
+            # finite is not zero. This loss avoids both, and the hooks of all parameters run.
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             return Part(_NoSamples.apply(*trained), 1.0, 0.0)  # type: ignore[no-untyped-call]
         return self._objective(self.model, batch, num_samples)
 
 
 class _NoSamples(torch.autograd.Function):
-    """Zero, whose backward reaches every parameter and gives it no gradient."""
+    """Zero, whose backward reaches every parameter without a gradient."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, *parameters: Tensor) -> Tensor:
@@ -160,10 +151,10 @@ class LearningRate:
     """The learning-rate schedule with its warm-up: a factor on the optimizer's own rates at each optimizer step.
 
     Args:
-        scale: From the size of the global batch; see `batch_scale`.
-        warmup: Steps over which the factor rises from ``1 / warmup`` of its value to all of it.
-        num_steps: Steps of the run, over which it falls.
-        decay: How it falls, or a function ``(step, num_steps)`` to the factor.
+        scale: Factor from the global batch size; see `batch_scale`.
+        warmup: Steps over which the factor rises linearly, from ``1 / warmup`` of its value.
+        num_steps: Steps of the run, over which the factor decays.
+        decay: The kind of decay, or a function from ``(step, num_steps)`` to the factor.
     """
 
     scale: float
@@ -183,7 +174,7 @@ class LearningRate:
 
 
 def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
-    """Return the factor of learning-rate scaling, for a global batch that differs from the base batch.
+    """Return the factor of learning-rate scaling for a global batch size that differs from the base batch size.
 
     Source: linear from Goyal et al. 2017 (arXiv:1706.02677), square root from Krizhevsky 2014 (arXiv:1404.5997).
     """
@@ -192,7 +183,7 @@ def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
 
 
 def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
-    """Set each group's learning rate to its base rate times ``factor``; one that is a tensor stays one."""
+    """Set each group's learning rate to its base rate times ``factor``; a tensor is updated in place."""
     for group, rate in zip(optimizer.param_groups, base, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate * factor)
@@ -204,10 +195,7 @@ def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
 
 
 class Gradients(Protocol):
-    """The gradient of a whole model, which backward has left behind; a strategy says which kind it leaves.
-
-    ``FlatGradients`` of our `DistributedDataParallel` is one of them.
-    """
+    """The gradient of a whole model after backward: a `GradientList`, or ``FlatGradients`` of our engine."""
 
     def norm(self) -> Tensor:
         """Return the Euclidean norm of all gradients together, a 0-dimensional tensor. Does not block."""
@@ -219,68 +207,45 @@ class Gradients(Protocol):
         """Return whether all gradients are finite, the same on every rank. Blocks on CUDA.
 
         Args:
-            norm: What `norm` returned for these gradients, or that times something finite.
+            norm: The result of `norm` for these gradients, or its product with a finite factor.
         """
 
 
 @final
-class ParameterGradients:
-    """Gradients parameter by parameter: the same bits on every rank that has them, so all come to the same verdict."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.parameters())
-
-    def _all(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-
-    def norm(self) -> Tensor:
-        """Return the norm of all."""
-        return combine_norms(list_norms(self._all()))
-
-    def multiply_(self, factor: Tensor) -> None:
-        """Multiply all in place."""
-        multiply_(self._all(), factor)
-
-    def is_finite(self, norm: Tensor) -> bool:
-        """Return whether all are finite."""
-        return are_finite(self._all(), norm)
-
-
-@final
-class ShardedGradients:
-    """Gradients of which each rank has its part; the same norm on every rank.
+class GradientList:
+    """Gradients as separate tensors: the same on every rank, or each rank's shards.
 
     Args:
-        local: Returns this rank's part.
-        like: A parameter.
-        group: The ranks.
+        read: Returns this rank's gradients.
+        like: A parameter, for device and dtype of the norm of shards.
+        group: The ranks that have the other shards; None: the gradients are the same on every rank.
     """
 
-    def __init__(self, local: Callable[[], list[Tensor]], like: Tensor, group: Group) -> None:
-        self._local, self._like, self._group = local, like, group
+    def __init__(self, read: Callable[[], list[Tensor]], like: Tensor, group: Group | None = None) -> None:
+        self._read, self._like, self._group = read, like, group
 
     def norm(self) -> Tensor:
-        """Collective: every rank."""
-        return norm_of_shards(self._local(), self._like, group=self._group)
+        """Return the norm of all. Collective with shards: every rank."""
+        if self._group is None:
+            return combine_norms(list_norms(self._read()))
+        return norm_of_shards(self._read(), self._like, group=self._group)
 
     def multiply_(self, factor: Tensor) -> None:
-        """Multiply this rank's part in place."""
-        multiply_(self._local(), factor)
+        """Multiply this rank's gradients in place."""
+        multiply_(self._read(), factor)
 
     def is_finite(self, norm: Tensor) -> bool:
-        """Collective if the norm is not finite: every rank then."""
-        if math.isfinite(float(norm)):
-            return True
-        mine = torch.tensor([are_finite(self._local(), norm)], device=norm.device).int()
-        all_reduce(mine, group=self._group, op="min")
-        return bool(mine)
+        """Return whether all are finite. Collective with shards if the norm is not finite: every rank."""
+        is_finite = are_finite(self._read(), norm)
+        if self._group is None or math.isfinite(float(norm)):
+            return is_finite
+        flag = torch.tensor([is_finite], device=norm.device).int()
+        all_reduce(flag, group=self._group, op="min")
+        return bool(flag)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor of gradient clipping, which brings ``norm`` down to ``max_norm``, or one.
-
-    The formula of ``clip_grad_norm_``.
-    """
+    """Return the factor that reduces ``norm`` to ``max_norm``, at most one, as in ``clip_grad_norm_``."""
     factor: Tensor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return factor
 
@@ -290,13 +255,13 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a step came to over all ranks.
+    """The sums of a step over all ranks.
 
     Args:
-        loss: Of the global batch, 0-dimensional; zero if nothing counted.
-        count: What the loss is a mean over if that is not samples, 0-dimensional; None if it is.
-        divisor: What a gradient scaled by one over the samples has yet to be divided by; None if that is one.
-        flags: How many samples could not be read, how many ranks request to stop, and on how many something failed.
+        loss: Loss of the global batch, 0-dimensional; zero if the count is zero.
+        count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
+        divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
+        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed.
     """
 
     loss: Tensor
@@ -306,14 +271,14 @@ class StepSums:
 
 
 class StepMetrics:
-    """What a step sums over micro-batches and ranks: its loss, and what each rank has to report to the others.
+    """Sums the loss of a step, and flags of the ranks, over micro-batches and ranks.
 
     Args:
-        device: Where the sums are.
-        group: The ranks that take part, or None if it is only this process.
-        dtype: Of the sums.
-        has_counts: Whether the losses of a step before were no means over samples; true from the first such one on.
-        only_means: Whether they must be, for the gradient cannot be divided after backward.
+        device: Device of the sums.
+        group: The ranks that take part; None: only this process.
+        dtype: Dtype of the sums.
+        has_counts: Whether a loss of a previous step was a `Loss`.
+        only_means: Whether a `Loss` is refused, because the gradient cannot be divided after backward.
     """
 
     def __init__(
@@ -326,7 +291,7 @@ class StepMetrics:
         only_means: bool = False,
     ) -> None:
         self._group, self._only_means = group, only_means
-        # Total and count of the loss, unreadable samples, ranks that request to stop, ranks on which something failed.
+        # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed.
         self._sums = torch.zeros(5, dtype=dtype, device=device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
@@ -336,7 +301,7 @@ class StepMetrics:
         """Add the losses of this process's shares of a micro-batch.
 
         Raises:
-            ConfigurationError: One is no mean over samples, and all must be.
+            ConfigurationError: One is a `Loss`, and ``only_means`` is set.
         """
         for value, weight, out_of in parts:
             if isinstance(out_of, float):  # a mean over samples
@@ -344,9 +309,9 @@ class StepMetrics:
                 self._sums[1] += out_of
             elif self._only_means:
                 raise ConfigurationError(
-                    "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss: its "
-                    "gradient is divided by all ranks' count after backward.\n"
-                    "Return the mean, or leave overlap_optimizer out."
+                    "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss, whose "
+                    "gradient is divided by the count of all ranks after backward.\n"
+                    "Return the mean, or omit overlap_optimizer."
                 )
             else:
                 self._saw_counts = self.has_counts = True
@@ -354,30 +319,30 @@ class StepMetrics:
             self._sums[0] += value.detach().to(self._sums.device, self._sums.dtype) * weight
 
     def start_sum(self, num_bad: int, *, stop: bool, failed: bool) -> None:
-        """Add what this rank has to report, and start to sum over the ranks, once all parts are in.
+        """Add the flags of this rank, and start to sum over the ranks, after all parts were added.
 
         Collective: every rank of the group. Does not block.
         """
-        # A signal reaches the ranks in different steps, and a checkpoint is written by one of them in the background.
-        # Each adds what it has to report to the sums of the losses, which travel beside the last backward: so all act
-        # on it after the same step, and no step has an exchange for it.
+        # A signal reaches the ranks in different steps, and a checkpoint is written in the background. The flags are
+        # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
+        # additional exchange is needed.
         if num_bad or stop or failed:
             self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self._sums.dtype, device=self._sums.device)
         if self._group is not None:
             self._future = all_reduce_async(self._sums, group=self._group)
 
     def wait(self, num_samples: float, *, may_miss: bool) -> StepSums:
-        """Return what was summed; see `StepSums`. Blocks until it is there (on a device: lets the current stream wait).
+        """Return the sums. Blocks until they are complete (on a device: only the current stream waits).
 
         Args:
-            num_samples: Of the global batch, by which the gradient was divided already.
-            may_miss: Whether some of them may be missing, so that only the counts say how many there were.
+            num_samples: Samples of the global batch, by which the gradient was already divided.
+            may_miss: Whether some of them may be missing, so that the divisor follows from the counts.
         """
         if self._future is not None:
             with activity.waiting("all_reduce of losses"):
                 self._future.wait()
         count = torch.where(self._sums[1] > 0, self._sums[1], 1.0)
-        # A rank that saw no part cannot know, and divides in any case: by exactly one if the losses were means.
+        # A rank without samples does not know, and always divides; if the losses were means, by exactly one.
         is_one = self._saw_means and not self._saw_counts and not may_miss
         return StepSums(
             loss=self._sums[0] / count,
@@ -389,30 +354,30 @@ class StepMetrics:
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
-# Keep the bits for initial weights, dropout, made-up data and the optimizer apart from what else the seed is for.
+# Separate streams of random numbers for initial weights, dropout, generated data and the optimizer.
 INIT, FORWARD, DATA, UPDATE = 3, 4, 7, 8
 
 
 class Seeds:
-    """Sets the generators of this process and of its devices.
+    """Seeds the generators of this process and of its devices.
 
     Args:
-        seed: What all random numbers derive from.
-        devices: Of this process, by share.
-        shares: Of a global batch that this process computes.
+        seed: Seed of the run.
+        devices: Devices of this process, by share.
+        shares: Shares of a global batch that this process computes.
     """
 
     def __init__(self, seed: int, devices: Sequence[torch.device], shares: range) -> None:
         self._seed, self._devices, self._shares = seed, devices, shares
 
     def all(self, *purpose: int, device: torch.device | None = None) -> None:
-        """Give what the task makes the same random numbers on every rank."""
+        """Seed all generators for ``purpose``, the same on every rank."""
         value = mix(self._seed, *purpose)
         seed_cpu(value)
         seed_device(device or self._devices[0], value)
 
     def forward(self, micro: MicroBatch, index: int) -> None:
-        """Give each share of each micro-batch of each step random numbers of its own."""
+        """Seed the generators for a micro-batch; different for each step, micro-batch and share."""
         position = (self._seed, FORWARD, micro.step, index)
         seed_cpu(mix(*position, self._shares.start))
         for share, device in zip(self._shares, self._devices, strict=False):
@@ -423,12 +388,12 @@ class Seeds:
 
 
 def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: int) -> None:
-    """Turn an out-of-memory error of forward or backward into one that says what this process has, and what to try.
+    """Turn an out-of-memory error of forward or backward into one with the memory of this process and advice.
 
-    The memory of the other ranks is in the launcher's report: they wait in a collective by now, and cannot be asked.
+    The launcher's report has the memory of the other ranks: they wait in a collective now.
 
     Raises:
-        OutOfMemory: It was one.
+        OutOfMemory: ``error`` is an out-of-memory error.
     """
     is_raised_as_one = isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory)
     if not is_raised_as_one and not (isinstance(error, RuntimeError) and says_out_of_memory(str(error))):

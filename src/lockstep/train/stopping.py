@@ -1,4 +1,4 @@
-"""What ends a run early, such as preemption by a scheduler: signals that ask it to stop and save."""
+"""Signals that stop a run early after it has saved, such as preemption by a scheduler."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any
 from lockstep import run_folder
 from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 
-# So long after a signal the launcher's request may come.
+# Maximum delay between a signal and the launcher's request.
 _REQUEST_WITHIN_S = 0.5
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
-    """Takes over the signals that nobody handles, while a run lasts: preemption becomes a graceful stop.
+    """Handles signals that have no other handler during a run: preemption becomes a graceful stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once a step. A context manager. Only the main thread
-    can take signals over; in others, only the launcher's request is seen. Processes that are forked meanwhile have the
-    handlers that were there before, but ignore Ctrl-C.
+    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once per step. A context manager. Handlers can only be
+    installed in the main thread; in other threads only the launcher's request is seen. Processes that are forked in the
+    meantime have the previous handlers, but ignore Ctrl-C.
 
     [Note: signals in a rank]
-    Our launcher turns a signal that it gets into a request in a file (`lockstep.run_folder`), so a signal that comes
-    to a rank itself can mean two things. Whoever sent it to the launcher has sent it to all processes, as SLURM does:
-    then there is a request, or will be in a moment. Or the launcher ends this rank, since another one failed or the
-    time is up: then the rank has to end at once, even while it waits for others in native code, where Python runs no
-    handlers. So a thread checks each signal, which the interpreter writes to a socket as soon as it comes.
+    Our launcher turns a signal into a request in a file (`lockstep.run_folder`). So a signal that a rank gets itself
+    can mean two things. Either the signal was sent to all processes, as SLURM does: then there is a request, or will be
+    soon. Or the launcher ends this rank, because another one failed or the time is up: then the rank has to end at
+    once, even while it waits in native code, where Python runs no handlers. So a thread checks each signal, which the
+    interpreter writes to a socket when it arrives.
 
     Args:
-        enabled: Whether the run has where to save to; if not, signals are left alone.
-        rank: Of this process.
+        enabled: Whether the run can save; otherwise signals are not handled.
+        rank: Rank of this process.
     """
 
     def __init__(self, *, enabled: bool, rank: int) -> None:
@@ -50,17 +50,17 @@ class StopSignals:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher of ours sees to the signals."""
+        """Whether our launcher handles the signals."""
         return self._run_dir is not None
 
     def asked(self) -> str | None:
-        """Return the name of the signal for which the run is to stop, or None."""
+        """Return the name of the signal that requests the run to stop, or None."""
         if self._run_dir is not None:
             return run_folder.stop_reason(self._run_dir)
         return None if self._received is None else self._received.name
 
     def report(self, text: str) -> None:
-        """Tell the launcher, if there is one, that this rank has stopped in order."""
+        """Report to the launcher, if there is one, that this rank has stopped gracefully."""
         if self._run_dir is not None:
             run_folder.report_stopped(self._run_dir, self._rank, text)
 
@@ -91,7 +91,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._run_dir is not None:  # the thread sees to it
+        if self._run_dir is not None:  # the thread handles it
             return
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
@@ -115,22 +115,22 @@ class StopSignals:
                     time.sleep(0.01)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: have signals do what they did before, but for Ctrl-C, which a terminal sends to all."""
-        with contextlib.suppress(ValueError):  # forked by another thread than the main one
+        """In a forked child: restore the handlers, but ignore Ctrl-C, which a terminal sends to all processes."""
+        with contextlib.suppress(ValueError):  # not forked by the main thread
             signal.set_wakeup_fd(-1)
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
 
 
 def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
-    """Return what a process should end with whose run has been ``stopped``, for that reason, or has not.
+    """Return the exit code for a run that was ``stopped`` for this reason; None: it was not.
 
-    Under a launcher of ours that is asked for it, it ends well: the launcher would take all else for a failure.
+    It is 0 if our launcher requested the stop, which would treat any other exit code as a failure.
     """
     folder = run_folder.current_run_folder() if has_launcher else None
     if stopped is None or (folder is not None and run_folder.stop_reason(folder) is not None):
         return 0
-    if stopped == run_folder.ANOTHER_MACHINE:  # waits to join; a launcher of ours starts this process again
+    if stopped == run_folder.ANOTHER_MACHINE:  # which waits to join; our launcher starts this process again
         return RESUME_EXIT_CODE
     return exit_code_after(signal.Signals[stopped], saved=True)
 
@@ -147,7 +147,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end_by(number: int) -> None:
-    """End this process by a signal, from whatever thread, as if nobody had handled it."""
+    """End this process by a signal, from any thread, as if it had no handler."""
     set_handler = ctypes.CDLL(None).signal
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     set_handler(number, None)

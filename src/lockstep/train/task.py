@@ -1,10 +1,11 @@
-"""What to train, never how: `Task`, `Loss` for losses that are not a mean over the samples, and the task in a file."""
+"""What to train: `Task`, `Loss` for losses that are not a mean over the samples, and loading a task from a file."""
 
 import importlib.util
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,14 +23,15 @@ from lockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that is a sum over something else than samples, such as tokens that are not padding.
+    """A loss that is a sum over items other than samples, such as tokens that are not padding.
 
     The loss of a step is the sum of ``total`` over the sum of ``count``, over all devices and micro-batches: what one
     device would compute on the whole global batch. ``Loss(cross_entropy(..., reduction="sum"), num_tokens)``.
 
     Args:
-        total: 0-dimensional floating tensor with a gradient: the sum of the parts.
-        count: Number of parts in ``total``; a number or a 0-dimensional tensor.
+        total: 0-dimensional floating tensor with a gradient: the sum over the items, not their mean.
+            (`lockstep.backward` takes a mean, and the number that it is ``mean_over``.)
+        count: Number of items in ``total``; a number or a 0-dimensional tensor.
     """
 
     total: Tensor
@@ -42,28 +44,28 @@ class Task:
 
     Args:
         model: Returns a new model; called with the seed set, so that every rank gets the same weights.
-        dataset: Returns the samples: with ``len`` and ``[]``, or an `IterableDataset` that gives the same stream in
-            every process.
-        loss: ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
-            ``model`` is the bare model, so that its attributes and methods can be used.
-        optimizer: The model's trainable parameters to the optimizer.
+        dataset: Returns the samples: an object with ``len`` and ``[]``, or an `IterableDataset` that yields the same
+            stream in every process.
+        loss: Maps ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
+            ``model`` has no wrappers, so its attributes and methods can be used.
+        optimizer: Maps the model's trainable parameters to the optimizer.
         global_batch_size: Samples in one optimizer step over all devices.
         eval_dataset: Returns the samples for evaluation, with ``len`` and ``[]``; evaluation reports the loss on them.
-        metrics: ``(model, batch)`` to more to report of an evaluation, by name: for each a tensor with one value for
-            each sample of the batch (the mean over all samples is reported), or a `Loss`.
-        collate: A list of samples to a batch; torch's ``default_collate`` if None.
-        drop_last: Whether to leave out the last global batch of an epoch if it is not full, as for models with batch
-            norm, which cannot train on a single sample. Left in, it counts with the samples that it has.
-        schedule: ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
-        after: Called with the bare trained model on rank zero at the end.
-        shard: The model to those of its modules that strategy fsdp divides among the devices as one, innermost first;
-            the children of its outermost lists and sequences if None.
-        epochs: Passes over the data set that a run takes unless it is told otherwise.
-        name: What the task is called in reports.
-        counts: What the counts of a `Loss` are, in reports.
+        metrics: Maps ``(model, batch)`` to further metrics of an evaluation, by name: each is a tensor with one value
+            for each sample of the batch (the mean over all samples is reported), or a `Loss`.
+        collate: Maps a list of samples to a batch; torch's ``default_collate`` if None.
+        drop_last: Whether to skip the last global batch of an epoch if it is not full, for example for models with
+            batch norm, which cannot train on a single sample. Otherwise its gradient is the mean over its samples.
+        schedule: Maps ``(step, num_steps)`` to the factor on the learning rate at optimizer step ``step``, from 0.
+        after: Called with the trained model, without wrappers, on rank zero at the end.
+        shard: Maps the model to its modules that strategy fsdp shards as units, innermost first; if None, these are the
+            children of its outermost lists and sequences.
+        epochs: Default number of passes over the data set.
+        name: The name of the task in reports; by default commands use the name of its file.
+        counts: The name of the items that a `Loss` counts, in reports.
 
     Raises:
-        ConfigurationError: A number is not positive, or something that must be a function is none.
+        ConfigurationError: A number is not positive, or a value that must be a function is not callable.
     """
 
     model: Callable[[], nn.Module]
@@ -84,7 +86,6 @@ class Task:
 
     def __post_init__(self) -> None:
         for field in ("global_batch_size", "epochs"):
-            # True is an int to Python, but no number of samples.
             number: object = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigurationError(f"Task.{field} is {number!r}.\nGive a whole number of at least 1.")
@@ -96,7 +97,7 @@ class Task:
         }
         for field in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard"):
             value: object = getattr(self, field)
-            # A module is callable, but is not what makes a new one.
+            # A module is callable, but does not create a model.
             is_made = field == "model" and isinstance(value, nn.Module)
             if is_made or not (callable(value) or (value is None and field not in examples)):
                 example = f", such as {examples[field]}" if field in examples else ""
@@ -104,21 +105,21 @@ class Task:
 
 
 def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: bool = False) -> nn.Module:
-    """Return a new model of ``task`` on ``device``; one of the meta device is left there if ``keeps_meta``.
+    """Return a new model of ``task`` on ``device``; with ``keeps_meta``, a model on the meta device stays there.
 
     Raises:
-        ConfigurationError: What it returns is no module, or has nothing to train.
+        ConfigurationError: ``Task.model`` does not return a module, or the module has nothing to train.
     """
     model: object = task.model()
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"Task.model returned a {type(model).__name__}, no torch.nn.Module.\nReturn the model from it."
+            f"Task.model returned a {type(model).__name__}, not a torch.nn.Module.\nReturn the model from it."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         found = "all of its parameters are frozen" if any(True for _ in model.parameters()) else "it has no parameters"
         raise ConfigurationError(
             f"{type(model).__name__} has no trainable parameter: {found}.\n"
-            "Leave requires_grad set on those that should be trained."
+            "Set requires_grad on the parameters that should be trained."
         )
     if not is_on_meta(model):
         return move(model, device)
@@ -126,11 +127,11 @@ def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: b
 
 
 def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """Give the tensors of ``model`` that are on the meta device memory on ``device``, and initial values; return it.
+    """Allocate the meta tensors of ``model`` on ``device`` and initialise them; return the model.
 
-    The values are those of the modules' ``reset_parameters``. It runs on the CPU, on whole tensors, of which a rank
-    keeps its part: so the random numbers are the same on any number of ranks, and those of a model that was not made on
-    the meta device. It takes the memory of one module at a time.
+    The modules' ``reset_parameters`` initialises whole tensors on the CPU, of which each rank keeps its shard. So the
+    random numbers are the same on any number of ranks, and the same as for a model that was not created on the meta
+    device. It takes the memory of one module at a time.
 
     Raises:
         ConfigurationError: A module has tensors on the meta device, but no ``reset_parameters``.
@@ -154,7 +155,7 @@ def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``module``, and itself, in the order in which they are constructed."""
+    """Yield the modules in ``module``, and ``module`` itself, in the order of their construction."""
     for child in module.children():
         yield from _children_first(child)
     yield module
@@ -169,22 +170,43 @@ def build_optimizer(task: Task, model: nn.Module) -> Optimizer:
     """Return the optimizer of ``task`` for the trainable parameters of ``model``.
 
     Raises:
-        ConfigurationError: What it returns is no optimizer.
+        ConfigurationError: ``Task.optimizer`` does not return an optimizer.
     """
     optimizer: object = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"Task.optimizer returned a {type(optimizer).__name__}, no torch.optim.Optimizer.\n"
+            f"Task.optimizer returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.\n"
             "Return the optimizer from it."
         )
     return optimizer
+
+
+def check_registered(optimizer: Optimizer, model: nn.Module, *, is_alone: bool) -> None:
+    """Refuse parameters of ``optimizer`` that no module of ``model`` registers; a single process only warns.
+
+    Raises:
+        ConfigurationError: There are some, so that each rank would train its own copy.
+    """
+    own = set(map(id, model.parameters()))
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    outside = [f"number {i} of shape {tuple(p.shape)}" for i, p in enumerate(trained) if id(p) not in own]
+    if outside:
+        text = (
+            f"The optimizer has parameters that no module of the model registers: {', '.join(outside[:5])}"
+            f"{' ...' if len(outside) > 5 else ''}.\nOn several devices their gradients would not be averaged, and "
+            "checkpoints leave them out. Register them: nn.ModuleList for a list of modules, nn.ParameterList for one "
+            "of parameters; make what the loss trains an attribute of the model."
+        )
+        if not is_alone:
+            raise ConfigurationError(text)
+        warnings.warn(text, stacklevel=2)
 
 
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     """Return the samples of ``task``, for training or for evaluation: with ``len`` and ``[]``, or an `IterableDataset`.
 
     Raises:
-        ConfigurationError: There are none, or they have no length; those for evaluation must have one.
+        ConfigurationError: The data set is empty or has no length; only a data set for training may be a stream.
     """
     field = "eval_dataset" if evaluation else "dataset"
     make: Callable[[], Any] = getattr(task, field)
@@ -203,7 +225,7 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     return dataset
 
 
-# --- find the task in a file ------------------------------------------------------------------------------------------
+# --- load a task from a file ------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -215,7 +237,8 @@ def load_task(spec: str) -> Task:
     folder on ``sys.path``.
 
     Raises:
-        ConfigurationError: There is no such file or attribute, it is no task, or the file fails; names the line.
+        ConfigurationError: The file or the attribute does not exist, it is not a task, or the file raises an error;
+            names the line.
     """
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py"):
@@ -234,15 +257,17 @@ def load_task(spec: str) -> Task:
         found = _explain_errors(path, found)
     if not isinstance(found, Task):
         raise ConfigurationError(
-            f"{path}: {name} is a {type(found).__name__}, no lockstep.Task.\n"
+            f"{path}: {name} is a {type(found).__name__}, not a lockstep.Task.\n"
             "It must be a Task, or a function without arguments that returns one."
         )
-    return found
+    # By default the name of a task is that of its file.
+    own_name = path.stem if name == "task" else f"{path.stem}:{name}"
+    return found if found.name != Task.name else replace(found, name=own_name)
 
 
 def _import(path: Path) -> ModuleType:
-    # As a script's, the folder comes first, so that the file finds its neighbours. Its own name is taken only if it
-    # hides no other module: loader processes may have to import it by name.
+    # As for a script, the folder comes first, so that the file can import its neighbours. The module gets the name of
+    # the file, because loader processes may import it by name, unless another module has that name.
     sys.path.insert(0, str(path.parent.resolve()))
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_task"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -254,13 +279,13 @@ def _import(path: Path) -> ModuleType:
 
 
 def _explain_errors(path: Path, action: Callable[[], T]) -> T:
-    """Run what the file does, and turn an error in it into one that shows the file's own line first."""
+    """Run ``action``, and turn an error into one that shows the line of the file first."""
     try:
         return action()
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if Path(frame.filename) == path.resolve()]
-        # The innermost line in the task's own file, if there is one: that is what its author can change.
+        # The innermost line in the task's own file, if there is one: its author can change it.
         frame = (own or frames)[-1]
         place, number, line = path if own else frame.filename, frame.lineno, frame.line
         cause, *rest = (str(error) or "no message").splitlines()

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: laps on the host's clock, or events of the device that nothing waits for."""
+"""The time of a step by phase: from the host's clock, or from events of the device without waiting for them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep import activity
+from lockstep import activity, env
 from lockstep.accelerator import mark_on
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import PHASES, Mark, seconds_between
 
-# By phase that ends, the one that begins; after the optimizer there is none.
+# By phase, the next phase; there is none after the optimizer.
 _NEXT = {"data_wait": "forward", "forward": "backward", "backward": "data_wait", "communication": "optimizer"}
 
 
 class PhaseSeconds(NamedTuple):
-    """Seconds of a step by what they went into.
+    """Seconds of a step by phase.
 
-    ``backward_s`` holds the gradient communication, overlapped or not; ``communication_s`` only what is left to wait
-    for after it, such as the sum of the losses.
+    ``backward_s`` includes the gradient communication, overlapped or not. ``communication_s`` is the wait after it,
+    such as for the sum of the losses.
     """
 
     data_wait_s: float
@@ -39,19 +39,19 @@ class PhaseSeconds(NamedTuple):
 
 
 class StepTimer:
-    """Sorts the time of one step into phases; on a device it is the device's time, and read only after the step.
+    """Divides the time of one step into phases; on a device it is the device's time, which is read after the step.
 
-    While somebody profiles (`ranges.now`), each phase is a range in the trace as well.
+    During profiling (`ranges.now`), each phase is also a range in the trace.
 
     Args:
-        device: Whose time it is.
+        device: The device whose time is measured.
 
     Attributes:
-        begin, wall_s, began_at: When the step began: as a mark, in Unix time, and by ``time.perf_counter``.
+        begin, wall_s, began_at: The start of the step: as a mark, in Unix time, and by ``time.perf_counter``.
         end: The last mark.
-        spans: Phase, begin, end, and the seconds that the host spent in blocking collectives meanwhile.
-        waits: Within backward, from when this rank's own work was done until all ranks' was, of engines that do not
-            report that themselves.
+        spans: Phase, begin, end, and the seconds that the host spent in blocking collectives in between.
+        core_uses: CPU usage of the training thread at the beginning and at the end of each span.
+        waits: Waits for other ranks within backward, for engines that do not report them themselves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,6 +61,8 @@ class StepTimer:
         self.begin = self.end = mark_on(device)
         self.spans: list[tuple[str, Mark, Mark, float]] = []
         self.waits: list[tuple[Mark, Mark]] = []
+        self.core_uses: list[tuple[bytes, bytes]] = []
+        self._core_use = env.core_use()
         self._waited_s = activity.now.waited_s
         activity.now.phase = "loader"
         if ranges.now is not None:
@@ -72,20 +74,22 @@ class StepTimer:
         waited_s = activity.now.waited_s
         self.spans.append((phase, self.end, mark, waited_s - self._waited_s))
         self.end, self._waited_s = mark, waited_s
+        before, self._core_use = self._core_use, env.core_use()
+        self.core_uses.append((before, self._core_use))
         follows = _NEXT.get(phase, "")
         activity.now.phase = "loader" if follows == "data_wait" else follows
         if at is None and (ranges.now is not None or self._range is not None):
-            # Samples that come next are asked for right behind a backward, and waited for when the next lap begins.
+            # The next samples are requested right after a backward, and waited for when the next lap begins.
             asked_ahead = phase == "data_wait" and len(self.spans) > 1 and self.spans[-2][0] != "data_wait"
             self.name_phase("data_wait" if asked_ahead else follows)
 
     def mark_waits_counted(self) -> None:
-        """Note that what backward waited for is a lap of its own or counted in `spans`."""
+        """Record that the waits of backward are a separate lap or counted in `spans`."""
         now = mark_on(self._device)
         self.waits.append((now, now))
 
     def name_phase(self, name: str) -> None:
-        """End the range of the phase before and begin another, for a profiler; none if ``name`` is empty."""
+        """End the profiler range of the previous phase and begin another; none if ``name`` is empty."""
         if self._range is not None:
             self._range.close()
         self._range = ranges.now.open(name) if name and ranges.now is not None else None
@@ -93,16 +97,16 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What happened in a step. Reading a number waits for the device to get there; nothing else does.
+    """The result of a step. Only reading a number waits for the device.
 
     Args:
         step: Counted from 0 over all epochs.
-        num_samples: Samples of the global batch.
+        num_samples: Number of samples of the global batch.
         loss: Mean over the global batch, a 0-dimensional tensor.
         grad_norm: Global norm of the gradient before clipping, if it was needed.
-        updated: Whether the optimizer was stepped; not after an overflow in fp16, nor without synchronisation.
-        count: What the loss is a mean over if that is not samples, such as tokens; a 0-dimensional tensor.
-        timer: Where its time went.
+        updated: Whether the optimizer made a step; False after an overflow in fp16, and without synchronisation.
+        count: Number of items, such as tokens, that the loss is a mean over, a 0-dimensional tensor; None: samples.
+        timer: The time by phase.
     """
 
     step: int
@@ -115,7 +119,7 @@ class StepRecord:
 
     @property
     def times(self) -> PhaseSeconds:
-        """Seconds of the step on this rank, by what they went into. Blocks on a device until its last lap is over."""
+        """Seconds of the step on this rank by phase. Blocks on a device until its last lap is over."""
         if isinstance(self.timer.end, torch.Event):
             self.timer.end.synchronize()
         taken = dict.fromkeys(PHASES, 0.0)

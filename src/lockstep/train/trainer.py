@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,34 +39,34 @@ from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
-from lockstep.train.task import Task, build_dataset, build_model, build_optimizer
+from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
 from lockstep.train.timing import StepRecord, StepTimer
 
 
 class Trainer:
-    """Trains a task a step at a time, for as long as it is asked to.
+    """Trains a task, one step per call.
 
-    Collective for strategies with a process for each device: every rank makes it, and calls each method that says so.
+    Collective for strategies with a process for each device: every rank creates it, and calls each collective method.
 
     Args:
-        task: What to train.
-        settings: How.
-        world: This process among the others, whom strategies with a process for each device use.
-        strategy: Who computes.
+        task: The task.
+        settings: How to train it.
+        world: The ranks, for strategies with a process for each device.
+        strategy: Name of the strategy.
         devices: This process's devices; the model is on the first.
 
     Attributes:
         plan: Steps, samples and learning rate.
-        strategy, optimizer, samples, batches: What trains what.
-        group: The ranks that train together, or None if it is only this process.
-        bad_samples, nonfinite: What was left out so far.
-        num_steps_done: In this run and those that it goes on with.
-        stop_requested, failure_seen: What this rank has to report to the others with each step: whether the run is to
-            stop, and whether something failed beside the steps, such as a write to disk.
-        caveats: Why the bits may differ after all, for whoever drives the steps to report.
+        strategy, optimizer, samples, batches: As created.
+        group: The ranks that train together; None: only this process.
+        bad_samples, nonfinite: Samples and steps that were skipped so far.
+        num_steps_done: Number of steps done, including those before a resume.
+        stop_requested, failure_seen: Flags that this rank sends to the others with each step: whether the run is to
+            stop, and whether something failed outside of the steps, such as a write to disk.
+        caveats: Reasons why the bits may differ from those of another run, to be shown to the user.
 
     Raises:
-        ConfigurationError: Task, settings and devices do not go together.
+        ConfigurationError: Task, settings and devices cannot be combined.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Trainer:
         how = self.load_options(task)
         self.batches = BatchIterator(self.samples, self.plan.order, split, how, places)
 
-        # The data set may have drawn any number of random numbers; all ranks get the same weights all the same. Under
-        # fsdp the whole model need not fit on a device; on the meta device it need not fit anywhere.
+        # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
+        # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.
         self._seeds.all(step_parts.INIT)
         is_divided = strategy == "fsdp"
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided).train()
@@ -115,20 +116,25 @@ class Trainer:
             )
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
-            # Other hardware may round otherwise; that is no error, but the bits are no promise any more.
+            # Other hardware may round differently. That is not an error, but the same bits are not guaranteed.
             mine = reproducible.describe_machine(self.device)
             machines = all_gather_object(mine, group=self.group, device=self.device)
             for rank, machine in enumerate(machines):
                 if unlike := reproducible.differences(machines[0], machine):
-                    self.caveats.append(f"rank {rank} computes elsewhere than rank 0: {', '.join(unlike)}")
+                    self.caveats.append(f"rank {rank} has another machine than rank 0: {', '.join(unlike)}")
                     break
 
-        self.optimizer: Optimizer = self.strategy.take_over(build_optimizer(task, self._model))
+        optimizer = build_optimizer(task, self._model)
+        check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
+        self.optimizer: Optimizer = self.strategy.take_over(optimizer)
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._gradients = self.strategy.gradients or step_parts.ParameterGradients(self._model)
+        parameters = list(self._model.parameters())
+        self._gradients = self.strategy.gradients or step_parts.GradientList(
+            lambda: [parameter.grad for parameter in parameters if parameter.grad is not None], parameters[0]
+        )
         self._in_backward, self._sum_dtype = settings.overlap_optimizer, widest_dtype(self.device)
         self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
-        # With on_nan="raise" on a device the host would wait for each step's verdict: it checks one step later instead.
+        # With on_nan="raise" on a device the gradient is checked one step later, so that the host does not wait.
         self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type != "cpu"
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
@@ -147,14 +153,14 @@ class Trainer:
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
-                    "torch's DistributedDataParallel refuses SyncBatchNorm layers on the CPU, lockstep's too.\n"
-                    "Use strategy ddp, and leave torch-ddp out of a comparison (--strategies dp,ddp)."
+                    "torch's DistributedDataParallel does not support SyncBatchNorm layers on the CPU.\n"
+                    "Use strategy ddp, and omit torch-ddp from a comparison (--strategies dp,ddp)."
                 )
             from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
             for layer in model.modules():
                 if name not in PER_PROCESS and isinstance(layer, SyncBatchNorm):
-                    # There may be a group of ranks that do not train this model: do not wait for them.
+                    # The ranks of a process group, if there is one, do not train this model: do not wait for them.
                     layer.alone = True
         if name == "single":
             return strategies.Single(model, objective)
@@ -187,14 +193,14 @@ class Trainer:
         )
 
     def load_options(self, task: Task) -> LoadOptions:
-        """Return how batches are loaded."""
+        """Return the options for loading batches."""
         return LoadOptions(
             task.collate,
             self.settings.workers,
             pin_memory=self.device.type != "cpu",
             ahead=self.settings.prefetch or LoadOptions.ahead,
             skip_bad=self.settings.bad_samples == "skip",
-            # How many threads a transform uses may change the bits of what it returns.
+            # The bits of a transform's result may depend on the number of threads.
             threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
         )
 
@@ -213,7 +219,7 @@ class Trainer:
 
     def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
-        # What the step before left for later is settled first: its errors come before anything else changes.
+        # First the checks that the previous step left for later: their errors come before anything else changes.
         if self.device.type != "cpu":
             self.settle()
         timer = StepTimer(self.device)
@@ -222,9 +228,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         rate = self.plan.learning_rate.factor(self._num_updates)
         if self._in_backward:
-            # Parameters are stepped as soon as their bucket is reduced, so the rate must be there before.
+            # Parameters are updated as soon as their bucket is reduced, so the rate must be set before.
             step_parts.set_rates(self.optimizer, self._base_rates, rate)
-        # Replicas that train by themselves agree on nothing until they exchange parameters.
+        # Replicas that train independently only communicate when they exchange parameters.
         group = self.group if self._sync and self.strategy.agrees(step) else None
         loss_group = None if self.strategy.sums_losses or not self._sync else self.strategy.step_group
         metrics = step_parts.StepMetrics(
@@ -239,7 +245,7 @@ class Trainer:
         num_micro = self.plan.split.accumulate
 
         for index in range(num_micro):
-            # Fetch. A rank that cannot read a sample goes through the step all the same, or the others would wait.
+            # Fetch. A rank that cannot read a sample still takes part in the step, otherwise the others would wait.
             micro = self.batches.next()
             num_samples, num_read = micro.num_global, num_read + sum(micro.sizes)
             if micro.bad:
@@ -249,7 +255,7 @@ class Trainer:
             timer.lap("data_wait")
 
             # Forward and backward. Gradient accumulation: gradients add up over the micro-batches, and are reduced
-            # during the last backward of the step; the sum of the losses over the ranks travels beside it, so it
+            # during the last backward of the step. The losses are summed over the ranks at the same time: the sum
             # starts as soon as the last forward is over.
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
@@ -277,7 +283,7 @@ class Trainer:
             timer.lap("data_wait")
         self._has_counts = metrics.has_counts
 
-        # Agree. The sums hold the loss of the global batch, and what each rank had to report to the others.
+        # Agree. The sums contain the loss of the global batch, and the flags of the ranks.
         if ranges.now is not None:
             timer.name_phase("communication")
         replicas = self.strategy.num_replicas
@@ -286,9 +292,9 @@ class Trainer:
             self._take_flags(sums.flags, are_summed=loss_group is group)
         timer.lap("communication")
 
-        # Gradient clipping and optimizer step. NaN and infinity survive every sum, so the reduced gradient is its own
-        # flag: all ranks hold the same bits of it and come to the same verdict without asking each other. (Where each
-        # has a part of it, the norm is summed over the ranks.)
+        # Gradient clipping and optimizer step. A sum with NaN or infinity is not finite, and all ranks hold the same
+        # bits of the reduced gradient, so all get the same result without communication. (If the gradient is sharded,
+        # the norm is summed over the ranks.)
         norm: Tensor | None = None
         updated, is_finite = False, True
         if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
@@ -300,17 +306,16 @@ class Trainer:
                     factor = self._unscale_factor(sums.divisor)
                 norm = norm if factor is None else norm * factor.to(norm)
             is_finite = self.checks_later or self._gradients.is_finite(norm)
-            if self.checks_later:  # copied before the update, so that who reads it does not wait for that
+            if self.checks_later:  # copied before the update, so that reading it does not wait for the update
                 self.nonfinite.check_later(norm, computed, step)
             if self.scaler is not None:
-                # An overflow that a smaller loss scale can mend is no bad gradient: such steps are left out.
-                may_mend = not is_finite and self.scaler.scale > 1.0
-                if is_finite or may_mend:
-                    before = self.scaler.scale
-                    self.scaler.update(finite=is_finite)
+                # An overflow that a smaller loss scale can avoid is not a bad gradient: the step is only skipped.
+                updated, before = is_finite, self.scaler.scale
+                is_finite = is_finite or before > 1.0
+                if is_finite:
+                    self.scaler.update(finite=updated)
                     if self.strategy.compressed is not None and self.scaler.scale != before:
                         self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
-                updated, is_finite = is_finite, is_finite or may_mend
             else:
                 updated = is_finite or self._in_backward
             if updated:
@@ -332,7 +337,7 @@ class Trainer:
         record = StepRecord(step, num_samples, sums.loss, grad_norm, updated, sums.count, timer)
         self.num_steps_done += 1
         every, done = self.settings.check_replicas, self.num_steps_done
-        # It is after the first step, too, so that an error can say since when the replicas differ.
+        # Also after the first step, so that an error can name the last step after which the replicas were equal.
         known = self._alike_after
         if (
             group is not None
@@ -374,7 +379,7 @@ class Trainer:
         return losses
 
     def _unscale_factor(self, divisor: Tensor | None) -> Tensor | None:
-        """Return what the gradient is yet to be multiplied by, or None if that is one."""
+        """Return the remaining factor of the gradient, or None if it is one."""
         scale = 1.0 if self.scaler is None else self.scaler.scale
         if divisor is not None:
             return 1.0 / (divisor * scale)
@@ -384,14 +389,14 @@ class Trainer:
         """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it."""
         if self.settings.clip is not None:
             shorten = step_parts.clip_factor(norm, self.settings.clip)
-            if self.checks_later:  # a NaN norm must not become a NaN in every parameter: which it was is reported later
+            if self.checks_later:  # one NaN must not reach all parameters: which of them has it is reported later
                 shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
             factor = shorten if factor is None else factor * shorten
         if factor is not None:
             self._gradients.multiply_(factor)
 
     def _take_flags(self, flags: Tensor, *, are_summed: bool) -> None:
-        """Take what the ranks report: at once on CPUs; from a device they are read when the next step begins."""
+        """Keep the flags of the ranks, and read them: on CPUs at once, from a device when the next step begins."""
         if not are_summed:
             assert self.group is not None
             all_reduce(flags, group=self.group)
@@ -403,11 +408,11 @@ class Trainer:
         flags, self._flags = self._flags, None
         if flags is not None:
             num_bad, *self._reported = flags.read().tolist()
-            if num_bad:  # the same on every rank, so all of them take part
+            if num_bad:  # the same on every rank, so all take part
                 self.bad_samples.exchange()
 
     def _all_missing(self, num_samples: int) -> bool:
-        """Return whether no rank could read any sample of the step, as this one could not; the same on every rank.
+        """Return whether no rank could read any sample of the step. Called on a rank without samples.
 
         Blocks until the forward passes of the step are done.
         """
@@ -415,18 +420,18 @@ class Trainer:
         return num_bad >= num_samples
 
     def settle(self) -> None:
-        """Learn what the last step left for later: bad samples, and whether its gradient was finite.
+        """Do the checks that the last step left for later: bad samples, and whether its gradient was finite.
 
         Collective: every rank of the group. Blocks until backward of that step is done.
 
         Raises:
-            DataError, NonFiniteGradient: The run is to stop at that.
+            DataError, NonFiniteGradient: A check failed, and the run is to stop.
         """
-        self.nonfinite.settle()  # the later of two copies, so this is the only one that is waited for
+        self.nonfinite.settle()  # the later of two copies, so only this one needs a wait
         self._read_flags()
 
     def reported(self) -> tuple[bool, bool]:
-        """Return whether a rank requested to stop in the last step, and whether something failed beside its steps.
+        """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.
 
         Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
         """
@@ -436,15 +441,15 @@ class Trainer:
         stop, failed = self._reported
         return stop > 0, failed > 0
 
-    # --- replicas that drift apart ------------------------------------------------------------------------------------
+    # --- check that replicas are equal --------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        """Compare the bits that all ranks should hold, unless it was done after this step already.
+        """Check that all ranks hold the same bits, unless this was done after this step already.
 
         Collective: every rank. Blocks.
 
         Raises:
-            ReplicasDiffer: On every rank; names the tensor, the ranks on each side, and since when.
+            ReplicasDiffer: On every rank; names the tensor, the ranks on each side, and the last successful check.
         """
         group, done = self.group, self.num_steps_done
         if not self.settings.check_replicas or group is None or group.size() == 1 or self._alike_after == done:
@@ -462,7 +467,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """The bare model, as the last step left it. Collective with fsdp, which makes a whole copy: every rank."""
+        """The model without wrappers, after the last step. Collective with fsdp, which returns a whole copy."""
         return self.strategy.whole(self._model)
 
     def export(self, path: Path, *, writes: bool) -> None:
@@ -471,15 +476,15 @@ class Trainer:
 
     @property
     def epoch(self) -> float | None:
-        """How many times the data set was passed over, with fractions; None for a stream."""
+        """Number of passes over the data set, with fractions; None for a stream."""
         steps_per_epoch = self.plan.order.steps_per_epoch
         return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Within, steps run forward and backward as ever, but communicate nothing and throw the gradients away.
+        """Within the block, steps run forward and backward without communication, and discard the gradients.
 
-        What a step takes longer outside is exposed communication. Weights and optimizer are left as they are.
+        The additional time of a normal step is exposed communication. Weights and optimizer are not changed.
         """
         self._sync = False
         try:
@@ -488,7 +493,7 @@ class Trainer:
             self._sync = True
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common with the one it goes on with."""
+        """Return the values that must not change when a run is resumed."""
         order, settings = self.plan.order, self.settings
         identity = {"samples": order.num_samples, "global batch": order.batch_size, "seed": order.seed}
         if settings.reproducible is not None:
@@ -496,7 +501,7 @@ class Trainer:
         return identity
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds of what a resumed run needs. Collective: every rank of the group."""
+        """Return this rank's part of the state of the run. Collective: every rank of the group."""
         compressed = self.strategy.compressed
         return {
             **({} if compressed is None else {"compression": compression_state(compressed)}),
@@ -506,21 +511,21 @@ class Trainer:
             "num_updates": self._num_updates,
             **local_state_dict(self._model, self.optimizer),
             **self.strategy.state_dict(self.optimizer),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scaler": None if self.scaler is None else asdict(self.scaler),
             "stream": self.batches.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, on any number of devices.
+        """Continue from ``state``, on any number of devices.
 
         Raises:
-            ConfigurationError: It is of a run on other data, or in another order; or of another model.
+            ConfigurationError: It belongs to a run with other data, another order of samples or another model.
         """
         for name, value in self._identity().items():
             if state["run"].get(name) != value:
                 raise ConfigurationError(
                     f"The checkpoint is of a run with {name} {state['run'].get(name)}, this one has {value}.\n"
-                    "Resume with what the run was started with, or start anew (resume=False)."
+                    "Resume with the same settings, or start a new run with resume=False (--no-resume)."
                 )
         try:
             load_state_dict(self._model, self.optimizer, state)
@@ -532,17 +537,17 @@ class Trainer:
         except (RuntimeError, ValueError) as error:
             raise ConfigurationError(
                 f"The checkpoint does not fit the task's model or optimizer: {error}\n"
-                "Resume with the task that the run was started with, or start anew (resume=False)."
+                "Resume with the same task, or start a new run with resume=False (--no-resume)."
             ) from error
         if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+            self.scaler = step_parts.GradScaler(**state["scaler"])
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))
         if self.settings.reproducible is not None:
             now = reproducible.differences(state["machine"], reproducible.describe_machine(self.device))
-            self.caveats += [f"the run was begun elsewhere: {', '.join(now)}"] * bool(now)
+            self.caveats += [f"the run was started on another machine: {', '.join(now)}"] * bool(now)
 
     def close(self) -> None:
-        """Stop the loader's processes."""
+        """Stop the loader processes."""
         self.batches.close()

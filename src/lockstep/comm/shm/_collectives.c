@@ -181,11 +181,11 @@ int lockstep_have_all_begun(Group *g, int64_t timeout_ms) {
    other ranks can read what they need; REST waits for theirs. */
 int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, int root, int64_t alloc, size_t offset,
                         char *const *parts, const char *const *pieces, const uint64_t *piece_counts, size_t num_pieces,
-                        double factor, int phase, int64_t timeout_ms) {
+                        double factor, int32_t *nonfinite, int phase, int64_t timeout_ms) {
     int64_t deadline_ms = deadline_after(timeout_ms);
     size_t width = lockstep_element_bytes(dtype);
     Call call = {ALL_REDUCE, dtype, op, root, count, root < 0 ? alloc : -1, offset};
-    Pieces own = {pieces, piece_counts, num_pieces, factor, 0, 0};
+    Pieces own = {pieces, piece_counts, num_pieces, factor, nonfinite, 0, 0};
     bool small = count * width <= SMALL_BYTES / (size_t)g->size && count * width <= g->head->chunk_bytes;
     Slice slice = small || call.alloc < 0 ? (Slice){count, count} : own_slice(g, count);
     if (phase != REST) {
@@ -235,8 +235,8 @@ static void publish_parts(Group *g, char *const *inputs, const uint64_t *counts,
    for `phase`. */
 int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *counts, char *output, int dtype, int op,
                             int64_t alloc, size_t offset, char *const *parts, const char *const *pieces,
-                            const uint64_t *piece_counts, size_t num_pieces, double factor, int phase,
-                            int64_t timeout_ms) {
+                            const uint64_t *piece_counts, size_t num_pieces, double factor, int32_t *nonfinite,
+                            int phase, int64_t timeout_ms) {
     int64_t deadline_ms = deadline_after(timeout_ms);
     size_t width = lockstep_element_bytes(dtype), longest = 0, total = 0;
     for (int rank = 0; rank < g->size; rank++) {
@@ -245,7 +245,7 @@ int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *count
     }
     size_t room = g->head->chunk_bytes / width / (size_t)g->size / 64 * 64;
     Call call = {REDUCE_SCATTER, dtype, op, -1, total, alloc, offset};
-    Pieces own = {pieces, piece_counts, num_pieces, factor, 0, 0};
+    Pieces own = {pieces, piece_counts, num_pieces, factor, nonfinite, 0, 0};
     size_t start = alloc < 0 ? 0 : (size_t)(output - inputs[0]) / width;
     Slice slice = {start, alloc < 0 ? 0 : start + counts[g->rank]};
     const void *sources[MAX_RANKS];

@@ -1,4 +1,5 @@
 /* Element-wise reductions over the ranks' buffers, always in the order of the ranks; halves accumulate in float. */
+#include <stdbool.h>
 #include <string.h>
 
 #include "_shm.h"
@@ -161,6 +162,24 @@ static void scale(char *to, const char *from, double factor, size_t count, int d
         scale_f64((double *)to, (const double *)from, factor, count);
 }
 
+/* Whether an element is NaN or infinite: then all bits of its exponent are set. */
+FAST static bool is_nonfinite_f32(const uint32_t *elements, size_t count) {
+    uint32_t found = 0;
+    for (size_t i = 0; i < count; i++) found |= (elements[i] & 0x7f800000u) == 0x7f800000u;
+    return found;
+}
+
+FAST static bool is_nonfinite_f64(const uint64_t *elements, size_t count) {
+    uint64_t found = 0;
+    for (size_t i = 0; i < count; i++) found |= (elements[i] & 0x7ff0000000000000u) == 0x7ff0000000000000u;
+    return found;
+}
+
+static bool is_nonfinite(const char *from, size_t count, int dtype) {
+    return dtype == F32 ? is_nonfinite_f32((const uint32_t *)from, count)
+                        : is_nonfinite_f64((const uint64_t *)from, count);
+}
+
 void lockstep_fill(char *to, Pieces *pieces, size_t start, size_t end, int dtype) {
     size_t width = lockstep_element_bytes(dtype);
     if (start < pieces->offset) pieces->at = pieces->offset = 0;
@@ -168,8 +187,10 @@ void lockstep_fill(char *to, Pieces *pieces, size_t start, size_t end, int dtype
         size_t piece_end = pieces->offset + pieces->counts[pieces->at];
         if (start < piece_end) {
             size_t stop = piece_end < end ? piece_end : end;
+            if (pieces->nonfinite && stop - start > BLOCK) stop = start + BLOCK; /* checked while it is in the cache */
             const char *from = pieces->pieces[pieces->at] + (start - pieces->offset) * width;
             scale(to + start * width, from, pieces->factor, stop - start, dtype);
+            if (pieces->nonfinite && is_nonfinite(from, stop - start, dtype)) *pieces->nonfinite = 1;
             start = stop;
         }
         if (start >= piece_end) pieces->offset = piece_end, pieces->at++;

@@ -97,6 +97,7 @@ typedef struct {
     const uint64_t *counts;
     size_t num_pieces;
     double factor;
+    int32_t *nonfinite; /* set to 1 if an element is NaN or infinite; NULL: not checked */
     size_t at, offset;
 } Pieces;
 

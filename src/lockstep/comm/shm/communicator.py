@@ -38,7 +38,7 @@ class CallRecord(ctypes.Structure):
 
 _LOCATION = (c_int64, c_size_t, POINTER(c_void_p))  # allocation, offset, where the ranks' shares lie
 _TENSORS = (POINTER(c_void_p), POINTER(c_uint64))  # addresses, sizes
-_PIECES = (*_TENSORS, c_size_t, c_double)  # and how many, and a factor
+_PIECES = (*_TENSORS, c_size_t, c_double, c_void_p)  # and how many, a factor, and where a flag is set
 # Of a call that is made in two: until the other ranks can read what they need, and all that waits for theirs.
 WHOLE, BEGIN, REST = range(3)
 _SIGNATURES = {
@@ -185,7 +185,10 @@ def operation_of(options: Any) -> Any:
     return getattr(op, "op", op)
 
 
-# Reads of a word before going to sleep, some tens of microseconds; none where ranks must share cores.
+# Reads of a word before going to sleep, some 60 microseconds; none where ranks must share cores. In training steps of 2
+# ranks, who comes first to a reduction mostly waits for milliseconds, which no such budget covers. So the step times
+# with 0 to 8,000 reads differ by less than the noise; 30,000 cost small models with ZeRO 12 %. With more ranks
+# than cores 200 reads gained nothing.
 SPINS = 2000
 
 
@@ -218,7 +221,7 @@ class Communicator:
         spins = SPINS if size <= len(os.sched_getaffinity(0)) else 0
         handle = native.lockstep_join(segment.address, segment.fd, rank, size, spins, self._callback)
         if handle is None:
-            raise CollectiveError(f"Rank {rank} cannot join the shared segment: its place is taken.")
+            raise CollectiveError(f"Rank {rank} cannot join the shared segment: another process has this rank.")
         self.handle: int = handle
         self._joined = True
 
@@ -233,7 +236,7 @@ class Communicator:
         if os.getpid() != self._pid:
             raise CollectiveError(
                 f"Process {os.getpid()} was forked from rank {me} and calls {operation} on its group.\n"
-                "A forked process is no member. Start processes that communicate with the spawn method."
+                "A forked process is not a member of the group. Start processes that communicate with the spawn method."
             )
         if self._broken is not None:
             # A new one, since a traceback grows each time that an exception is raised.
@@ -279,8 +282,8 @@ class Communicator:
             names = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if missing >> index & 1)
             return CollectiveError(
                 f"{where} waited {timeout_s:g} s for rank {names}.\n"
-                "That process lives, but is stopped, stuck or slow, or does not call as many collectives as the "
-                "others. If it is only slow, pass a longer timeout when the group is made."
+                "That process is running, but is stopped, stuck or slow, or does not call as many collectives as the "
+                "others. If it is only slow, pass a longer timeout when you create the group."
             )
         index = self.native.lockstep_failed_rank(self.handle)
         if code != MISMATCH:
@@ -289,11 +292,11 @@ class Communicator:
         mine, theirs = (describe(self.native.lockstep_call_of(self.handle, r).contents) for r in (self.rank, index))
         if mine == theirs:
             return CollectiveError(
-                f"{where}: rank {rank} sends another number of bytes than this rank has room for.\n"
+                f"{where}: rank {rank} sends a number of bytes that does not match this rank's buffer.\n"
                 "The tensors must have the same shapes and dtypes on all ranks."
             )
         return CollectiveError(
-            f"{where}: the ranks do not call the same. This rank calls {mine}; rank {rank} calls {theirs}.\n"
+            f"{where}: the ranks call different collectives. This rank calls {mine}; rank {rank} calls {theirs}.\n"
             "All ranks must call the same collectives in the same order, with the same shapes and dtypes."
         )
 

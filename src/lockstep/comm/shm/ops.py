@@ -7,6 +7,7 @@ import math
 import mmap
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +29,10 @@ NativeCall = Callable[..., None]
 # Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie.
 BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
 PRIVATE_MEMORY: BufferLocation = (-1, 0, None)
-# Addresses and sizes of tensors, how many, and a factor.
-_Pieces = tuple[ctypes.Array[ctypes.c_void_p] | None, ctypes.Array[ctypes.c_uint64] | None, int, float]
-_NO_PIECES: _Pieces = (None, None, 0, 1.0)
+_Flag = ctypes.Array[ctypes.c_int32]
+# Addresses and sizes of tensors, how many, a factor, and where a flag is set.
+_Pieces = tuple[ctypes.Array[ctypes.c_void_p] | None, ctypes.Array[ctypes.c_uint64] | None, int, float, _Flag | None]
+_NO_PIECES: _Pieces = (None, None, 0, 1.0, None)
 # How long a call waits for ranks that are a little late before a thread does.
 _PATIENCE_S = 0.005
 _Row = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
@@ -42,16 +44,20 @@ class Pieces(NamedTuple):
     They are copied to their places within the call, and what this rank reduces only when it is reduced, so that it
     crosses memory once less. Contiguous, of the tensor's dtype, which is float32 or float64, and on the CPU. None of
     them: the tensor is filled. A call with pieces begins in the thread that makes it, see `ShmOps.begin_at_once`.
+    When it is complete, ``nonfinite[0]`` is 1 if an element is NaN or infinite; None: this is not checked.
     """
 
     tensors: Sequence[Tensor] = ()
     factor: float = 1.0
+    nonfinite: _Flag | None = None
 
     def for_c(self) -> _Pieces:
         """Return them for C; the tensors must outlive the call."""
         count = len(self.tensors)
-        sizes = (ctypes.c_uint64 * count)(*map(Tensor.numel, self.tensors))
-        return (ctypes.c_void_p * count)(*map(Tensor.data_ptr, self.tensors)), sizes, count, self.factor
+        # Arrays of Python: ctypes takes several times as long to fill its own.
+        addresses, sizes = (array("Q", map(ask, self.tensors)) for ask in (Tensor.data_ptr, Tensor.numel))
+        pointers = (ctypes.c_void_p * count).from_buffer(addresses)
+        return pointers, (ctypes.c_uint64 * count).from_buffer(sizes), count, self.factor, self.nonfinite
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class CommonMemory:
             is_seen = self._changed == [(end - mmap.PAGESIZE, end)] and self._segment.memory[-1] == common
             self.forget_changes()
             works = is_seen and self._mapping[-1] == common
-            return "" if works else "the kernel does not tell which pages are this rank's own"
+            return "" if works else "the kernel does not report which pages belong to this rank"
         except OSError as error:
             return str(error)
 

@@ -271,7 +271,7 @@ class Transfer(ShmWork):
         peer: The other rank in the group.
         tag: Messages of one pair and tag arrive in order.
         tensor: On the CPU.
-        limit_s: How long it may take.
+        limit_s: Maximum duration.
         receives: Whether bytes arrive.
     """
 

@@ -94,8 +94,8 @@ def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
         if fd >= 0:
             os.close(fd)
         raise NoSharedMemory(
-            f"{num_bytes / 2**20:.1f} MiB of shared memory cannot be had ({error.strerror}); if there is no room, "
-            "raise the memory limit of the container, or start fewer ranks"
+            f"{num_bytes / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror}); if there is "
+            "no room, raise the memory limit of the container, or start fewer ranks"
         ) from error
     token = secrets.token_bytes(TOKEN_BYTES)
     segment.memory[:TOKEN_BYTES] = token

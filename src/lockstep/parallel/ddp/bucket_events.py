@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 import time
@@ -315,26 +316,30 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class LocalGradientMonitor:
-    """Whether this rank's own gradients were finite in the last backward, when their buckets were launched."""
+    """Whether this rank's own gradients were finite in the last backward, before they were reduced."""
 
     def __init__(self) -> None:
         self._totals: list[Tensor] = []
+        self._flags: list[ctypes.Array[ctypes.c_int32]] = []
 
     @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Take note of an event of the reducer. Does not block."""
+        # A reduced gradient shows that it is not finite, but not on which rank it was.
         if kind is Event.BACKWARD:
-            self._totals = []
-        elif kind is Event.GATHERED and bucket is not None and not bucket.spec.sparse:
-            # A reduced gradient shows that it is not finite, but not by which rank: the part of this rank is
-            # gone by then. One pass over the bucket, whose result stays on the device until it is needed.
-            if bucket.pieces is not None:
-                bucket.fill()
+            self._totals, self._flags = [], []
+        elif kind is not Event.GATHERED or bucket is None or bucket.spec.sparse:
+            return
+        elif bucket.pieces is not None:
+            flag = (ctypes.c_int32 * 1)()
+            bucket.pieces = bucket.pieces._replace(nonfinite=flag)
+            self._flags.append(flag)
+        else:  # one pass over the bucket, whose result stays on the device until it is needed
             self._totals.append(total(bucket.gradients))
 
     def saw_nonfinite(self) -> bool:
         """Return whether one of them was not. Blocks."""
-        return any(not bool(each.isfinite()) for each in self._totals)
+        return any(flag[0] for flag in self._flags) or any(not bool(each.isfinite()) for each in self._totals)
 
 
 class BucketOptimizer:
@@ -356,7 +361,7 @@ class BucketOptimizer:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(
-                f"{name} computes the loss anew within its step, so it cannot step within backward.\n"
+                f"{name} computes the loss again in its step, so it cannot step during backward.\n"
                 "Call its step(closure) after backward."
             )
         self._optimizer = optimizer
@@ -413,6 +418,6 @@ class BucketOptimizer:
     def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_stepping:
             raise ConfigurationError(
-                f"{type(optimizer).__name__}.step() was called, but it steps within backward since "
-                "overlap_optimizer() was called.\nLeave the call out."
+                f"{type(optimizer).__name__}.step() was called, but overlap_optimizer() makes it step during "
+                "backward.\nLeave the call out."
             )

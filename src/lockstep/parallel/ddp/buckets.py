@@ -190,8 +190,7 @@ class DenseBucket(_Members):
     [Note: gradients that are copied late]
     Gradients that are copied into the bucket first cross memory once more when they are reduced, which is most of what
     synchronisation costs a wide model. So a reduction that can (`BucketReduction.takes_pieces`) gets them where
-    autograd left them, as `pieces`, and copies what the other ranks need first. Whoever looks at the bucket before
-    calls `fill`.
+    autograd left them, as `pieces`, and copies what the other ranks need first.
 
     Args:
         spec, parameters, names: See `BucketSet`.
@@ -286,12 +285,6 @@ class DenseBucket(_Members):
             and not any(map(Tensor.is_neg, gradients))
             and set(map(_dtype_of, gradients)) == {self.spec.dtype}
         )
-
-    def fill(self) -> None:
-        """Copy the gradients in, if they are still in `pieces`."""
-        pieces, self.pieces = self.pieces, None
-        if pieces is not None:
-            self._copy_in(list(pieces.tensors), pieces.factor)
 
     def take_pieces(self) -> Pieces | None:
         """Return the gradients that are to be copied in, and forget them."""
@@ -456,9 +449,6 @@ class SparseBucket(_Members):
         if not self.missing or reduced._nnz() > 0:
             self._parameter.grad = reduced
 
-    def fill(self) -> None:
-        """Do nothing, as `adopt`."""
-
     def take_pieces(self) -> None:
         """Do nothing, as `adopt`."""
 
@@ -484,7 +474,6 @@ class BucketSet:
         device: One whose tensors the ranks can exchange.
         buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
-        num_parameters: By position.
         on_rebuilt: What to call with new buckets when the ranks have made them, all ranks in the same order.
         is_rebuilt: Whether the order is the observed one.
         is_uneven: Whether ranks then observed different things.
@@ -537,7 +526,6 @@ class BucketSet:
 
     def _install(self, order: Sequence[int], group: Group | None) -> None:
         self.buckets = self._make(plan_buckets(self._specs, order, self._caps_bytes), group)
-        self.num_parameters = [len(bucket.parameters) for bucket in self.buckets]
         self.position_of = [0] * len(self.parameters)
         for bucket in self.buckets:
             for index in bucket.spec.parameters:

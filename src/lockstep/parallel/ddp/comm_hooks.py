@@ -197,7 +197,7 @@ class CommHookReduction(BucketReduction):
         if not isinstance(future, torch._C.Future):
             raise ConfigurationError(
                 f"A communication hook: the callback must return a torch.futures.Future object, but got {type(future)}."
-                "\nFor a result that is there already, make a torch.futures.Future() and call its set_result."
+                "\nIf the result is ready, create a torch.futures.Future() and call set_result()."
             )
         return future
 
@@ -233,7 +233,7 @@ def check_comm_hook(hook: Any, compression: str | None) -> None:
         raise TypeError("Communication hook must be callable.")
     if compression is not None:
         raise ConfigurationError(
-            f"A communication hook decides itself how gradients travel, but compression={compression!r} was given.\n"
+            f"A communication hook sends the gradients itself, but compression={compression!r} was given.\n"
             "Leave one of the two out."
         )
     signature = inspect.signature(hook)

@@ -36,6 +36,10 @@ class Phase(Enum):
     CLOSING = "closing"  # backward is over on this rank, all buckets are launched and waited for: none can come
 
 
+# Python 3.11 takes longer to find a member than to call a function.
+_IDLE, _ARMED, _COLLECTING, _ = Phase
+
+
 class Event(Enum):
     """What observers of a step get, in this order; those with a bucket once for each bucket."""
 
@@ -59,6 +63,10 @@ class Observer(Protocol):
 
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _nothing() -> None:
+    """Stand for a reference to something that is gone."""
 
 
 def live_reducers() -> list[Reducer]:
@@ -88,7 +96,7 @@ class Reducer:
       one backward (a shared layer under reentrant checkpointing). All ranks then agree on what they saw, and the
       buckets are rebuilt, once;
     - buckets of parameters that received several gradients then, since no arrival of theirs is known to be the last;
-    - a bucket with a gradient that a hook of the script may change, see `_on_gradient`;
+    - a bucket with a gradient that a hook of the script may change, see `_is_settled`;
     - all buckets where layers of the model exchange something in backward, see ``before_launch``, or where another
       wrapper averages some of the same gradients, see [Note: shared parameters].
 
@@ -123,6 +131,7 @@ class Reducer:
             are complete. Set where some rank may be without a batch, see uneven_inputs.py.
         finishes_early: Whether buckets that are reduced are finished during backward, where that is possible.
         post_backward: Futures that the end of the step waits for.
+        is_alone: Whether the group has one rank only.
         has_run: Whether there was a forward.
         num_forwards: Those whose backward was to be synchronised.
         num_buckets_reduced: In the last step.
@@ -139,13 +148,14 @@ class Reducer:
         self.post_backward: list[Future[Any]] = []
         self.has_run = False
         self.num_forwards = self.num_buckets_reduced = 0
+        self.is_alone = group.size() == 1
         self._group = group
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._phase = Phase.IDLE
         # The callback that will close the step, which only autograd keeps alive: until it has called it, or the
         # backward has failed. So the phase alone does not show that a backward still runs.
-        self._queued_close: Callable[[], object] = lambda: None
+        self._queued_close: Callable[[], object] = _nothing
         # By parameter, whether it received a gradient since the last synchronised step, in no_sync() too.
         self._used = bytearray(len(bucket_set.parameters))
         self._in_flight: list[Bucket] = []  # launched in this step, in order
@@ -165,7 +175,7 @@ class Reducer:
                 other._sharers.add(self)
         _reducers.add(self)
         # A rank alone has nothing to reduce, but a process group written in Python may want to see the gradients.
-        if group.size() > 1 or not is_native(group):
+        if not self.is_alone or not is_native(group):
             self._hook_parameters()
 
     # --- configuration, between steps -------------------------------------------------------------------------------
@@ -220,6 +230,15 @@ class Reducer:
             self.num_forwards += 1
             self._notify(Event.FORWARD)
 
+    def begin_alone(self) -> bool:
+        """Take note of a forward on the only rank; return False, and do nothing, if its gradients are watched."""
+        if self._hooks or self.observers:
+            return False
+        self.has_run = True
+        self.num_forwards += 1
+        self._phase = _ARMED  # hooks may be added before its backward
+        return True
+
     def disarm(self) -> None:
         """Forget that a backward was expected, or one that failed. Does nothing inside a backward.
 
@@ -228,16 +247,16 @@ class Reducer:
         # A forward within backward, as checkpointing runs it, is a part of the step.
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._phase is Phase.COLLECTING:  # its backward has failed, or the step would be closed
+        if self._phase is _COLLECTING:  # its backward has failed, or the step would be closed
             self._abandon_step()
-        self._phase = Phase.IDLE
+        self._phase = _IDLE
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
     def prepare_for_backward(self, outputs: Any = ()) -> None:
         """Make the next backward a synchronised step, and every backward that reaches a tensor in ``outputs``."""
-        if self._phase is Phase.IDLE:
-            self._phase = Phase.ARMED
+        if self._phase is _IDLE:
+            self._phase = _ARMED
         if self._hooks:
             hook_tensors(outputs, self._on_output)
 
@@ -251,7 +270,7 @@ class Reducer:
     @property
     def is_collecting(self) -> bool:
         """Whether a synchronised backward runs, and has not failed."""
-        return self._phase is Phase.COLLECTING and self._queued_close() is not None
+        return self._queued_close() is not None
 
     @keep_out_of_graphs
     def _on_output(self, gradient: Tensor) -> Tensor | None:
@@ -301,56 +320,72 @@ class Reducer:
     @keep_out_of_graphs
     def _on_gradient(this: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
         """Take note that a parameter's gradient was accumulated; launch the buckets that this completes."""
+        # Runs once for each parameter, which is most of what small layers pay: the rest is done for many at a time.
         self = this()
         if self is None:
             return
-        with self._lock:
-            self._used[index] = 1
-            if self._phase is not Phase.COLLECTING or self._queued_close() is None:  # is_collecting, without a call
-                if self._phase is not Phase.ARMED:
-                    if self.weights.window is not None:
-                        self.weights.window.on_local_gradient(index, self._used)
-                    return
-                self._open_step(arrived=index)
-            hooks, handle = parameter._post_accumulate_grad_hooks, self._hooks[index]
-            is_last_hook = len(hooks) == 1 or next(reversed(hooks)) == handle.id
-            if not is_last_hook:
-                # A hook that the script has registered after ours will run now, and may change or replace the gradient.
-                # So the bucket stays incomplete until the step closes. From the next backward on we come last.
-                hooks[handle.id] = hooks.pop(handle.id)
-            if not self.bucket_set.is_rebuilt:  # the first step, which only observes
-                self._ready_order.append(index)
-                return
-            position = self.bucket_set.position_of[index]
-            if self._received[index]:  # again: autograd has added to what is there, if that has not been launched
-                if position < self._num_launched:
-                    raise LockstepError(
-                        f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
-                        "gradient in one backward, after its bucket had been sent.\nThis happens when a layer is "
-                        "checkpointed several times with use_reentrant=True in some steps but not in the first. "
-                        "Use use_reentrant=False."
-                    )
-                return
-            self._received[index] = 1
-            if is_last_hook:
-                self._num_awaited[position] -= 1
-                if self._num_awaited[position] == 0:
-                    self._launch_complete()
+        if self._queued_close() is None:  # not is_collecting, without a call
+            with self._lock:
+                if not self.is_collecting:  # nor has another device's thread opened the step meanwhile
+                    self._used[index] = 1
+                    if self._phase is not Phase.ARMED:
+                        if self.weights.window is not None:
+                            self.weights.window.on_local_gradient(index, self._used)
+                        return
+                    self._open_step(arrived=index)
+        self._arrived.append(index)
+        if len(self._arrived) >= self._num_awaited:
+            with self._lock:
+                self._launch_complete()
+
+    def _note_arrivals(self) -> None:
+        """Mark the parameters whose gradients have arrived since the last call."""
+        arrived = self._arrived[self._num_noted :]
+        self._num_noted += len(arrived)
+        for index in arrived:
+            # Again: autograd has added to what is there, if that has not been launched.
+            if self._received[index] and self.bucket_set.position_of[index] < self._num_launched:
+                raise LockstepError(
+                    f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
+                    "gradient in one backward, after its bucket had been sent.\nThis happens when a layer is "
+                    "checkpointed several times with use_reentrant=True in some steps but not in the first. "
+                    "Use use_reentrant=False."
+                )
+            self._used[index] = self._received[index] = 1
 
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete, up to the first that is not or that has to stay."""
+        self._note_arrivals()
+        self._num_awaited = self._num_noted + 1
         if self.before_launch is not None:  # layers may exchange something in an order that buckets would disturb
             return
         for other in self._sharers:  # it may still launch the bucket that has one of these gradients
             if other.is_collecting:
                 return
-        buckets = self.bucket_set.buckets
+        buckets = self.bucket_set.buckets if self.bucket_set.is_rebuilt else []  # the first step only observes
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
-            if bucket.spec.deferred or self._num_awaited[bucket.position]:
+            num_missing = sum(not self._received[index] for index in bucket.spec.parameters)
+            if num_missing:
+                self._num_awaited = self._num_noted + num_missing  # before that it cannot be complete
                 return
+            if bucket.spec.deferred or not self._is_settled(bucket):
+                break
             self._launch(bucket)
             if self.finishes_early:
                 self._finish_early()
+        self._num_awaited = sys.maxsize  # the others stay
+
+    def _is_settled(self, bucket: Bucket) -> bool:
+        """Return whether no hook of the script can change a gradient that has arrived."""
+        is_settled = True
+        for index in bucket.spec.parameters:
+            hooks, handle = self.bucket_set.parameters[index]._post_accumulate_grad_hooks, self._hooks[index]
+            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                # Registered after ours, it may run now. So the bucket stays until the step closes. From the next
+                # backward on we come last.
+                hooks[handle.id] = hooks.pop(handle.id)
+                is_settled = False
+        return is_settled
 
     def _launch(self, bucket: Bucket, *, alone: bool = False) -> None:
         """Gather the gradients of the next bucket and start its reduction. Collective: every rank.
@@ -371,7 +406,8 @@ class Reducer:
                 "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
             )
         self._notify(Event.GATHERED, bucket)
-        with self._waiting_for(bucket) if alone else nullcontext():
+        # Also if not alone: on shm a call begins in this thread, and goes on in it if no rank is late.
+        with self._waiting_for(bucket, is_observed=alone):
             bucket.future = self.reduction.start(bucket, alone=alone)
         # From here on something may write to the bucket, until its future is done, whatever becomes of this step.
         self._in_flight.append(bucket)
@@ -387,12 +423,13 @@ class Reducer:
         """
         with self._lock:
             try:
+                self._note_arrivals()
                 self._notify(Event.BACKWARD_END)
                 if len(_reducers) > 1:
                     others = [other for other in live_reducers() if other is not self and other.is_collecting]
                     for each in [self, *others] if others else ():  # one backward runs through several wrappers
                         each._launches_last_early = True
-                self._phase = Phase.CLOSING
+                self._phase, self._queued_close = Phase.CLOSING, _nothing
                 if self.before_launch is not None:
                     self.before_launch()
                 if not self.bucket_set.is_rebuilt:
@@ -410,7 +447,7 @@ class Reducer:
                     parameter.grad = None
                 # Now that gradients are settled, new buckets can adopt them.
                 if not self.bucket_set.is_rebuilt:
-                    self.bucket_set.rebuild(self._ready_order, group=self._group)
+                    self.bucket_set.rebuild(self._arrived, group=self._group)
                 self._used = bytearray(len(self._used))
                 self.num_buckets_reduced = len(self._in_flight)
                 self._notify(Event.CLOSED)
@@ -467,10 +504,11 @@ class Reducer:
             self.reduction.finish(bucket, bucket.future)
 
     @contextmanager
-    def _waiting_for(self, bucket: Bucket) -> Iterator[None]:
-        """Name the bucket to the watchdog, and in the error of a reduction that fails inside."""
+    def _waiting_for(self, bucket: Bucket, *, is_observed: bool = True) -> Iterator[None]:
+        """Name the bucket to the watchdog, and in the error of a reduction that fails inside; let observers know."""
         activity.now.bucket = bucket.position, bucket.names
-        self._notify(Event.WAIT, bucket)
+        if is_observed:
+            self._notify(Event.WAIT, bucket)
         try:
             yield
         except ConfigurationError:  # not the reduction's, but of who called for it
@@ -483,7 +521,8 @@ class Reducer:
             ) from error
         finally:
             activity.now.bucket = None
-            self._notify(Event.WAIT_END, bucket)
+            if is_observed:
+                self._notify(Event.WAIT_END, bucket)
 
     def _correct(self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]) -> list[int] | None:
         """Make of the reduced ``buckets`` the weighted mean; return on how many ranks each parameter was used.
@@ -522,7 +561,8 @@ class Reducer:
             self.weights.agree_first(message)
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
-            bucket.future = self.reduction.start(bucket, alone=False)
+            with self._waiting_for(bucket, is_observed=False):
+                bucket.future = self.reduction.start(bucket, alone=False)
         for bucket in buckets:
             self._wait_for(bucket)
         self._correct(buckets, bytes(len(self._used)), message)
@@ -533,20 +573,23 @@ class Reducer:
 
     def _abandon_step(self) -> None:
         """Forget a backward that failed; block until nothing is written into its buckets any more."""
+        for index in self._arrived:
+            self._used[index] = 1  # the gradients stay
         self._reset_step()
         while self._abandoned:
             with suppress(RuntimeError):  # that failed, too: nothing will be written any more
                 self._abandoned.pop().wait()
 
     def _reset_step(self) -> None:
-        self._phase = Phase.IDLE
+        self._phase, self._queued_close = _IDLE, _nothing
         for bucket in self._in_flight[self._num_finished :]:
             if bucket.future is not None:
                 self._abandoned.append(bucket.future)
         self._in_flight, self._num_finished, self._num_launched = [], 0, 0
-        self._ready_order: list[int] = []
+        self._arrived: list[int] = []  # parameters, in the order in which their gradients came in this step
+        self._num_noted = 0  # of these, those that are in the next, by parameter
         self._received = bytearray(len(self._used))
-        self._num_awaited = list(self.bucket_set.num_parameters)  # by bucket, gradients that have not come yet
+        self._num_awaited = 1  # arrivals at which another bucket may be complete
         if self.weights.window is not None:
             self.weights.window.close()
 

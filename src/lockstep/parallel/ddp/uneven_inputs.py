@@ -107,12 +107,12 @@ class SyncLayerShadow:
         for name, layer in zip(self._names, self._layers, strict=True):
             if not isinstance(layer, SyncBatchNorm):
                 raise ConfigurationError(
-                    f"{name} is a torch.nn.SyncBatchNorm, which would wait for ever for ranks without a batch.\n"
+                    f"{name} is a torch.nn.SyncBatchNorm, which would wait forever for ranks without a batch.\n"
                     f"{_CONVERT}"
                 )
             if layer.group_in_use() not in (self._group, None):
                 raise ConfigurationError(
-                    f"{name} is synchronised over another group than the gradients, so ranks without a batch cannot "
+                    f"{name} uses another process group than the gradients, so ranks without a batch cannot "
                     "take part in it.\nGive the layer and the wrapper the same process_group, or leave incomplete "
                     "batches out (drop_last)."
                 )
@@ -129,8 +129,8 @@ class SyncLayerShadow:
             self.abandon()
             raise LockstepError(
                 f"Rank {self._group.rank()}: a forward began before the backward of the last one was run, while other "
-                "ranks have no batch.\nThey follow the SyncBatchNorm layers of one forward and its backward at a time: "
-                "run backward after each forward, or leave steps out on all ranks."
+                "ranks have no batch.\nThey can follow the SyncBatchNorm layers of one forward and its backward only: "
+                "run backward after each forward, or skip steps on all ranks."
             )
 
     def abandon(self) -> None:
@@ -150,8 +150,8 @@ class SyncLayerShadow:
         if not self.is_open or step != self.step:
             raise LockstepError(
                 f"Rank {self._group.rank()}: a second backward through SyncBatchNorm {self._names[number]}, or one "
-                "after another forward, while other ranks have no batch.\nThey follow the SyncBatchNorm layers of one "
-                "forward and one backward at a time."
+                "after another forward, while other ranks have no batch.\nThey can follow the SyncBatchNorm layers of "
+                "one forward and one backward only."
             )
         self._exchange_events(event, number)
 
@@ -216,7 +216,7 @@ class SyncLayerShadow:
         for rank in active:
             if rows[rank] != rows[first]:
                 message = (
-                    f"The ranks do different things: rank {first} comes to {self._describe(*rows[first])}, "
+                    f"The ranks run different code: rank {first} comes to {self._describe(*rows[first])}, "
                     f"rank {rank} to {self._describe(*rows[rank])}.\n"
                     "Every rank with a batch must run the same SyncBatchNorm layers in the same order."
                 )

@@ -32,7 +32,7 @@ def check_weight(weight: Any) -> float:
         is_one = is_scalar or not isinstance(weight, Tensor)
         what = repr(weight) if is_one else f"a tensor of shape {list(weight.shape)}"
         raise ConfigurationError(
-            f"The weight of a batch must be a finite number, 0 or more, or a tensor of one such, not {what}.\n"
+            f"The weight of a batch must be a finite number, 0 or more, or a tensor with one such number, not {what}.\n"
             "Give how many samples or tokens the loss is the mean of."
         )
     return number
@@ -76,8 +76,8 @@ def refuse_missing(sums: Sequence[float]) -> None:
         raise ConfigurationError(
             f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"
-            "Call model.weight(n) before each backward, or lockstep.backward(loss, count=n), on all ranks or on none; "
-            "n is 0 where a batch holds nothing that counts."
+            "Call model.weight(n) before each backward, or lockstep.backward(loss, mean_over=n), on all ranks or on "
+            "none; n is 0 where a batch holds nothing that counts."
         )
 
 

@@ -99,6 +99,8 @@ class ReplicaThreads:
             self._stop()  # of a parent process there are no threads here
         total = torch.get_num_threads()
         share = max(1, total // self._size) if self._divide_cores else None
+        if self._divide_cores:
+            keep_freed_memory(for_threads=True)  # before they begin: a thread that has an arena keeps it
         self._tasks = [queue.SimpleQueue() for _ in range(self._size)]
         ready = threading.Barrier(self._size + 1)
         self._threads = [
@@ -110,7 +112,6 @@ class ReplicaThreads:
             thread.start()
         ready.wait(_TURN_TIMEOUT_S)
         if self._divide_cores:
-            keep_freed_memory()
             # set_num_threads() sets the number of the calling thread, and also the one that threads started later
             # begin with: put the latter back.
             torch.set_num_threads(total)
@@ -195,7 +196,7 @@ class ReplicaEngine:
         if not self._turn.acquire(timeout=_TURN_TIMEOUT_S):
             raise LockstepError(
                 f"Another thread has been using this DataParallel module for {_TURN_TIMEOUT_S:.0f} s.\n"
-                "Give each thread a wrapper of its own, or find out what the other one waits for."
+                "Use one wrapper per thread, or find out what the other thread waits for."
             )
         try:
             yield

@@ -269,9 +269,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for index, parameter in enumerate(self._parameters):
                 if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                     raise LockstepError(
-                        f"Parameter {index} of the optimizer received a sparse gradient, which cannot be divided.\n"
-                        "Build nn.Embedding and nn.EmbeddingBag with sparse=False, or give them an optimizer of their "
-                        "own."
+                        f"Parameter {index} of the optimizer received a sparse gradient, which cannot be "
+                        "divided among ranks.\nBuild nn.Embedding and nn.EmbeddingBag with sparse=False, or use a "
+                        "separate optimizer for them."
                     )
             # Gradients that were reduce-scattered are used where they lie in their bucket; others are copied together.
             buckets: Sequence[Bucket] = self._laid_for or ()
@@ -430,7 +430,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if parameter.layout is not torch.strided:
                 raise ValueError(
                     f"Parameter {index} is sparse, which ZeroRedundancyOptimizer cannot divide.\n"
-                    "Give it to an optimizer of its own."
+                    "Use a separate optimizer for it."
                 )
         named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
@@ -514,9 +514,13 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
     if first.name != "params" or needed:
-        lacks = "takes no params first" if first.name != "params" else f"wants {', '.join(needed)}, not in its defaults"
+        lacks = (
+            "does not take params as its first argument"
+            if first.name != "params"
+            else f"requires {', '.join(needed)}, which its defaults lack"
+        )
         raise ConfigurationError(
-            f"{kind.__name__} cannot be made anew on each rank's part: its constructor {lacks}.\n"
+            f"{kind.__name__} cannot be created again for each rank's part: its constructor {lacks}.\n"
             "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
     takes_any = any(each.kind is each.VAR_KEYWORD for each in others)
@@ -657,7 +661,7 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
         advice = "Wrap the model before the optimizer is made"
     elif len(found) > 1:
         problem = f"{len(found)} live lockstep.DistributedDataParallel wrappers average these parameters' gradients"
-        advice = "Only one can leave slices: delete those that are no longer used"
+        advice = "Only one can use shard_gradients: delete those that are no longer used"
     elif missing := trained - given:
         problem = f"{len(missing)} of the {len(trained)} trained parameters of the wrapper are not in this optimizer"
         advice = "Give it all of model.parameters()"

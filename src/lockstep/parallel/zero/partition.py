@@ -296,7 +296,7 @@ def works_on_slices(optimizer_class: type[Optimizer], elementwise: bool | None =
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigurationError(
-            f"optimizer_class is {optimizer_class!r}, no class of optimizers.\n"
+            f"optimizer_class is {optimizer_class!r}, which is not an optimizer class.\n"
             "Give the class and its arguments: ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3)."
         )
     for refused, why in _REFUSED.items():

@@ -1,5 +1,1 @@
 """`compare`: one device, both engines and torch's own, side by side on one task, with a table and a verdict."""
-
-from lockstep.study.compare.benchmark import compare
-
-__all__ = ["compare"]

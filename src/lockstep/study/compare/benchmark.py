@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypeVar
@@ -14,13 +16,19 @@ from typing import TypeVar
 import psutil
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lockstep.accelerator import check_count, default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
+from lockstep.data.loader import LoadOptions
+from lockstep.env import core_use, core_wait_s
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
+from lockstep.study.compare.verdict import judge
+from lockstep.telemetry.cost import Price
+from lockstep.telemetry.resources import UsageMeter
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
@@ -37,6 +45,7 @@ ON_REQUEST: tuple[StrategyName, ...] = ("ddp-zero1",)
 BUSY_INTERVAL_S = 0.5
 
 Name = TypeVar("Name", bound=str)
+T = TypeVar("T")
 
 # How long the fastest candidate's turn takes if nobody sets the steps: long against the clock and the start.
 TURN_S = 0.5
@@ -45,6 +54,9 @@ FEWEST_STEPS, MOST_STEPS = 3, 500
 
 # How long the other ranks wait for a turn of one process.
 TURN_TIMEOUT_S = 3600.0
+
+# How often single is tried with each number of threads, before the first round.
+NUM_TRIES = 3
 
 # Enough for the optimizer's state, and for buckets to be built anew after the first step.
 NUM_PEAK_STEPS = 4
@@ -60,10 +72,11 @@ def compare(
     num_warmup: int = 5,
     settings: Settings | None = None,
     memory: bool = True,
+    price: str | None = None,
     command: str = "",
     quiet: bool = False,
 ) -> Comparison:
-    """Train ``task`` with every strategy, in turns, and return all figures.
+    """Train ``task`` with every strategy, in turns, and return all figures with a verdict.
 
     Starts processes of its own and blocks until they are done. ``single`` always takes part.
 
@@ -72,10 +85,11 @@ def compare(
         devices: Devices for all strategies but ``single``.
         strategies: Who takes part.
         num_steps: Steps of a turn; None: as many as take the fastest about half a second.
-        num_rounds: Turns of each strategy.
+        num_rounds: Number of rounds.
         num_warmup: Steps of each strategy before the first round.
         settings: How to train; ``steps`` and ``epochs`` have no meaning here.
         memory: Whether to measure peak memory, in fresh processes.
+        price: Of a device for an hour, such as ``2.50 EUR``.
         command: What was typed, for the record.
         quiet: Whether to show no progress.
 
@@ -84,43 +98,46 @@ def compare(
         RankFailed: A rank failed.
     """
     settings = settings or Settings()
-    found = load(task)
+    loaded = load(task)
     device_type = default_device().type
     taking_part, left_out = choose(strategies, cuda=device_type == "cuda")
     for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):
         if value is not None and value < 1:
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
     check_count(devices)
-    check_batch(found, settings, devices)
+    check_batch(loaded, settings, devices)
     # The schedule, if the task has one, falls over the longest run that this can become.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
     num_cores = torch.get_num_threads()
     setup = Setup(
-        task=Path(task).name if isinstance(task, str) else found.name,
+        task=Path(task).name if isinstance(task, str) else loaded.name,
         command=command,
         device=device_type,
         num_devices=devices,
         num_cores=num_cores,
         # Before our own processes start, as these would count among the busy ones.
         busy_cores=float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1),
-        global_batch_size=settings.global_batch_size or found.global_batch_size,
+        global_batch_size=settings.global_batch_size or loaded.global_batch_size,
         num_steps=num_steps or 0,
         num_rounds=num_rounds,
         num_warmup=num_warmup,
         seed=settings.seed,
         precision=settings.precision,
+        price=Price.read(price),
     )
     benchmark = Benchmark(task, settings, taking_part, setup, quiet)
     reports: list[RankReport] = run_ranks(run_benchmark, benchmark, devices=devices)
+    benchmark = replace(benchmark, setup=reports[0].setup)
     contenders: list[Candidate] = []
     for name in taking_part:
         turns, losses = merge([report.turns[name] for report in reports]), tuple(reports[0].losses[name])
         # Threads of one device's work: one process of DataParallel has the cores of all its replicas.
-        num_threads = num_cores if name == SINGLE else max(1, num_cores // devices)
+        num_threads = benchmark.threads(name) if name == SINGLE else max(1, num_cores // devices)
         peaks = _peaks(benchmark, name) if memory else None
         single = contenders[0] if contenders else None
         contenders.append(Candidate(name, num_threads, turns, losses, peaks, single, devices))
-    return Comparison(reports[0].setup, tuple(contenders), left_out)
+    found = Comparison(reports[0].setup, tuple(contenders), left_out)
+    return replace(found, verdict=judge(found))
 
 
 def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:
@@ -163,7 +180,20 @@ class Benchmark:
 
     def threads(self, strategy: str) -> int:
         """Return the threads of one process (dp divides them among its replicas)."""
+        if strategy == SINGLE and self.setup.single_threads:
+            return self.setup.single_threads
         return threads_of(strategy, self.setup.num_cores, self.setup.num_devices)
+
+    def entrant(self, strategy: StrategyName, world: World) -> Entrant:
+        """Return what trains the task with ``strategy``. Collective: every rank."""
+        task, num_devices = load(self.task), self.setup.num_devices
+        return Entrant(task, self.settings, strategy, world, num_devices, self.threads(strategy))
+
+    def threads_to_try(self, strategy: str) -> tuple[int, ...]:
+        """Return equally many numbers of threads for each strategy; they differ for single on CPUs."""
+        # Threads of one operation wait for each other at its end: a user whose model is small gives it one.
+        count = self.threads(strategy)
+        return count, 1 if strategy == SINGLE and self.setup.device == "cpu" else count
 
 
 @dataclass(frozen=True)
@@ -188,69 +218,122 @@ def run_benchmark(benchmark: Benchmark, world: World) -> RankReport:
             return _run_turns(benchmark, world, at_exit)
         except torch.OutOfMemoryError as error:
             raise LockstepError(
-                f"The memory of {world.device} does not hold {len(benchmark.strategies)} strategies side by side.\n"
+                f"The memory of {world.device} is too small for {len(benchmark.strategies)} strategies at once.\n"
                 "Compare fewer at a time, as with --strategies ddp, or set a smaller --global-batch-size."
             ) from error
 
 
 def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> RankReport:
     names, setup = benchmark.strategies, benchmark.setup
-    trainers: dict[str, Trainer] = {}
     turns: dict[str, list[Measurement]] = {name: [] for name in names}
     losses: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def report(text: str) -> None:
-        # Lines, and no bar: its thread would draw while others are measured.
+        # Lines instead of a bar, whose thread would draw during the measurements.
         if world.is_rank_zero and not benchmark.quiet:
             log(text)
 
     report("building the models")
-    task = load(benchmark.task)
+    entrants: dict[str, Entrant] = {}
     for name in names:
-        if takes_part(name, world):
-            devices = devices_for(name, world, setup.num_devices)
-            with _note_candidate(name):
-                trainers[name] = Trainer(task, benchmark.settings, world, strategy=name, devices=devices)
-            at_exit.callback(trainers[name].close)
-
+        entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
     report("warming up")
     fastest_s = []
     for name in names:
-        if start_together(name, benchmark.threads(name), world):
-            with _note_candidate(name):
-                seconds, warmup_losses = _warm_up(trainers[name], setup.num_warmup)
-            fastest_s.append(seconds)
-            losses[name] += warmup_losses
+        entrant = entrants[name]
+        threads = benchmark.threads_to_try(name)
+        if warm := entrant.turn(partial(warm_up, num_steps=setup.num_warmup, threads=threads)):
+            tries_s, losses[name] = warm
+            fastest_s.append(min(tries_s.values()))
+            entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
     # Rank zero takes part in all turns, so that it alone knows how long each candidate's steps are.
     chosen = choose_steps(fastest_s) if world.is_rank_zero else 0
     num_steps = setup.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
 
     began_at = time.perf_counter()
-    for round_index in range(setup.num_rounds):
-        for place, name in enumerate(order_of_round(names, round_index)):
-            if start_together(name, benchmark.threads(name), world):
-                with _note_candidate(name):
-                    turn, turn_losses = measure_candidate(trainers[name], name, num_steps, round_index, place)
-                turns[name].append(turn)
-                losses[name] += turn_losses
-        left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (round_index + 1) - 1)
-        report(f"round {round_index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
-    model = next(iter(trainers.values())).model
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    setup = replace(setup, num_steps=num_steps, num_parameters=num_parameters, split_layers=split_layers(model))
+    for index in range(setup.num_rounds):
+        for place, name in enumerate(order_of_round(names, index)):
+            measure = partial(measure_candidate, name=name, num_steps=num_steps, round_index=index, place=place)
+            if measured := entrants[name].turn(measure):
+                turns[name].append(measured[0])
+                losses[name] += measured[1]
+        left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
+        report(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
+    trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
+    setup = replace(
+        setup,
+        num_steps=num_steps,
+        num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        single_threads=entrants[SINGLE].num_threads,
+        split_layers=split_layers(trainer.model),
+    )
     # Read only now: reading a loss waits for the device.
     return RankReport(setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()})
 
 
+class Entrant:
+    """A strategy that takes turns with others. It has a trainer on the ranks that compute; the other ranks only wait.
+
+    Collective: every rank creates it, calls `turn` in the same order, and closes it.
+
+    Attributes:
+        num_threads: Threads of one process during its turns.
+        trainer: None on a rank that only waits.
+    """
+
+    def __init__(
+        self, task: Task, settings: Settings, strategy: StrategyName, world: World, num_devices: int, num_threads: int
+    ) -> None:
+        self._strategy, self._world, self.num_threads = strategy, world, num_threads
+        ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
+        self._num_steps_ahead = math.ceil(ahead / settings.accumulate) + 1 if ahead else 0
+        self.trainer: Trainer | None = None
+        if takes_part(strategy, world):
+            task = replace(task, eval_dataset=None, metrics=None, after=None)
+            devices = devices_for(strategy, world, num_devices)
+            with _note_candidate(strategy):
+                self.trainer = Trainer(task, settings, world, strategy=strategy, devices=devices)
+
+    def close(self) -> None:
+        """End its processes and free its memory."""
+        if self.trainer is not None:
+            self.trainer.close()
+
+    def turn(self, run: Callable[[Trainer], T]) -> T | None:
+        """Wait for all ranks, then call ``run`` on those that compute and return its result; None on the others."""
+        if self._num_steps_ahead and self._start() and self.trainer is not None:
+            # Use up what loader processes loaded while others were measured.
+            with self.trainer.without_sync():
+                time_steps(self.trainer, self._num_steps_ahead)
+        if not self._start() or self.trainer is None:
+            return None
+        with _note_candidate(self._strategy):
+            found = run(self.trainer)
+        _stop_loading(self.trainer)
+        return found
+
+    def _start(self) -> bool:
+        return start_together(self._strategy, self.num_threads, self._world)
+
+
+def _stop_loading(trainer: Trainer) -> None:
+    """End the loader processes, which would otherwise load during the turns of others."""
+    if not trainer.settings.workers:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a stream that does not report its position: irrelevant here
+        state = trainer.batches.state()
+    if state is not None or not isinstance(trainer.samples, IterableDataset):
+        trainer.batches.seek(trainer.num_steps_done, state)
+
+
 @contextlib.contextmanager
 def _note_candidate(strategy: str) -> Iterator[None]:
-    """Add to an exception whose turn it was: a task may suit one engine and not another."""
+    """Add the strategy to an exception: a task may work with one engine only."""
     try:
         yield
     except Exception as error:
-        error.add_note(
-            f"It was the turn of {strategy}. If the others can train this task, name them: --strategies LIST"
-        )
+        error.add_note(f"Strategy {strategy} was running. To measure only other strategies: --strategies LIST")
         raise
 
 
@@ -292,8 +375,8 @@ def start_together(strategy: str, num_threads: int, world: World) -> bool:
 def order_of_round(strategies: Sequence[Name], round_index: int) -> list[Name]:
     """Return who runs when in a round.
 
-    A turn leaves warm caches and a warm processor to the next, so nobody may always follow the same one: the order
-    rotates, and every other round runs backwards.
+    A turn leaves warm caches and a warm processor to the next, so no candidate may always follow the same one: the
+    order rotates, and every other round runs backwards.
     """
     shift = round_index // 2 % len(strategies)
     rotated = [*strategies[shift:], *strategies[:shift]]
@@ -313,13 +396,17 @@ def choose_steps(step_s: Sequence[float], *, turn_s: float = TURN_S, fewest: int
     return min(max(wanted, fewest), MOST_STEPS)
 
 
-def _warm_up(trainer: Trainer, num_steps: int) -> tuple[float, list[Tensor]]:
-    """Run the steps that are not measured; return the seconds of the fastest, and the losses."""
-    # The fastest step is nearest to what a step takes later on: the first ones allocate, compile, and build buckets.
-    steps = [time_steps(trainer, 1) for _ in range(num_steps)]
+def warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[dict[int, float], list[Tensor]]:
+    """Run the steps that are not measured; return the seconds of the fastest by number of threads, and the losses."""
+    losses = [trainer.step().loss for _ in range(num_steps)]
+    tries_s = dict.fromkeys(threads, math.inf)
+    # Steps without synchronisation change no weight, and every candidate takes as many. The fastest is nearest to the
+    # later steps: the first ones allocate, compile, and build buckets.
     with trainer.without_sync():
-        trainer.step()
-    return min(seconds for seconds, _ in steps), [record.loss for _, (record,) in steps]
+        for num_threads in NUM_TRIES * tuple(threads):
+            torch.set_num_threads(num_threads)
+            tries_s[num_threads] = min(tries_s[num_threads], time_steps(trainer, 1)[0])
+    return tries_s, losses
 
 
 def measure_candidate(
@@ -331,7 +418,9 @@ def measure_candidate(
 
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
+    meter, began = UsageMeter(trainer.devices), core_use()
     seconds, records = time_steps(trainer, num_steps)
+    ended, energy_j = core_use(), meter.read().energy_j
     exposed_s = trainer.strategy.exposed_s  # of the last step
     if exposed_s is not None:
         # The engine measures with the host's clock, which does not see a device's work, and one micro-batch only.
@@ -355,6 +444,8 @@ def measure_candidate(
         backward_s=fmean(backward_s),
         exposed_s=exposed_s,
         optimizer_s=fmean(each.optimizer_s for each in times),
+        energy_j=energy_j,
+        core_wait_s=core_wait_s([(began, ended)], sum(each.forward_s + each.optimizer_s for each in times)) / num_steps,
     )
     return turn, [record.loss for record in records]
 
@@ -380,10 +471,10 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     merged = []
     for turns in zip(*filter(None, by_rank), strict=True):
         of_all = {name: max(getattr(turn, name) for turn in turns) for name in ("seconds", "step_s")}
-        for name in ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s"):
+        for name in ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "core_wait_s"):
             known = [getattr(turn, name) for turn in turns if getattr(turn, name) is not None]
             of_all[name] = fmean(known) if known else None
-        merged.append(replace(turns[0], **of_all))
+        merged.append(replace(turns[0], energy_j=sum(turn.energy_j for turn in turns), **of_all))
     return tuple(merged)
 
 
@@ -402,7 +493,7 @@ def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _peaks(benchmark: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
-    """Measure peak memory in fresh processes: in a shared one, candidates would stand on each other."""
+    """Measure peak memory in fresh processes: in a shared process, the memory of the candidates would add up."""
     if not benchmark.quiet:
         log(f"measuring the peak memory of {strategy} in fresh processes")
     num_processes = benchmark.setup.num_devices if strategy in PER_PROCESS else 1
@@ -419,15 +510,15 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> 
     Collective for ``ddp`` and ``torch-ddp``: every rank.
     """
     torch.set_num_threads(benchmark.threads(strategy))
-    task = load(benchmark.task)
-    devices = devices_for(strategy, world, benchmark.setup.num_devices)
-    # What libraries hold after the import is not the task's, nor is a peak that they had while being loaded.
+    benchmark = replace(benchmark, task=load(benchmark.task))
+    # The memory and the peak of importing libraries do not count.
     reset_peak()
     before_bytes = psutil.Process().memory_info().rss
-    trainer = Trainer(task, benchmark.settings, world, strategy=strategy, devices=devices)
-    with contextlib.closing(trainer):
+    with contextlib.closing(benchmark.entrant(strategy, world)) as entrant:
+        assert entrant.trainer is not None
         for _ in range(NUM_PEAK_STEPS):
-            trainer.step().loss.item()
+            entrant.trainer.step().loss.item()
+        devices = entrant.trainer.devices
     if world.device.type != "cpu":
         return [torch.accelerator.max_memory_allocated(device) for device in devices]
     return [max(peak_bytes() - before_bytes, 0)]

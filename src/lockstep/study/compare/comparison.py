@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import InitVar, astuple, dataclass, field
 from statistics import fmean, median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
+from typing_extensions import override
 
+from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
-from lockstep.study.common import MIB, Spread, Table, grid, paired_ratio
+from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
+from lockstep.telemetry.cost import Price
 from lockstep.telemetry.provenance import Provenance
 
 # The candidate that all others are compared with.
@@ -28,6 +33,8 @@ class Measurement:
         seconds: Wall time of all steps on the slowest rank.
         step_s: Wall time of a step.
         backward_s: With synchronisation, so what communication cannot hide is within.
+        energy_j: Of all ranks and steps; NaN where a counter cannot be read.
+        core_wait_s: What of all this the thread that trains waited for a core.
         exposed_s: How much longer backward takes with synchronisation than without, medians over the turn's steps;
             measured directly where an engine reports it; None where there is nothing to synchronise. Noise may make
             it negative.
@@ -43,6 +50,8 @@ class Measurement:
     backward_s: float
     exposed_s: float | None
     optimizer_s: float
+    energy_j: float = math.nan
+    core_wait_s: float = 0.0
 
     @property
     def other_s(self) -> float:
@@ -135,6 +144,11 @@ class Candidate:
         self.last_loss = self.losses[-1]
         self.loss_difference = self.last_loss - (single or self).losses[-1]
 
+    @property
+    def core_wait_share(self) -> float:
+        """The part of a step in which it waited for a core."""
+        return median(turn.core_wait_s / turn.step_s for turn in self.turns)
+
     def speed_over(self, other: Candidate) -> Spread:
         """Return how many times as fast as ``other`` this is, from the rounds' ratios."""
         return paired_ratio(_rates(self), _rates(other))
@@ -161,7 +175,9 @@ class Setup:
         busy_cores: How many cores other programs kept busy just before the start.
         num_steps: Steps of each candidate in each round.
         num_warmup: Steps of each candidate before the first round.
+        single_threads: Of single, the number that was fastest in the warm-up; 0 before.
         split_layers: Kinds of layer whose result depends on how a batch is split (batch norm, dropout ...).
+        price: Of a device for an hour, if it is known.
     """
 
     task: str
@@ -177,7 +193,9 @@ class Setup:
     seed: int
     precision: str
     num_parameters: int = 0
+    single_threads: int = 0
     split_layers: tuple[str, ...] = ()
+    price: Price | None = None
 
     @property
     def num_steps_in_all(self) -> int:
@@ -186,12 +204,31 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """All figures of one `compare`; single comes first."""
+class Verdict:
+    """Which strategy to use here, and why: one or two sentences per entry."""
+
+    use: str
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """All figures of one `compare`, single's first, and what they mean."""
 
     setup: Setup
     contenders: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
+    verdict: Verdict = Verdict("", ())
+
+    @override
+    def __rich__(self) -> RenderableType:
+        return render(self)
+
+    @override
+    def _repr_html_(self) -> str:
+        with contextlib.suppress(ConfigurationError):  # matplotlib is not installed
+            return super()._repr_html_() + draw(self)
+        return super()._repr_html_()
 
     @property
     def single(self) -> Candidate:
@@ -244,7 +281,7 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """Return how the figures are to be read, and who was left out."""
+    """Return how to read the figures, and which strategies were left out."""
     setup = comparison.setup
     notes = [
         "Medians over the rounds; low - high holds the true median with 90% certainty (sign test; from 5 rounds on). "
@@ -253,8 +290,9 @@ def footnotes(comparison: Comparison) -> list[str]:
         f"The loss is that of step {setup.num_steps_in_all}, on the same samples for all.",
     ]
     if setup.device == "cpu":
-        threads = ", ".join(f"{each.strategy} {each.num_threads}" for each in comparison.contenders)
-        notes.append(f"Threads of each process or replica: {threads}.")
+        single, *others = (f"{each.strategy} {each.num_threads}" for each in comparison.contenders)
+        tried = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
+        notes.append(f"Threads of each process or replica: {', '.join([tried, *others])}.")
     if comparison.single.peak_bytes and setup.device == "cpu":
         notes.append(
             "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest "
@@ -265,12 +303,16 @@ def footnotes(comparison: Comparison) -> list[str]:
     return notes + [f"{left.strategy} was left out: {left.reason}" for left in comparison.left_out]
 
 
-def render(comparison: Comparison, sentences: Sequence[str]) -> RenderableType:
+def render(comparison: Comparison) -> RenderableType:
     """Lay out tables, footnotes and verdict for a terminal."""
     laid_out = (table.rich() for table in tables(comparison))
     notes = (Text(note, style="dim") for note in footnotes(comparison))
     return Group(
-        *laid_out, *notes, Text(), Text("Verdict", style="bold"), grid(("-", sentence) for sentence in sentences)
+        *laid_out,
+        *notes,
+        Text(),
+        Text("Verdict", style="bold"),
+        grid(("-", sentence) for sentence in comparison.verdict.sentences),
     )
 
 
@@ -278,21 +320,29 @@ def render(comparison: Comparison, sentences: Sequence[str]) -> RenderableType:
 _PARTS = ("data wait", "forward", "backward", "exchange", "optimizer", "other")
 
 
-def render_page(comparison: Comparison, sentences: Sequence[str], provenance: Provenance) -> str:
+def draw(comparison: Comparison) -> str:
+    """Return the plot of where the steps go, as HTML.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    # All of a step but the total, which comes first.
+    rows = {each.strategy: dict(zip(_PARTS, astuple(each.step)[1:], strict=True)) for each in comparison.contenders}
+    with drawing.drawing_style():
+        return drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
+
+
+def render_page(comparison: Comparison, provenance: Provenance) -> str:
     """Return verdict, plot and tables as one HTML file.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
     setup = comparison.setup
-    # All of a step but the total, which comes first.
-    rows = {each.strategy: dict(zip(_PARTS, astuple(each.step)[1:], strict=True)) for each in comparison.contenders}
-    with drawing.drawing_style():
-        plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
-    body = drawing.figures_body(plot, tables(comparison), footnotes(comparison), setup.command, provenance)
+    body = drawing.figures_body(draw(comparison), tables(comparison), footnotes(comparison), setup.command, provenance)
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
     tab = f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare"
-    return drawing.html_page(tab, heading, title(comparison), sentences, body)
+    return drawing.html_page(tab, heading, title(comparison), comparison.verdict.sentences, body)
 
 
 def number(value: float) -> str:

@@ -1,12 +1,13 @@
 """What the figures of ``compare`` mean, in words: a pure function from a comparison to sentences."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
 from lockstep.study.common import MIB, Spread
-from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup
+from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup, Verdict
+from lockstep.telemetry.cost import format_energy, more_than_alone
 from lockstep.telemetry.provenance import Provenance
 
 # Speed-up over devices that a sound set-up reaches.
@@ -18,17 +19,17 @@ WORTH = 1.05
 # The share of single's step spent waiting for data from which loading, not computing, is the limit.
 STARVED = 0.3
 
+# The share of dp's step that its threads take longer than ddp's processes for the same work, from which it is named.
+WAITING = 0.1
+
 # The share of a step that is not the model's own work from which the work is too small to divide.
 TOO_SMALL = 0.2
 
 # The width of a candidate's spread, as a share of its median, from which more rounds are called for.
 NOISY = 0.2
 
-# The share of the cores that others keep busy from which they disturb the measurement.
-BUSY = 0.25
-
-# The gain over what devices can give from which it says more about what holds single back.
-TOO_GOOD = 1.1
+# The share of a step spent waiting for a core from which the figures are of a busy machine.
+CROWDED = 0.1
 
 # Where exchanging so much takes long, it is the bytes that do, not each message's own delay.
 LARGE_GRADIENTS_BYTES = 4 * MIB
@@ -43,22 +44,13 @@ LAST_LOSS_TOLERANCE = 1e-2
 PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Which strategy to use here, and everything worth saying about it, one sentence or two an entry."""
-
-    use: str
-    sentences: tuple[str, ...]
-
-
 # Of the JSON; grows when a key or a meaning changes. New keys leave it as it is.
 VERSION = 1
 
 
-def to_record(comparison: Comparison, verdict: Verdict, provenance: Provenance) -> dict[str, Any]:
+def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
-    about = {"provenance": asdict(provenance), "verdict": asdict(verdict)}
-    return {"version": VERSION, **asdict(comparison), **about}
+    return {"version": VERSION, **asdict(comparison), "provenance": asdict(provenance)}
 
 
 def judge(comparison: Comparison) -> Verdict:
@@ -71,11 +63,12 @@ def judge(comparison: Comparison) -> Verdict:
             _explain(comparison, chosen),
             *_efficiency(comparison),
             *_against_torch(comparison),
+            *_threads_against_processes(comparison),
         ]
     else:
-        chosen, sentences = single, ["Only single took part, so there is nothing to choose from."]
-    sentences += [*_loss(comparison), *_noise(comparison)]
-    return Verdict(chosen.strategy, tuple(sentences))
+        chosen, sentences = single, ["Only single took part, so there is nothing to compare."]
+    sentences += [*_loss(comparison), *_noise(comparison), *_costs(comparison)]
+    return Verdict(chosen.strategy, (*_core_wait(comparison), *sentences))
 
 
 def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
@@ -98,7 +91,7 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     rest = [each.strategy for each in tied if each is not chosen]
     if rest:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
-    return chosen, text
+    return chosen, text + _held_back(comparison, chosen.efficiency)
 
 
 def _explain(comparison: Comparison, chosen: Candidate) -> str:
@@ -154,21 +147,55 @@ def _efficiency(comparison: Comparison) -> list[str]:
     reached = f"reached by {_and(good)}" if good else f"not reached: {_and(poor)}"
     rest = f", not by {_and(poor)}" if good and poor else ""
     text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{rest}."
-    best = max(value for value, _ in named)
-    # Single computes with all the cores that the others have together; not if it was given one thread.
-    shares_cores = setup.device == "cpu" and 1 < setup.num_devices <= setup.num_cores
-    if shares_cores:
+    # Single computes with all the cores that the others have together; not if one thread is faster.
+    if setup.device == "cpu" and 1 < setup.num_devices <= comparison.single.num_threads:
         text += (
             f" All strategies share the same {setup.num_cores} cores, so an efficiency of {1 / setup.num_devices:.0%} "
             "is single's own speed."
         )
-    # Others that are faster than their devices explain show that something holds single back.
-    if best <= TOO_GOOD / (setup.num_devices if shares_cores else 1):
-        return [text]
-    why = f"its {setup.num_cores} threads wait for each other, as in small operations (try OMP_NUM_THREADS=1)"
-    if not shares_cores:
-        why = "its whole batch may not fit into the caches of one device (try another --global-batch-size)"
-    return [text, f"An efficiency of {best:.0%} means that single is held back: {why}, or something else ran there."]
+    return [text + _held_back(comparison, max(value for value, _ in named))]
+
+
+def _held_back(comparison: Comparison, efficiency: float) -> str:
+    """Return why devices give more than there is in them, for the same line; empty if they do not."""
+    if round(efficiency, 2) <= 1:
+        return ""
+    why = "its whole batch may not fit into the caches of one device (try another --global-batch-size)"
+    if (waited := comparison.single.core_wait_share) >= CROWDED:
+        why = f"it waited for a core during {waited:.0%} of its step"
+    return f" An efficiency of {efficiency:.0%} means that single is held back: {why}, or something else ran there."
+
+
+def _core_wait(comparison: Comparison) -> list[str]:
+    waits = {each.strategy: each.core_wait_share for each in comparison.contenders}
+    if max(waits.values()) < CROWDED:
+        return []
+    during = _and([f"{name} {share:.0%}" for name, share in waits.items()])
+    why = "other programs use the cores, or the ranks are more than the cores"
+    return [
+        f"The machine is not quiet: {why}. Steps waited for a core: {during} of their time. Compare again when the "
+        "machine is quiet."
+    ]
+
+
+def _costs(comparison: Comparison) -> list[str]:
+    setup, single = comparison.setup, comparison.single
+    shares_cores = setup.device == "cpu" and single.num_threads > 1
+    num_alone = setup.num_devices if shares_cores else 1
+    bought = []
+    for each in comparison.others:
+        more = more_than_alone(1 / each.speed_up.median, setup.num_devices, num_alone, setup.price)
+        per_sample_j = _joules_per_sample(each) - _joules_per_sample(single)
+        energy = format_energy(3600 * single.samples_per_s.median * per_sample_j, "+")
+        bought.append(f"{each.strategy} {more}, {energy}")
+    if not bought:
+        return []
+    text = f"Compared with an hour of single, for the same samples: {'; '.join(bought)}."
+    return [text + f" Single has the cores of all {_devices(setup)}, and counts as so many." * shares_cores]
+
+
+def _joules_per_sample(candidate: Candidate) -> float:
+    return sum(turn.energy_j for turn in candidate.turns) / sum(turn.num_samples for turn in candidate.turns)
 
 
 def _against_torch(comparison: Comparison) -> list[str]:
@@ -180,6 +207,22 @@ def _against_torch(comparison: Comparison) -> list[str]:
             how = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
             sentences.append(f"Our {name} {how} torch-{name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
     return sentences
+
+
+def _threads_against_processes(comparison: Comparison) -> list[str]:
+    dp, ddp = comparison.find("dp"), comparison.find("ddp")
+    # Where dp's own share was not measured, the sum of the gradients is within its backward.
+    if dp is None or ddp is None or dp.turns[0].exposed_s is None:
+        return []
+    in_threads_s, in_processes_s = (each.step.forward_s + each.step.backward_s for each in (dp, ddp))
+    ratio = dp.speed_over(ddp)
+    if ratio.high >= 1.0 or in_threads_s - in_processes_s < WAITING * dp.step.total_s:
+        return []
+    return [
+        f"Our dp is slower than ddp: {ratio.median:.2f}x its speed {_range(ratio)}. The same forward and backward take "
+        f"{in_threads_s * 1e3:.1f} ms in its threads and {in_processes_s * 1e3:.1f} ms in processes: threads share one "
+        "interpreter lock, and wait for it where a model has many small operations. Use ddp for such a model."
+    ]
 
 
 def _loss(comparison: Comparison) -> list[str]:
@@ -211,18 +254,13 @@ def _loss(comparison: Comparison) -> list[str]:
 
 
 def _noise(comparison: Comparison) -> list[str]:
-    setup, sentences = comparison.setup, []
-    if setup.busy_cores > BUSY * setup.num_cores:
-        text = f"Other programs kept {setup.busy_cores:.1f} cores busy just before the start."
-        if setup.device == "cpu":
-            text += " That slows all, and most of all single, whose threads wait for the one that got no core."
-        sentences.append(text)
+    sentences = []
     noisiest = max(comparison.contenders, key=lambda each: each.samples_per_s.relative_width)
     width = noisiest.samples_per_s.relative_width
     if width > NOISY:
         sentences.append(
             f"The rounds of {noisiest.strategy} spread over {width:.0%} of their median. "
-            "A quiet machine and more rounds (--rounds) make the figures surer."
+            "Use a quiet machine and more rounds (--rounds) for more precise figures."
         )
     return sentences
 

@@ -1,11 +1,11 @@
-"""Examine a machine, a script and a task for a run that is planned, on one machine or on all of a job."""
+"""Examine a machine, and a script or task, for a planned run, on one machine or on all machines of a job."""
 
+import pickle
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from textwrap import indent
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,34 +18,38 @@ from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, LockstepError
 from lockstep.launcher.api import num_cores
 from lockstep.study.common import grid
-from lockstep.study.doctor import machine, network
 from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
-from lockstep.study.doctor.script import Script, path_of, read_script
+from lockstep.study.doctor.machine import read_machine
+from lockstep.study.doctor.network import Job, read_network, read_versions
+from lockstep.study.doctor.script import Script
 from lockstep.study.doctor.task import TaskFacts, read_task
+from lockstep.study.doctor.watcher import watch_script
 from lockstep.study.links import probe_link
+from lockstep.study.rehearse.runner import is_task
 
 # How long ranks wait for each other; a launcher starts them within seconds.
 RENDEZVOUS_S = 20.0
 
-# How long the link between machines is measured.
+# Time to measure the link between machines.
 PROBE_S = 3.0
 
 
-def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report | None, int]:
-    """Return what this process has to show, if anything, and the exit code, which is the same on all ranks.
+def run(
+    asked: Plan, env: RankEnv, environ: Mapping[str, str], arguments: Sequence[str] = ()
+) -> tuple[Report | None, int]:
+    """Return the report that this process has to print, if any, and the exit code, which is the same on all ranks.
 
-    Collective: every rank, if a job has begun: then ``env`` comes before what was ``asked``. Without a number of
-    devices, it is what `lockstep run` would take here.
+    Collective: every rank, if this process is a rank of a job: then ``env`` overrides what was ``asked``. The default
+    number of devices is that of `lockstep run`.
 
     Raises:
-        ConfigurationError: There is no such script or task, or it cannot be read or made.
+        ConfigurationError: The script or task does not exist, cannot be read, or fails when it is created.
     """
     num_gpus = torch.accelerator.device_count()
     plan = replace(asked, devices=asked.devices or num_gpus or num_cores(), on_gpus=num_gpus > 0)
     if env.world_size == 1:
-        report = examine(plan, environ)
+        report = examine(plan, environ, arguments)
         return report, report.exit_code
-    # The ranks that run are what counts, not what the flags of this one process suppose.
     plan = replace(
         plan,
         devices=env.local_world_size,
@@ -57,106 +61,86 @@ def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report |
     return examine_job(plan, env, environ)
 
 
-def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
-    """Return what on this machine, and in the script or task of ``plan``, will slow or hang the run.
+def examine(plan: Plan, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Report:
+    """Return what will slow or hang the planned run, on this machine and in its script or task.
 
-    Blocks under ten seconds: what does not answer by then is not checked. Writes some MiB to the checkpoint folder and
-    removes them; imports a task's file, in a process of its own that is ended in time, but never runs a script.
+    Blocks under ten seconds, and under a minute for a script, which runs on CPU ranks with ``arguments``; what takes
+    longer is not checked. Writes one MiB to the checkpoint folder and removes it.
 
     Raises:
-        ConfigurationError: There is no such script or task, or it cannot be read or made.
+        ConfigurationError: The script or task does not exist, cannot be read, or fails when it is created.
     """
     began = time.perf_counter()
-    missed: list[NotChecked] = []
     script: Script | None = None
     task: TaskFacts | None = None
-    if (target := plan.target) is not None:
-        script = read_script(target)
-        missed += script.not_checked
-        if plan.workers is None:
-            plan = replace(plan, workers=script.num_workers)
-        is_named = str(path_of(target)) != target
-        if script.uses_task or is_named:
-            task, unknown = read_task(target, plan, is_named=is_named)
-            missed += unknown
-    elif not plan.is_running:
-        missed.append(NotChecked("a script or task", "none was named: lockstep doctor train.py"))
-    gpus, unknown = machine.read_gpus(plan)
-    missed += unknown
-    port = network.read_port(plan)
-    if isinstance(port, NotChecked):
-        missed.append(port)
+    missed: list[NotChecked] = []
+    if plan.target is None:
+        if not plan.is_running:
+            missed = [NotChecked("a script or task", "none was given: lockstep doctor train.py")]
+    elif is_task(plan.target):
+        task, missed = read_task(plan.target, plan)
+    elif plan.is_running:
+        missed = [NotChecked("the script", "it cannot be started within a job: lockstep doctor train.py")]
+    else:
+        script, missed = watch_script(plan.target, arguments)
+        plan = replace(plan, workers=script.num_workers if plan.workers is None else plan.workers)
+    machine, gpus_missed = read_machine(plan, environ, task)
+    network, port_missed = read_network(plan, environ)
+    missed += gpus_missed + port_missed
     if plan.machines > 1 and not plan.is_running:
-        because = "it takes all of them: start `lockstep doctor` as their ranks, see --help"
+        because = "this needs all of them: start `lockstep doctor` as the ranks of a job, see --help"
         missed.append(NotChecked("whether the machines reach each other, and their versions", because))
-    cores, memory = machine.read_cores(plan, environ), machine.read_memory(plan, task)
-    interfaces = network.read_network(plan, environ)
-    seen = {"devices": gpus.summary, "network": interfaces.summary, "cores": cores.summary, "memory": memory.summary}
-    if task is not None:
-        seen["task"] = task.summary
-    if not plan.is_running:  # otherwise those of all ranks are compared
-        seen["versions"] = network.Versions((network.read_versions(),)).summary
-    disk = machine.read_disk(plan.checkpoint, task.checkpoint_bytes if task else 0)
-    limits, switches = machine.read_limits(plan), machine.Switches(environ)
-    facts = (script, task, gpus, interfaces, port, limits, cores, memory, disk, switches)
-    findings = worst_first([finding for each in facts for finding in judge(each)])
+    # The versions of a running job are compared later.
+    job = Job(plan, () if plan.is_running else (read_versions(),))
+    seen = machine.seen | network.seen | (task.seen if task else {}) | job.seen
+    findings = worst_first([finding for record in (script, task, machine, network) for finding in judge(record)])
     return Report(plan, socket.gethostname(), seen, findings, tuple(missed), time.perf_counter() - began)
 
 
 def examine_job(plan: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report | None, int]:
-    """Return what this rank has to show, if anything, and the exit code, which is the same on all ranks.
+    """Return the report that this rank has to print, if any, and the exit code, which is the same on all ranks.
 
-    Collective: every rank. Blocks until all have come, at most `RENDEZVOUS_S`. Rank zero shows what was found on all
-    machines. If the ranks do not meet, the first one of each machine shows that, and what it found there.
+    Collective: every rank. Blocks until all ranks are connected, at most `RENDEZVOUS_S`. Rank zero prints the findings
+    of all machines. If the ranks cannot connect, the first rank of each machine prints its own findings.
 
     Raises:
-        ConfigurationError: There is no such script or task, or it cannot be read.
+        ConfigurationError: The task does not exist, cannot be read, or fails when it is created.
     """
     report: Report | None = None
-    if env.local_rank == 0:  # one rank of a machine examines it, and the first one the script
+    if env.local_rank == 0:  # one rank examines a machine, and rank zero the task
         report = examine(plan if env.rank == 0 else replace(plan, target=None), environ)
-    own = {"versions": network.read_versions(), "report": asdict(report) if report else None}
+    own = {"versions": read_versions(), "report": pickle.dumps(report).hex()}
     try:
         with init(backend="gloo", device="cpu", timeout_s=RENDEZVOUS_S) as world:
             parts = all_gather_object(own, group=world.group)
-            probed = None
-            if plan.machines > 1 and not plan.on_gpus:  # GPUs may have a network of their own
-                probed = network.ProbedLink(probe_link(world, limit_s=PROBE_S), plan.machines)
+            # GPUs may have a network of their own.
+            link = probe_link(world, limit_s=PROBE_S) if plan.machines > 1 and not plan.on_gpus else None
     except LockstepError as error:
         if report is None:
             return None, EXIT_CODE
-        # Nobody could be asked: each machine shows what it knows by itself.
-        findings = worst_first([*judge(network.Rendezvous(str(error))), *report.findings])
-        missed = (*report.not_checked, NotChecked("versions across ranks", "the ranks did not meet"))
+        findings = worst_first([*judge(Job(plan, error=str(error))), *report.findings])
+        missed = (*report.not_checked, NotChecked("versions of all ranks", "the ranks could not connect"))
         return replace(report, findings=findings, not_checked=missed), EXIT_CODE
-    versions = network.Versions(tuple(part["versions"] for part in parts))
-    merged = merge([report_from(part["report"]) for part in parts if part["report"]], versions, probed)
+    reports = [pickle.loads(bytes.fromhex(part["report"])) for part in parts]
+    job = Job(plan, [part["versions"] for part in parts], link)
+    merged = merge([each for each in reports if each is not None], job)
     return merged if env.rank == 0 else None, merged.exit_code
 
 
-def report_from(record: dict[str, Any]) -> Report:
-    """Return the report of which `dataclasses.asdict` made ``record``, which came from another rank as JSON."""
-    findings = tuple(Finding(**each | {"severity": Severity(each["severity"])}) for each in record["findings"])
-    missed = tuple(NotChecked(**each) for each in record["not_checked"])
-    return Report(**record | {"plan": Plan(**record["plan"]), "findings": findings, "not_checked": missed})
-
-
-def merge(reports: Sequence[Report], versions: network.Versions, probed: network.ProbedLink | None = None) -> Report:
-    """Return one report of all machines, with the versions of all ranks; the first one is the first machine's."""
-    first = reports[0]
-    # How ranks reach each other need not be feared: they have just met, over Gloo.
+def merge(reports: Sequence[Report], job: Job) -> Report:
+    """Return one report of all machines, with the findings about the job; the first report is the first machine's."""
+    # The ranks are connected over Gloo, which disproves these.
     disproved = {"master-address", "hostname-loopback"}
-    if not first.plan.on_gpus:
+    if not job.plan.on_gpus:
         disproved |= {"interface-local", "interface-missing"}
-    seen = {"versions": versions.summary}
-    if probed is not None:
+    if job.link is not None:
         disproved.add("interface-slow")
-        seen["link"] = f"all-reduces between {probed.machines} machines run at {probed.link.source}"
-    # What is the same on several machines is shown once, with the names of all.
+    seen = job.seen
+    # A finding on several machines is shown once, with the names of all.
     places: dict[Finding, list[str]] = {}
     hosts = []
     for index, report in enumerate(reports):
-        # Containers may have the same name; so machines are numbered, too.
+        # Containers can have equal names, so machines are numbered.
         host = f"{report.host} (machine {index})" if len(reports) > 1 else report.host
         hosts.append(host)
         seen |= {f"{topic}, {host}" if index else topic: line for topic, line in report.seen.items()}
@@ -164,11 +148,10 @@ def merge(reports: Sequence[Report], versions: network.Versions, probed: network
             if finding.kind not in disproved:
                 where = finding.where or (host if len(reports) > 1 else "")
                 places.setdefault(replace(finding, where=""), []).append(where)
-    measured = judge(versions) + ([] if probed is None else judge(probed))
-    findings = measured + [replace(finding, where=", ".join(where)) for finding, where in places.items()]
+    findings = judge(job) + [replace(finding, where=", ".join(where)) for finding, where in places.items()]
     missed = dict.fromkeys(one for report in reports for one in report.not_checked)
     seconds = max(report.seconds for report in reports)
-    return Report(first.plan, ", ".join(hosts), seen, worst_first(findings), tuple(missed), seconds)
+    return Report(reports[0].plan, ", ".join(hosts), seen, worst_first(findings), tuple(missed), seconds)
 
 
 # The report for a terminal; plain text in a pipe.
@@ -177,7 +160,7 @@ _STYLES = dict(zip(Severity, ("bold red", "bold magenta", "bold yellow", "bold c
 
 
 def show(report: Report, console: Console) -> None:
-    """Print what was seen, what was found, worst first, and what was not checked; the verdict comes last."""
+    """Print what was seen, the findings, worst first, what was not checked, and the verdict."""
     target = f"{report.plan.target} as " if report.plan.target else ""
     console.print(Text(f"lockstep doctor: {target}{report.plan.describe()}, seen from {report.host}", style="bold"))
     console.print(Padding(grid(report.seen.items(), gap=2), (1, 0, 1, 2), expand=False))
@@ -186,7 +169,7 @@ def show(report: Report, console: Console) -> None:
         console.print(Text.assemble((title, _STYLES[finding.severity]), f"  {finding.where}".rstrip()))
         rows = {"found": finding.found, "cost": finding.cost, "fix": finding.fix}
         console.print(Padding(grid(rows.items(), gap=2), (0, 0, 0, 2), expand=False))
-        # Never wrapped, so that it can be pasted.
+        # Not wrapped, so that it can be pasted.
         console.print(Text(indent(finding.paste, " " * 9), style="green"), soft_wrap=True)
         console.print(Text(f"  more   {finding.link}\n", style="dim"))
     if report.not_checked:

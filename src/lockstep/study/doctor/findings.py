@@ -1,22 +1,25 @@
-"""What the doctor can find: a table of checks, each one function whose docstring is its entry in the documentation."""
+"""The table of checks: each is one function, whose docstring is its entry in the documentation."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
+
+from lockstep.train.plan import plural
 
 # Where each finding is explained, under a heading of its own; `tools/reference.py` writes that part of the page.
 PAGE = "docs/reference/doctor.md"
 
 
 class Severity(StrEnum):
-    """How bad a finding is for the run that is planned, worst first."""
+    """The effect of a finding on the planned run, worst first."""
 
     HANG = "hang"
     WRONG = "wrong"
@@ -30,16 +33,16 @@ WORDS = {HANG: "will hang or fail", WRONG: "will be wrong", SLOW: "will be slow"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """A problem on the machine or in the program, and its fix.
 
     Attributes:
         kind: The name of the check; also its heading in the documentation.
-        severity: How bad it is for the run that is planned.
+        severity: Its effect on the planned run.
         found: What was measured or read.
-        cost: What it does to the run.
+        cost: What it costs the run.
         fix: What to do, in a sentence.
-        paste: The fix as lines to paste, into a shell, or into the script where ``where`` names one.
-        where: ``FILE:LINE`` for what was found in a script, or the machine in a job of several.
+        paste: Lines to type into a shell, or into the script if ``where`` names a line of it.
+        where: ``FILE:LINE`` in a script, or the machine in a job on several machines.
     """
 
     kind: str
@@ -58,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NotChecked:
-    """Something that could not be checked, and why."""
+    """A check that was not possible, and why."""
 
     what: str
     because: str
@@ -69,73 +72,85 @@ T = TypeVar("T")
 
 
 class Problem(NamedTuple):
-    """What a check function yields: what differs from one machine to another; the rest stands in its docstring."""
+    """What a check yields: the part of a finding that differs from one case to another.
 
-    severity: Severity
+    Attributes:
+        found: What was measured or read.
+        where: ``FILE:LINE`` in a script.
+        severity: Instead of the one that the check is registered with.
+        paste: Instead of the line in the check's docstring.
+    """
+
     found: str
-    paste: str
     where: str = ""
+    severity: Severity | None = None
+    paste: str = ""
 
 
 class Check(NamedTuple):
-    """An entry of the table: what it judges, its name, and its documentation."""
+    """An entry of the table: the record that a function reads, its documentation, and the part of its findings."""
 
-    facts: type
+    record: type
     section: str
-    kind: str
     explanation: str
-    cost: str
-    fix: str
+    finding: Finding
     function: Callable[[Any], Iterator[Problem]]
 
 
-# All checks, in the order in which the modules that hold them are imported.
+# All checks, in the order in which their modules are imported.
 CHECKS: list[Check] = []
 
+_Function = Callable[[F], Iterator[Problem]]
 
-def check(facts: type[F]) -> Callable[[Callable[[F], Iterator[Problem]]], Callable[[F], Iterator[Problem]]]:
+
+def check(record: type[F], severity: Severity) -> Callable[[_Function[F]], _Function[F]]:
     """Add a function to the table, under its own name with dashes, in the section of its module.
 
-    It judges ``facts``, what was read of one part of the machine or the program, and reads nothing itself.
-    Its docstring ends with a paragraph of two entries, ``Cost:`` and ``Fix:``; report and documentation show them.
+    It reads ``record``, what is known of one part of the machine or the program, and nothing else. Its docstring ends
+    with a paragraph of three entries: ``Cost:``, ``Fix:``, and ``Paste:``, the lines to type. Names in braces in these
+    lines are attributes of the record.
     """
 
-    def register(function: Callable[[F], Iterator[Problem]]) -> Callable[[F], Iterator[Problem]]:
-        # The last paragraph: an explanation may speak of costs itself.
+    def register(function: _Function[F]) -> _Function[F]:
+        # The last paragraph: an explanation may contain the words itself.
         explanation, _, rest = (inspect.getdoc(function) or "").rpartition("\n\nCost: ")
-        cost, _, fix = rest.partition("\nFix: ")
-        kind = function.__name__.replace("_", "-")
+        rest, _, paste = rest.partition("\nPaste: ")
+        cost, fix = (" ".join(part.split()) for part in rest.split("\nFix: "))
+        paste = "\n".join(map(str.strip, paste.splitlines()))
         section = function.__module__.rpartition(".")[2].capitalize()
-        CHECKS.append(Check(facts, section, kind, explanation, " ".join(cost.split()), " ".join(fix.split()), function))
+        finding = Finding(function.__name__.replace("_", "-"), severity, "", cost, fix, paste)
+        CHECKS.append(Check(record, section, explanation, finding, function))
         return function
 
     return register
 
 
-def judge(facts: object) -> list[Finding]:
-    """Return what all checks of these facts find."""
-    return [
-        Finding(entry.kind, severity, found, entry.cost, entry.fix, paste, where)
-        for entry in CHECKS
-        if entry.facts is type(facts)  # each check judges one kind of facts
-        for severity, found, paste, where in entry.function(facts)
-    ]
+def judge(record: object) -> list[Finding]:
+    """Return what all checks of this record find; of several problems at one line of a script, the first."""
+    found: dict[tuple[str, str], Finding] = {}
+    for entry in CHECKS:
+        for problem in entry.function(record) if entry.record is type(record) else ():
+            common = entry.finding
+            paste = problem.paste or re.sub(r"{(\w+)}", lambda name: str(getattr(record, name[1])), common.paste)
+            own = problem._asdict() | {"severity": problem.severity or common.severity, "paste": paste}
+            found.setdefault((common.kind, problem.where or problem.found), replace(common, **own))
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The run that the machine is examined for.
+    """The planned run.
 
     Attributes:
         devices: Ranks on this machine.
-        machines: Machines of the job.
+        machines: Number of machines.
         on_gpus: Whether each rank has a GPU.
-        workers: Loader processes of each rank; ``None`` if nobody said.
-        master_addr: Where the ranks of several machines meet.
-        master_port: The port there; ``None`` if the launcher is to find one.
-        checkpoint: Folder that checkpoints are to go to.
-        target: The script or task, as it was named.
-        is_running: Whether this process is a rank of a job that has begun.
+        workers: Loader processes of each rank; ``None`` if unknown.
+        master_addr: The address of the rendezvous.
+        master_port: Its port; ``None`` if the launcher chooses one.
+        checkpoint: Folder for checkpoints.
+        target: The script or task, as the user named it.
+        is_running: Whether this process is a rank of a running job.
     """
 
     devices: int
@@ -150,11 +165,11 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, if all machines have equally many."""
+        """The number of ranks, if all machines have the same number."""
         return self.devices * self.machines
 
     def describe(self) -> str:
-        """Return what is planned, such as ``2 ranks on CPU cores``."""
+        """Return the plan in words, such as ``2 ranks on CPU cores``."""
         device = "GPUs" if self.on_gpus else "CPU cores"
         machines = f" of {self.machines} machines with {self.devices} each" if self.machines > 1 else ""
         return f"{plural(self.world_size, 'rank')} on {device}{machines}"
@@ -162,15 +177,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What an examination came to.
+    """The result of an examination.
 
     Attributes:
-        plan: The run that it is about.
+        plan: The planned run.
         host: The machine.
         seen: A line for each topic.
         findings: Worst first.
-        not_checked: What could not be checked.
-        seconds: That the examination took.
+        not_checked: Checks that were not possible.
+        seconds: Duration of the examination.
     """
 
     plan: Plan
@@ -182,12 +197,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if the run will hang, fail, be wrong or be slow; 0 if there is nothing worse than notes."""
+        """1 if a finding is worse than a note, 0 otherwise."""
         return int(any(finding.severity is not NOTE for finding in self.findings))
 
     @property
     def verdict(self) -> str:
-        """The outcome in one sentence."""
+        """The result in one sentence."""
         severities = [finding.severity for finding in self.findings]
         counts = [f"{severities.count(each)} {text}" for each, text in WORDS.items() if each in severities]
         if self.exit_code:
@@ -195,24 +210,19 @@ class Report:
         return "; ".join(["Nothing was found that would hang, falsify or slow this run", *counts]) + "."
 
     def to_json(self) -> str:
-        """Return everything as one object; the names in it stay as they are."""
+        """Return the report as one JSON object."""
         findings = [asdict(finding) | {"link": finding.link} for finding in self.findings]
         record = asdict(self) | {"verdict": self.verdict, "exit_code": self.exit_code, "findings": findings}
         return json.dumps(record | {"seconds": round(self.seconds, 2)}, indent=2)
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings by severity; those of one severity stay in their order."""
+    """Return the findings sorted by severity; the sort is stable."""
     return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun, such as ``2 ranks``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return names with commas, the first few of many."""
+    """Return the first names, separated by commas, and the number of the others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -220,11 +230,11 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 def in_time(seconds: float, action: Callable[[], T]) -> T:
     """Return what ``action`` returns, or raise what it raises. Blocks at most ``seconds``.
 
-    What is not over then goes on in a thread that ends with the process: a name server or a file system that does not
-    answer cannot be stopped from outside.
+    An action that takes longer continues in a thread that ends with the process: a call to a name server or a file
+    system that does not answer cannot be cancelled.
 
     Raises:
-        TimeoutError: It was not over in time.
+        TimeoutError: The action took longer.
     """
     outcome: Future[T] = Future()
 
@@ -234,6 +244,6 @@ def in_time(seconds: float, action: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # Not an executor, whose threads Python waits for at its end.
+    # Not an executor: Python waits for its threads at exit.
     threading.Thread(target=run, name="lockstep-doctor", daemon=True).start()
     return outcome.result(seconds)

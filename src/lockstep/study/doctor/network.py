@@ -1,10 +1,10 @@
-"""Interfaces, names, the port and versions: will the ranks of all machines find and understand each other?"""
+"""Interfaces, names, the port and versions: will the ranks of all machines reach and understand each other?"""
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,21 +18,21 @@ from lockstep.study.links import Link, cable_bytes, format_rate, given_link
 from lockstep.telemetry import provenance
 
 _RESOLVE_S = 2.0
-# An address for documentation: asked for the route to it, nothing is sent.
+# An address reserved for documentation, to find the interface of the default route; nothing is sent.
 _ANYWHERE = "192.0.2.1"
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _INFINIBAND = Path("/sys/class/infiniband")
 _SLOW_MBPS = 1000
-# Of the gradients of 100 million parameters as float32.
+# The gradients of 100 million parameters as float32.
 _EXAMPLE_BYTES = 400_000_000
-# How the names of interfaces begin that lead to containers, virtual machines and tunnels, not to other machines.
+# Prefixes of interfaces that lead to containers, virtual machines and tunnels, not to other machines.
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "kube", "podman", "tun", "wg", "tailscale")
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One network interface that is up and has an address."""
+    """A network interface that is up and has an address."""
 
     name: str
     addresses: tuple[str, ...] = ()
@@ -40,54 +40,58 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads nowhere but here."""
+        """Whether it leads to this machine only."""
         return any(map(is_loopback, self.addresses))
 
 
 @dataclass(frozen=True)
 class Network:
-    """The interfaces, what makes the backends take one of them, and what names lead to.
+    """The interfaces, the names and the port of this machine.
 
     Attributes:
         plan: The run.
         interfaces: Those that are up, in the system's order.
-        gloo: What Gloo will use, if that is known.
-        environ: The variables that name interfaces, those that are set.
+        gloo: Gloo's interface; empty if unknown.
+        environ: The variables that name interfaces, if set.
         has_infiniband: Whether a port of an InfiniBand or RoCE card is active.
-        host: The name of this host, by which Gloo and torchrun make it known to the other machines.
-        addresses: What that name leads to, in the resolver's order; empty if nowhere.
-        own_address: This machine's address for others, if it has one.
-        master_addresses: What the address leads to at which the ranks meet.
+        host: The name of this host, which Gloo and torchrun give to the other machines.
+        addresses: The addresses of that name, in the resolver's order; empty if it has none.
+        own_address: This machine's address for others; ``ADDRESS`` if it has none.
+        master_addresses: The addresses of the rendezvous host.
+        port_problem: Why the port of the rendezvous cannot be used; empty if it can, or is not this machine's.
+        free_port: Another port, which is free.
     """
 
     plan: Plan
     interfaces: tuple[Interface, ...]
-    gloo: str | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
-    has_infiniband: bool = False
-    host: str = ""
-    addresses: tuple[str, ...] = ()
-    own_address: str | None = None
-    master_addresses: tuple[str, ...] = ()
+    gloo: str
+    environ: Mapping[str, str]
+    has_infiniband: bool
+    host: str
+    addresses: tuple[str, ...]
+    own_address: str
+    master_addresses: tuple[str, ...]
+    port_problem: str
+    free_port: int
 
     @property
     def nccl(self) -> list[Interface]:
-        """What NCCL will use; the first one also for its rendezvous."""
+        """NCCL's interfaces; it uses the first one for its rendezvous, too."""
         return nccl_interfaces(self.interfaces, self.environ.get(_NCCL_INTERFACE))
 
     @property
     def chosen(self) -> Interface | None:
-        """What the backend of a job of several machines will use."""
-        # The ranks of one machine meet over the loopback interface, or in shared memory.
+        """The backend's interface in a job of several machines."""
+        # The ranks of one machine use the loopback interface or shared memory.
         named = [interface for interface in self.interfaces if interface.name == self.gloo]
         found = self.nccl if self.plan.on_gpus else named
         return found[0] if found and self.plan.machines > 1 else None
 
     @property
     def missing(self) -> dict[str, str]:
-        """The variables that name an interface which is not there, with their values."""
+        """The variables that name a missing interface, with their values."""
         names = {interface.name for interface in self.interfaces}
-        # Gloo needs every interface that is named; NCCL's value is a rule, which fits some or none.
+        # Gloo needs every interface in its list; NCCL's value is a rule that fits some interfaces or none.
         is_there = {
             GLOO_INTERFACE: names.issuperset(self.environ.get(GLOO_INTERFACE, "").replace(" ", "").split(",")),
             _NCCL_INTERFACE: bool(self.nccl),
@@ -96,33 +100,28 @@ class Network:
 
     @property
     def best(self) -> str:
-        """The fastest interface that leads outside."""
+        """The fastest interface that leads to other machines."""
         outside = [one for one in self.interfaces if not (one.is_loopback or one.name.startswith(_VIRTUAL))]
         return max(outside, key=lambda one: one.speed_mbps, default=Interface("eth0")).name
 
     @property
-    def paste(self) -> str:
-        """The line that names the interface that should be used."""
-        return f"export {GLOO_INTERFACE}={self.best} {_NCCL_INTERFACE}={self.best}"
-
-    @property
-    def summary(self) -> str:
-        """What Gloo and NCCL will take, and what this host's name leads to."""
+    def seen(self) -> dict[str, str]:
+        """A line about the interfaces and this host's name."""
         nccl = listed([interface.name for interface in self.nccl]) or "none"
-        leads = f"{self.host} leads to {listed(self.addresses) or 'nowhere'}"
-        return f"Gloo takes {self.gloo or 'what this host name leads to'}, NCCL would take {nccl}; {leads}"
+        resolved = f"{self.host} resolves to {listed(self.addresses) or 'no address'}"
+        return {"network": f"Gloo uses {self.gloo or 'the interface of this host name'}, NCCL {nccl}; {resolved}"}
 
 
 def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> list[Interface]:
-    """Return the interfaces that NCCL uses for sockets, in its order; the first is the one that ranks meet over.
+    """Return the interfaces that NCCL uses for sockets, in its order; it uses the first one for its rendezvous.
 
     Args:
         interfaces: All of the machine.
-        chosen: The value of ``NCCL_SOCKET_IFNAME``, if it is set: prefixes, or exact names behind ``=``; behind ``^``
-            those that are not to be used.
+        chosen: The value of ``NCCL_SOCKET_IFNAME``, if it is set: prefixes, or exact names after ``=``; after ``^``
+            those that are excluded.
 
     Source: NCCL's manual, "Environment variables": without a choice, those that begin with ``ib`` come first, and
-    ``docker`` and ``lo`` are used only where there is nothing else.
+    ``docker`` and ``lo`` are used only if there is no other.
     """
     if not chosen:
         outside = [one for one in interfaces if not one.name.startswith(("docker", "lo"))] or interfaces
@@ -132,22 +131,26 @@ def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> li
     return [one for one in interfaces if one not in matching] if chosen.startswith("^") else matching
 
 
-def read_network(plan: Plan, environ: Mapping[str, str]) -> Network:
-    """Return the interfaces, which the backends will take, and what names lead to. Blocks some seconds at most."""
+def read_network(plan: Plan, environ: Mapping[str, str]) -> tuple[Network, list[NotChecked]]:
+    """Return the interfaces, names and port, and what could not be read. Blocks some seconds at most."""
     interfaces, host = read_interfaces(), socket.gethostname()
-    addresses = _resolve(host)
-    master = _resolve(plan.master_addr) if plan.master_addr else ()
+    addresses, master = _resolve(host), _resolve(plan.master_addr)
     own = next((address for address in addresses if not is_loopback(address)), None)
     if own is None:
         towards = master[0] if master and not is_loopback(master[0]) else _ANYWHERE
         with suppress(OSError, TimeoutError):  # asks name servers, which may take long
             own = in_time(_RESOLVE_S, lambda: reachable_address(towards))
-    # Of several, Gloo makes its connections over the first; without a choice, over the one with the host's address.
+    # Gloo uses the first of several; without a choice, the one with the host's address.
     gloo = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
     gloo = gloo or next((one.name for one in interfaces if own in one.addresses), "")
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
     has_infiniband = any("ACTIVE" in state.read_text() for state in _INFINIBAND.glob("*/ports/*/state"))
-    return Network(plan, interfaces, gloo or None, named, has_infiniband, host, addresses, own, master)
+    problem, missed = read_port(plan)
+    with socket.create_server(("", 0)) as free:
+        free_port = free.getsockname()[1]
+    own = own or "ADDRESS"
+    network = Network(plan, interfaces, gloo, named, has_infiniband, host, addresses, own, master, problem, free_port)
+    return network, missed
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -161,72 +164,88 @@ def read_interfaces() -> tuple[Interface, ...]:
     return tuple(found)
 
 
-def _resolve(name: str) -> tuple[str, ...]:
-    """Return the addresses that ``name`` leads to, in the resolver's order; none if it does not answer in time."""
-    try:
-        answers = in_time(_RESOLVE_S, lambda: socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_STREAM))
-    except (OSError, TimeoutError):
-        return ()
+def _resolve(name: str | None) -> tuple[str, ...]:
+    """Return the addresses of ``name``, in the resolver's order; none if it does not answer in time."""
+    answers = []
+    with suppress(OSError, TimeoutError):
+        if name is not None:
+            answers = in_time(_RESOLVE_S, lambda: socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_STREAM))
     return tuple(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
-@check(Network)
+def read_port(plan: Plan) -> tuple[str, list[NotChecked]]:
+    """Return why the port of the rendezvous cannot be used; empty if it can, or is not this machine's."""
+    what, host = "whether the port is free", plan.master_addr
+    if plan.is_running:
+        return "", [NotChecked(what, "this job's own ranks hold it")]
+    if host is not None and plan.machines > 1 and not is_local(host):
+        because = f"{host} is another machine" if _resolve(host) else f"the name {host} cannot be resolved"
+        return "", [NotChecked(what, because)]
+    try:
+        socket.create_server(("", plan.master_port or DEFAULT_MASTER_PORT)).close()
+    except OSError as error:
+        return os.strerror(error.errno or 0), []
+    return "", []
+
+
+@check(Network, HANG)
 def interface_missing(facts: Network) -> Iterator[Problem]:
-    """``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names an interface that is not there, or not up.
+    """``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names an interface that does not exist or is down.
 
-    Often it was copied from another machine, whose cards have other names. NCCL takes the value as the beginning of a
-    name, behind ``=`` as a whole name, and behind ``^`` as what not to take. CPU ranks on one machine need none.
+    Often the value comes from another machine, whose interfaces have other names. NCCL takes the value as a prefix,
+    after ``=`` as a whole name, and after ``^`` as an exclusion. CPU ranks on one machine need no interface.
 
-    Cost: What needs it cannot connect: the run fails at the start, or waits until its time is up.
-    Fix: Name one that is there, or unset it.
+    Cost: The backend cannot connect: the run fails at the start, or waits until the time-out.
+    Fix: Name an interface that exists, or unset the variable.
+    Paste: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}
     """
-    there = listed([interface.name for interface in facts.interfaces], 8)
+    existing = listed([interface.name for interface in facts.interfaces], 8)
     is_alone = facts.plan.machines == 1
     for name, value in facts.missing.items():
         if not is_alone or (facts.plan.on_gpus and name == _NCCL_INTERFACE):
-            found = f"{name}={value}, but no interface of that name is up here; there are {there}."
-            yield Problem(HANG, found, f"unset {name}" if is_alone else facts.paste)
+            found = f"{name}={value}, but no interface of that name is up; this machine has {existing}."
+            yield Problem(found, paste=f"unset {name}" if is_alone else "")
 
 
-@check(Network)
+@check(Network, HANG)
 def interface_local(facts: Network) -> Iterator[Problem]:
-    """For several machines, the interface that will be used leads nowhere but here, to containers, or into a tunnel.
+    """In a job of several machines, the backend's interface leads to this machine only, to containers, or to a tunnel.
 
-    Known by its name: a bridge (``docker0``, ``virbr0``, ``br-...``), a container's cable (``veth...``) or a tunnel
-    (``tun``, ``wg``, ``tailscale``). NCCL leaves out only ``docker`` and ``lo`` by itself.
+    This is known from its name: a bridge (``docker0``, ``virbr0``, ``br-...``), a container's interface (``veth...``)
+    or a tunnel (``tun``, ``wg``, ``tailscale``). NCCL itself excludes only ``docker`` and ``lo``.
 
-    Cost: If the other machines cannot reach its address, all wait until time is up; if they can, it is slow.
-    Fix: Name the interface that the machines reach each other by.
+    Cost: If the other machines cannot reach its address, all ranks wait until the time-out; if they can, it is slow.
+    Fix: Name the interface that connects the machines.
+    Paste: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}
     """
     chosen, backend = facts.chosen, "NCCL" if facts.plan.on_gpus else "Gloo"
-    if chosen is None or facts.missing:  # a name that is not there is the business of `interface_missing`
+    if chosen is None or facts.missing:  # `interface_missing` reports a name that does not exist
         return
     if chosen.is_loopback:
-        where = f"which leads to this machine only, but {facts.plan.machines} machines are to take part"
-        yield Problem(HANG, f"{backend} will use {chosen.name}, {where}.", facts.paste)
+        where = f"which leads to this machine only, but the job has {facts.plan.machines} machines"
+        yield Problem(f"{backend} will use {chosen.name}, {where}.")
     elif chosen.name.startswith(_VIRTUAL):
-        where = "which by its name is a bridge to containers or a tunnel"
-        yield Problem(HANG, f"{backend} will use {chosen.name}, {where}.", facts.paste)
+        yield Problem(f"{backend} will use {chosen.name}: by its name, a bridge to containers or a tunnel.")
 
 
-@check(Network)
+@check(Network, SLOW)
 def interface_slow(facts: Network) -> Iterator[Problem]:
     """The interface runs at 1 Gbit/s or less.
 
     The time is that of a ring between the machines: ``2 (n-1)/n`` times the bytes, divided by 90 % of the speed. It may
-    take longer: the card does not know what lies behind it. Started as the ranks of a job, the doctor measures it.
+    take longer: the card does not know the speed of the rest of the network. As the ranks of a job, doctor measures it.
 
     Cost: Each step waits for the gradients of all machines.
-    Fix: Use a faster network, or what `lockstep predict` advises for this one.
+    Fix: Use a faster network, or follow the advice of `lockstep predict` for this one.
     """
     chosen, machines = facts.chosen, facts.plan.machines
     if chosen is None or chosen.is_loopback or (facts.plan.on_gpus and facts.has_infiniband):
         return
     # Virtual machines often do not know the speed, and report 0.
     if 0 < chosen.speed_mbps <= _SLOW_MBPS:
-        link = given_link(f"{chosen.speed_mbps}Mb")
-        found = f"{chosen.name} runs at {chosen.speed_mbps} Mbit/s by its own account: {_takes(link, machines)}."
-        yield Problem(SLOW, found, f"lockstep predict TASK.py --machines {machines} --link {chosen.speed_mbps}Mb")
+        takes = _takes(given_link(f"{chosen.speed_mbps}Mb"), machines)
+        found = f"{chosen.name} reports a speed of {chosen.speed_mbps} Mbit/s: {takes}."
+        yield Problem(found, paste=f"lockstep predict TASK.py --machines {machines} --link {chosen.speed_mbps}Mb")
 
 
 def _takes(link: Link, machines: int) -> str:
@@ -234,134 +253,91 @@ def _takes(link: Link, machines: int) -> str:
     return f"averaging the gradients of 100 million parameters takes {seconds:.2g} s of each step"
 
 
-@dataclass(frozen=True)
-class ProbedLink:
-    """What all-reduces between the machines of this job get of the link."""
-
-    link: Link
-    machines: int
-
-
-@check(ProbedLink)
-def link_slow(facts: ProbedLink) -> Iterator[Problem]:
-    """Started as a job on several machines without GPUs: all-reduces between them run at 1 Gbit/s or less.
-
-    Measured with messages of up to 64 MB for about three seconds. What the cards are rated for is not asked: a switch,
-    a cable or a virtual network may give less.
-
-    Cost: Each step waits for the gradients of all machines.
-    Fix: Use a faster network, or what `lockstep predict` advises for this one.
-    """
-    if facts.link.bytes_per_s * 8 <= _SLOW_MBPS * 1e6:
-        found = f"All-reduces between the machines run at {format_rate(facts.link.bytes_per_s)}"
-        paste = f"lockstep predict TASK.py --machines {facts.machines} --link {facts.link.bytes_per_s / 1e6:.3g}MB/s"
-        yield Problem(SLOW, f"{found}: {_takes(facts.link, facts.machines)}.", paste)
-
-
-@check(Network)
+@check(Network, HANG)
 def hostname_loopback(facts: Network) -> Iterator[Problem]:
-    """The name of the host leads to a loopback address, mostly because ``/etc/hosts`` says 127.0.1.1, or nowhere.
+    """The host name resolves to a loopback address, mostly because ``/etc/hosts`` says 127.0.1.1, or to none.
 
-    Gloo binds to what the name leads to, and torchrun gives it to the other machines. On one machine, or with Gloo's
-    interface named, that does no harm.
-    ``lockstep run --nnodes`` finds the interface that leads to the first machine and goes round it.
+    Gloo binds to the address of the host name, and torchrun gives it to the other machines. On one machine, or if
+    ``GLOO_SOCKET_IFNAME`` is set, this does no harm. ``lockstep run --nnodes`` finds the interface by itself.
 
-    Cost: A job of several machines waits till time is up: each gets an address that leads it to itself, or nowhere.
-    Fix: Start the ranks with `lockstep run --nnodes`, which goes round it; for other launchers name the interface for
-        Gloo, and give torchrun an address (--local-addr); or give the name its address.
+    Cost: A job of several machines waits until the time-out: the other machines get an address that is their own.
+    Fix: Start the ranks with `lockstep run --nnodes`. With other launchers, name Gloo's interface and give torchrun an
+        address (--local-addr), or add the address to /etc/hosts and delete the name from the line of 127.0.x.x.
+    Paste: export GLOO_SOCKET_IFNAME={best}
+        echo '{own_address} {host}' | sudo tee -a /etc/hosts
     """
     is_named = GLOO_INTERFACE in facts.environ and bool(facts.addresses)
-    # Gloo and torchrun take the first address, whatever comes behind it.
-    if facts.plan.machines == 1 or is_named or (facts.addresses and not is_loopback(facts.addresses[0])):
-        return
-    own = facts.own_address or "ADDRESS"
-    where = f"{facts.addresses[0]}, which no other machine can reach" if facts.addresses else "no address"
-    hosts = f"echo '{own} {facts.host}' | sudo tee -a /etc/hosts  # and delete the name from the line of 127.0.x.x"
-    found = f"The name of this host, {facts.host}, leads to {where}."
-    yield Problem(HANG, found, f"export {GLOO_INTERFACE}={facts.best}\n{hosts}")
+    first = next(iter(facts.addresses), "")  # the one that Gloo and torchrun use
+    if facts.plan.machines > 1 and not is_named and (not first or is_loopback(first)):
+        where = f"{first}, which other machines cannot reach" if first else "no address"
+        yield Problem(f"The name of this host, {facts.host}, resolves to {where}.")
 
 
-@check(Network)
+@check(Network, HANG)
 def master_address(facts: Network) -> Iterator[Problem]:
-    """For several machines, the address where the ranks are to meet leads to this machine's loopback, or nowhere.
+    """In a job of several machines, the address of the rendezvous is a loopback address, or a name without an address.
 
-    Cost: Machines other than the first wait there for somebody who never comes.
-    Fix: Give the first machine's address in the network that all of them share.
+    Cost: The other machines wait until the time-out, or fail at the start.
+    Fix: Use the IP address of the first machine in the network that all machines share.
+    Paste: export MASTER_ADDR={own_address}  # if this is the first machine: its address
     """
-    where, plan = next(iter(facts.master_addresses), ""), facts.plan
-    if plan.master_addr is not None and plan.machines > 1 and (not where or is_loopback(where)):
-        leads = f"leads to {where or 'no address'} on this machine"
-        found = f"The ranks are to meet at {plan.master_addr}, which {leads}."
-        yield Problem(HANG, found, f"export MASTER_ADDR={facts.own_address or 'ADDRESS'}  # the first machine's")
+    plan, first = facts.plan, next(iter(facts.master_addresses), "")
+    if plan.master_addr is None or plan.machines == 1:
+        return
+    if not first:
+        paste = f"getent hosts {plan.master_addr}  # then, with the first machine's IP address: export MASTER_ADDR=..."
+        yield Problem(f"The name of the rendezvous host, {plan.master_addr}, cannot be resolved here.", paste=paste)
+    elif is_loopback(first):
+        yield Problem(f"The rendezvous host, {plan.master_addr}, resolves to {first}, a loopback address.")
+
+
+@check(Network, NOTE)
+def port_taken(facts: Network) -> Iterator[Problem]:
+    """The port of the rendezvous is in use, often by a job that has not ended.
+
+    On one machine, ``lockstep run`` uses a free port unless you choose one; then torchrun's 29500 in use is a note.
+
+    Cost: The run cannot start; if the ranks of another job answer there, all ranks wait.
+    Fix: Choose another port, the same on every machine.
+    Paste: export MASTER_PORT={free_port}
+    """
+    if facts.port_problem:
+        port, severity = facts.plan.master_port or DEFAULT_MASTER_PORT, HANG if facts.plan.master_port else NOTE
+        yield Problem(f"Port {port} on this machine cannot be used: {facts.port_problem}.", severity=severity)
+
+
+# The ranks of a job that has started.
 
 
 @dataclass(frozen=True)
-class Port:
-    """The port at which the ranks meet.
+class Job:
+    """The ranks of a running job.
 
     Attributes:
-        port: Its number.
-        problem: Why it cannot be bound; ``None`` if it can.
-        free_port: One that is free.
-        was_chosen: Whether the run asks for this port; otherwise it is torchrun's default.
+        plan: The run.
+        ranks: The versions of each rank, by name, and its processor; see `read_versions`.
+        link: The measured link between machines.
+        error: Why the ranks could not connect: the message of `lockstep.init`.
     """
 
-    port: int
-    problem: str | None = None
-    free_port: int = 0
-    was_chosen: bool = False
+    plan: Plan
+    ranks: Sequence[Mapping[str, str]] = ()
+    link: Link | None = None
+    error: str = ""
+
+    @property
+    def seen(self) -> dict[str, str]:
+        """A line about the first rank's versions and the number of ranks compared, and one about the link."""
+        lines = {}
+        for first in self.ranks[:1]:
+            compared = f"; {len(self.ranks)} ranks compared" if len(self.ranks) > 1 else ""
+            lines["versions"] = ", ".join(f"{name} {first[name]}" for name in _VERSIONS if name in first) + compared
+        if self.link is not None:
+            lines["link"] = f"all-reduces between {self.plan.machines} machines run at {self.link.source}"
+        return lines
 
 
-def read_port(plan: Plan) -> Port | NotChecked:
-    """Return whether the port is free, if it is one of this machine."""
-    if plan.is_running:  # binding it would tell nothing
-        return NotChecked("whether the port is free", "this job's own ranks hold it")
-    if plan.master_addr is not None and plan.machines > 1 and not is_local(plan.master_addr):
-        return NotChecked("whether the port is free", f"it is one of {plan.master_addr}, another machine")
-    port, problem = plan.master_port or DEFAULT_MASTER_PORT, None
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        problem = f"cannot be used: {os.strerror(error.errno or 0)}"
-    with socket.create_server(("", 0)) as free:  # to be named in the fix
-        return Port(port, problem, free.getsockname()[1], plan.master_port is not None)
-
-
-@check(Port)
-def port_taken(facts: Port) -> Iterator[Problem]:
-    """The port where the ranks are to meet is in use, often by a job that was thought to have ended.
-
-    Without a port ``lockstep run`` takes a free one on one machine, so that torchrun's 29500 being taken is a note.
-
-    Cost: The run cannot begin there; if another job's ranks hold it, they may answer, and all wait.
-    Fix: Choose another, the same on every machine; on one machine `lockstep run` without a port finds one.
-    """
-    if facts.problem is not None:
-        found = f"Port {facts.port} on this machine {facts.problem}."
-        yield Problem(HANG if facts.was_chosen else NOTE, found, f"export MASTER_PORT={facts.free_port}")
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """That the ranks of this job did not come together: the message of `lockstep.init`."""
-
-    error: str
-
-
-@check(Rendezvous)
-def ranks_do_not_meet(facts: Rendezvous) -> Iterator[Problem]:
-    """Started as the ranks of a job, they did not come together within 20 s.
-
-    The message is the one that ``lockstep.init`` would end with.
-
-    Cost: No run can begin: ranks wait for each other.
-    Fix: Read the other ranks' output, and check whether this machine reaches the first one.
-    """
-    found = " ".join(facts.error.split())
-    yield Problem(HANG, found, "ping -c 1 $MASTER_ADDR && nc -vz $MASTER_ADDR $MASTER_PORT")
-
-
-# How bad it is if ranks differ in it, and the line to paste, with the most common version.
+# What must be equal on all ranks: how bad it is if not, and the line to type, with the most common version.
 _VERSIONS = {
     "torch": (HANG, "python -m pip install torch=={}"),
     "lockstep": (HANG, "python -m pip install lockstep-torch=={}"),
@@ -369,19 +345,6 @@ _VERSIONS = {
     "cuda": (WRONG, "python -m pip install torch  # which brings CUDA"),
     "processor": (SLOW, "lockstep train TASK.py --shares 2,1"),
 }
-
-
-@dataclass(frozen=True)
-class Versions:
-    """The versions of all ranks, by name, and what they compute on; see `read_versions`."""
-
-    ranks: tuple[Mapping[str, str], ...]
-
-    @property
-    def summary(self) -> str:
-        """Those of the first rank, and how many were compared."""
-        compared = f"; {len(self.ranks)} ranks compared" if len(self.ranks) > 1 else ""
-        return ", ".join(f"{name} {self.ranks[0][name]}" for name in _VERSIONS if name in self.ranks[0]) + compared
 
 
 def read_versions() -> dict[str, str]:
@@ -392,21 +355,53 @@ def read_versions() -> dict[str, str]:
     return provenance.versions() | {"processor": name} | nccl
 
 
-@check(Versions)
-def versions_differ(facts: Versions) -> Iterator[Problem]:
-    """Started as the ranks of a job: they differ in torch, NCCL, CUDA, lockstep, processor or GPU.
+@check(Job, SLOW)
+def link_slow(job: Job) -> Iterator[Problem]:
+    """As the ranks of a job on several machines without GPUs: all-reduces between them run at 1 Gbit/s or less.
 
-    torch, NCCL and lockstep must be the same; another CUDA rounds otherwise; a slower processor or GPU is waited for.
+    Measured with messages of up to 64 MB for about three seconds, whatever speed the cards report: a switch, a cable or
+    a virtual network may be slower.
 
-    Cost: Ranks may not understand each other, or make other collectives in another order: the start fails, or all wait.
-    Fix: Install the same everywhere; give faster ranks larger parts of each batch.
+    Cost: Each step waits for the gradients of all machines.
+    Fix: Use a faster network, or follow the advice of `lockstep predict` for this one.
+    """
+    if job.link is not None and job.link.bytes_per_s * 8 <= _SLOW_MBPS * 1e6:
+        rate, machines = job.link.bytes_per_s, job.plan.machines
+        found = f"All-reduces between the machines run at {format_rate(rate)}: {_takes(job.link, machines)}."
+        yield Problem(found, paste=f"lockstep predict TASK.py --machines {machines} --link {rate / 1e6:.3g}MB/s")
+
+
+@check(Job, HANG)
+def ranks_do_not_meet(job: Job) -> Iterator[Problem]:
+    """As the ranks of a job: they did not connect to each other within 20 s.
+
+    The message is that of ``lockstep.init``.
+
+    Cost: The run cannot start: ranks wait for each other.
+    Fix: Read the output of the other ranks, and check whether this machine can reach the first one.
+    """
+    if job.error:
+        host, port = job.plan.master_addr, job.plan.master_port
+        yield Problem(" ".join(job.error.split()), paste=f"getent hosts {host} && nc -vz {host} {port}")
+
+
+@check(Job, HANG)
+def versions_differ(job: Job) -> Iterator[Problem]:
+    """As the ranks of a job: they differ in torch, NCCL, CUDA, lockstep, processor or GPU.
+
+    torch, NCCL and lockstep must be equal; another CUDA rounds differently; all ranks wait for a slower processor or
+    GPU.
+
+    Cost: Ranks may not understand each other, or call other collectives: the start fails, or all wait.
+    Fix: Install the same versions on all machines; give faster ranks larger parts of each batch.
     """
     for name, (severity, paste) in _VERSIONS.items():
         by_value: dict[str, list[str]] = {}
-        for rank, versions in enumerate(facts.ranks):
+        for rank, versions in enumerate(job.ranks):
             by_value.setdefault(versions.get(name, "none"), []).append(str(rank))
         if len(by_value) > 1:
             who = "; ".join(f"{value} on rank{'s' * (len(r) > 1)} {listed(r)}" for value, r in by_value.items())
             most_common = max(by_value, key=lambda value: len(by_value[value]))
             noun = name if name == "processor" else f"version of {name}"
-            yield Problem(severity, f"The ranks differ in their {noun}: {who}.", paste.format(most_common))
+            found = f"The ranks differ in their {noun}: {who}."
+            yield Problem(found, severity=severity, paste=paste.format(most_common))

@@ -1,346 +1,334 @@
-"""A training script, read by its syntax tree and never run: do all ranks do together what they must do together?"""
+"""What was seen of a script on two ranks, and the checks: do all ranks do together what they must do together?"""
 
-import ast
+from __future__ import annotations
+
 import re
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
-from lockstep.errors import ConfigurationError
-from lockstep.study.doctor.findings import HANG, WRONG, NotChecked, Problem, check
+from lockstep.study.doctor.findings import HANG, NOTE, WRONG, Problem, check
 
-_WRAPPERS = ("DistributedDataParallel", "DDP")
-# Packages that wrap models and loaders themselves.
-_MANAGERS = {"accelerate", "lightning", "pytorch_lightning", "deepspeed", "composer", "ray", "ignite"}
-
-_COLLECTIVES = {
-    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "broadcast_object_list"),
-    *("barrier", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object"),
-    *("scatter", "scatter_object_list", "all_to_all", "all_to_all_single", "new_group"),
-}
-_COLLECTIVE_MODULES = ("torch.distributed.", "dist.", "distributed.", "c10d.")
-_COLLECTIVE_NAMES = ("lockstep.save", "lockstep.load", "torch.distributed.checkpoint.save", "world.barrier")
-_SAVES = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model")
-# Calls from function to function that are followed.
-_DEPTH = 4
-
-_RANK = re.compile(
-    r"(^|_)rank(_?0|_zero(_only|_first)?|_id)?$|(main|master)_process|(process|global)_zero"
-    r"|^(is|am)_(main|master|chief|primary|root|leader)$",
-    re.IGNORECASE,
-)
-_OTHER_RANK = re.compile(r"(lora|low|full|matrix|max|min|svd|adapter|tensor|page|item|doc)_rank$", re.IGNORECASE)
-# Names of loaders and data sets that every rank may go through as a whole.
-_EVALUATION = re.compile(r"(?<![a-z])(val(?!ue)|test|eval|dev(?!ice)|infer|predict)|train=False", re.IGNORECASE)
-# Comparisons of the rank, as text, that hold on all ranks or on none: is there more than one?
-_IS_DISTRIBUTED = re.compile(r"[!=]= -1$|> -1$|>= 0$|\bis (not )?None$|\bin os\.environ$")
-_IS_PLAIN = "it has no DistributedDataParallel and no init_process_group, here in this file"
-_LEAVES = (ast.Return, ast.Continue, ast.Break)  # not `raise`: that is how arguments are checked
+Event = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
 class Script:
-    """One file, parsed, with the full names of what it calls.
+    """What was seen of a script.
 
-    Args:
-        text: Its source.
-        path: As the user named it.
-
-    Raises:
-        SyntaxError: It is no Python.
+    Attributes:
+        ranks: The events of each of two ranks.
+        alone: The events of a single rank, until its first step.
+        again: The events of rank 0 of two that found what the first two had saved, until its first step.
+        is_cut: Whether the ranks were ended early, although they did not wait for each other.
     """
 
-    def __init__(self, text: str, path: str) -> None:
-        self.path = path
-        self.has_streams = "IterableDataset" in text or "WebDataset" in text
-        self.nodes = list(ast.walk(ast.parse(text, path)))
-        self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self._imported: dict[str, str] = {}
-        for node in self.nodes:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-                for alias in node.names:
-                    # `import a.b` binds the name a, `import a.b as c` the whole.
-                    name = alias.name if module or alias.asname else alias.name.partition(".")[0]
-                    self._imported[alias.asname or name] = module + name
-        self.calls = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
-        self.calls.sort(key=lambda item: (item[1].lineno, item[1].col_offset))
-        functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
-        counts = Counter(function.name for function in functions)
-        # Those that share a name are left out, as a call does not show which is meant.
-        self._functions = {one.name: one for one in functions if counts[one.name] == 1}
-        self._assignments = [node for node in self.nodes if isinstance(node, ast.Assign)]
-        # Names that conditions on the rank are assigned to, such as `is_zero = rank == 0`.
-        self._flags: set[str] = set()
-        for node in self._assignments:
-            if isinstance(node.value, ast.Compare) and self._differs_by_rank(node.value):
-                self._flags |= {name.rpartition(".")[2] for name in self._targets(node)}
+    ranks: Sequence[Sequence[Event]]
+    alone: Sequence[Event] = ()
+    again: Sequence[Event] = ()
+    is_cut: bool = False
 
-        self.uses_task = any(name in ("lockstep.Task", "lockstep.train.task.Task") for name, _ in self.calls)
-        starts = self.calls_of(*_WRAPPERS, "init_process_group", "fully_shard")
-        starts += [call for name, call in self.calls if name in ("lockstep.init", "lockstep.launch")]
-        managers = sorted(_MANAGERS & {name.partition(".")[0] for name in self._imported.values()})
-        self.is_distributed = bool(starts) and not managers
-        self.not_checked: list[NotChecked] = []
-        if managers or not (starts or self.uses_task):
-            because = f"{', '.join(managers)} takes care of them" if managers else _IS_PLAIN
-            self.not_checked.append(NotChecked("samplers and collectives of the script", because))
-        workers = [keywords(call).get("num_workers", "") for call in self.calls_of("DataLoader")]
-        # The largest number of loader processes that is written in it.
-        self.num_workers = max((int(text) for text in workers if text.isdecimal()), default=None)
+    def all(self, what: str, rank: int = 0) -> list[Event]:
+        """Return the events of a kind."""
+        return [event for event in self.ranks[rank] if event["what"] == what]
 
-    def name(self, node: ast.AST) -> str:
-        """Return the full name of a dotted expression, such as ``torch.nn.Linear`` for ``nn.Linear``."""
-        first, dot, rest = ast.unparse(node).partition(".")
-        return self._imported.get(first, first) + dot + rest
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it has a model whose gradients are averaged over ranks."""
+        return all(self.all("wrapped", rank) for rank in (0, 1))
 
-    def where(self, node: ast.expr) -> str:
-        """Return ``FILE:LINE``."""
-        return f"{self.path}:{node.lineno}"
+    @property
+    def num_workers(self) -> int | None:
+        """The largest number of loader processes."""
+        return max((event["workers"] for event in self.all("epoch")), default=None)
 
-    def calls_of(self, *last_names: str) -> list[ast.Call]:
-        """Return the calls of what is named so, wherever it comes from."""
-        return [call for name, call in self.calls if name.rpartition(".")[2] in last_names]
+    def windows(self, rank: int = 0) -> list[list[Event]]:
+        """Return the events of each optimizer step, which comes last."""
+        found: list[list[Event]] = [[]]
+        for event in self.ranks[rank]:
+            found[-1].append(event)
+            if event["what"] == "step":
+                found.append([])
+        return found[:-1]
 
-    def _targets(self, statement: ast.AST) -> list[str]:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        return [self.name(part) for one in targets for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+    @property
+    def steps_together(self) -> list[tuple[list[Event], list[Event]]]:
+        """The events of each step that both ranks make after the same batch, if gradients must be averaged."""
+        pairs = zip(self.windows(0), self.windows(1), strict=False) if self.is_distributed else ()
+        return [pair for pair in pairs if len({(events[-1]["epoch"], events[-1]["batch"]) for events in pair}) == 1]
 
-    def assigned_to(self, call: ast.AST) -> list[str]:
-        """Return the names that the statement with ``call`` assigns to, such as ``self.loader``."""
-        return self._targets(next(one for one in self.ancestors(call) if isinstance(one, ast.stmt)))
-
-    def sources(self, node: ast.expr) -> list[ast.expr]:
-        """Return an expression and, if it is a name, what is assigned to that anywhere."""
-        name = self.name(node)
-        return [node, *(one.value for one in self._assignments if name in self._targets(one))]
-
-    def knows_rank(self, node: ast.expr) -> bool:
-        """Return whether the rank is in an expression, or in what is assigned to it."""
-        return any(is_rank(name) for source in self.sources(node) for name in names(source))
-
-    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the parent of ``node``, the parent of that, and so on, up to the module."""
-        while node in self._parents:
-            node = self._parents[node]
-            yield node
-
-    def function_around(self, node: ast.AST) -> ast.FunctionDef | None:
-        """Return the function that ``node`` runs in; ``None`` for the module."""
-        return next((one for one in self.ancestors(node) if isinstance(one, ast.FunctionDef)), None)
-
-    def function_of(self, call: ast.Call) -> ast.FunctionDef | None:
-        """Return the function of this file that is called, if it is one; methods of whatever object."""
-        name = self.name(call.func)
-        is_imported = name.partition(".")[0] in self._imported.values()
-        return None if is_imported else self._functions.get(name.rpartition(".")[2])
-
-    # Where it depends on the rank.
-
-    def _differs_by_rank(self, test: ast.expr) -> bool:
-        """Return whether ranks may differ in ``test``; not so if it asks whether there are ranks at all."""
-        if isinstance(test, ast.BoolOp):
-            return any(map(self._differs_by_rank, test.values))
-        if isinstance(test, ast.UnaryOp):
-            return self._differs_by_rank(test.operand)
-        text = ast.unparse(test)
-        is_question = _IS_DISTRIBUTED.search(text) if isinstance(test, ast.Compare) else "env" in text
-        return not is_question and any(name in self._flags or is_rank(name) for name in names(test))
-
-    def guards(self, node: ast.AST) -> list[str]:
-        """Return the conditions on the rank that lead to ``node`` within its function, innermost first."""
-        found: list[str] = []
-        child = node
-        for parent in self.ancestors(node):
-            tests: list[tuple[ast.expr, str]] = []
-            if isinstance(parent, ast.If) and child is not parent.test:
-                tests.append((parent.test, "{}" if child in parent.body else "not ({})"))
-            block = getattr(parent, "body", None)
-            if isinstance(block, list) and child in block:  # `if rank != 0: return` before it
-                before = [one for one in block[: block.index(child)] if isinstance(one, ast.If)]
-                tests += [(one.test, "not ({})") for one in before if isinstance(one.body[-1], _LEAVES)]
-            found += [form.format(ast.unparse(test)) for test, form in tests if self._differs_by_rank(test)]
-            # What surrounds the definition of a function does not guard its calls: `is_guarded` follows those.
-            if isinstance(parent, (ast.FunctionDef, ast.Lambda)):
-                break
-            child = parent
-        return found
-
-    def is_guarded(self, node: ast.AST, depth: int = _DEPTH) -> bool:
-        """Return whether only some ranks come to ``node``, by its own conditions or those of all callers."""
-        if self.guards(node):
-            return True
-        function = self.function_around(node)
-        if function is None or depth == 0:
-            return False
-        decorators = [name for one in function.decorator_list for name in names(one)]
-        if any(map(is_rank, (function.name, *decorators))):
-            return True  # such as @rank_zero_only
-        # A function that nobody in this file calls may be called by anybody.
-        callers = [call for _, call in self.calls if self.function_of(call) is function]
-        return bool(callers) and all(self.is_guarded(call, depth - 1) for call in callers)
-
-    def collective_in(self, call: ast.Call, depth: int = _DEPTH) -> ast.Call | None:
-        """Return the call if it is a collective, or else the first one that the called function of this file makes."""
-        name = self.name(call.func)
-        is_method = name.rpartition(".")[2] in _COLLECTIVES and name.startswith(_COLLECTIVE_MODULES)
-        if is_method or name in _COLLECTIVE_NAMES:
-            return call
-        function = self.function_of(call)
-        if function is None or depth == 0:
-            return None
-        inner = [one for _, one in self.calls if self.function_around(one) is function]
-        return next(filter(None, (self.collective_in(one, depth - 1) for one in inner)), None)
-
-
-def read_script(spec: str) -> Script:
-    """Return the file of ``FILE.py`` or ``FILE.py:NAME``, parsed.
-
-    Raises:
-        ConfigurationError: There is no such file, or it is no Python; names the line.
-    """
-    path = path_of(spec)
-    try:
-        return Script(path.read_text(encoding="utf-8"), str(path))
-    except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise ConfigurationError(f"{path}, line {error.lineno}: SyntaxError: {error.msg}\n    {line}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}\nName a Python file, or leave it out.") from None
-
-
-def path_of(spec: str) -> Path:
-    """Return the file in ``FILE.py`` or ``FILE.py:NAME``."""
-    file, colon, _ = spec.rpartition(":")
-    return Path(file if colon and file.endswith(".py") else spec)
-
-
-def argument(call: ast.Call, keyword: str, position: int) -> ast.expr | None:
-    """Return an argument by keyword or position, if it is given."""
-    given = {one.arg: one.value for one in call.keywords}
-    return given.get(keyword, call.args[position] if position < len(call.args) else None)
-
-
-def keywords(call: ast.Call) -> dict[str | None, str]:
-    """Return the arguments that are given by keyword, as text; under ``None`` those that ``**`` hides."""
-    return {given.arg: ast.unparse(given.value) for given in call.keywords}
-
-
-def names(node: ast.AST) -> set[str]:
-    """Return the names and attributes in an expression, and texts in capitals, such as those of variables."""
-    found: set[str] = set()
-    for part in ast.walk(node):
-        match part:
-            case ast.Name(id=name) | ast.Attribute(attr=name):
-                found.add(name)
-            case ast.Constant(value=str(text)) if text.isupper():
-                found.add(text)
-    return found
-
-
-def is_rank(name: str) -> bool:
-    """Return whether a name is that of a process's rank."""
-    return bool(_RANK.search(name)) and not _OTHER_RANK.search(name)
+    def training_epochs(self, rank: int) -> dict[str, Event]:
+        """Return the epochs with batches that a rank has trained on, by name."""
+        trained = {event["epoch"] for event in self.all("backward", rank)} if self.is_distributed else set()
+        return {event["epoch"]: event for event in self.all("epoch", rank) if event["epoch"] in trained}
 
 
 # Data.
 
 
-def _is_for_evaluation(facts: Script, call: ast.Call, dataset: ast.expr) -> bool:
-    function = facts.function_around(call)
-    texts = [*facts.assigned_to(call), *map(ast.unparse, facts.sources(dataset)), function.name if function else ""]
-    return any(map(_EVALUATION.search, texts))
+@check(Script, WRONG)
+def sampler_missing(script: Script) -> Iterator[Problem]:
+    """The ranks train on the same samples: each uses the whole data set, or both had equal batches.
 
+    Loaders that are not used for training are ignored.
 
-@check(Script)
-def sampler_missing(facts: Script) -> Iterator[Problem]:
-    """A ``DataLoader`` for training in a script with several ranks has no sampler that knows of ranks.
-
-    Left out are loaders whose names show that they are for validation or tests, data sets that are made with the rank,
-    and files with streams.
-
-    Cost: All ranks go through the whole data set: as much work as all devices can do, for the progress of one.
-    Fix: Give the loader a DistributedSampler, which shuffles, too.
+    Cost: Each rank trains on the whole data set: the work of all devices gives the progress of one.
+    Fix: Give the loader a DistributedSampler, which also shuffles.
+    Paste: sampler = lockstep.DistributedSampler(dataset)
+        loader = DataLoader(dataset, batch_size=..., sampler=sampler)  # without shuffle
     """
-    for call in facts.calls_of("DataLoader") if facts.is_distributed and not facts.has_streams else ():
-        dataset = argument(call, "dataset", 0)
-        given = keywords(call)
-        if dataset is None or any(given.get(name, "None") != "None" for name in ("sampler", "batch_sampler", None)):
-            continue
-        if facts.is_guarded(call) or facts.knows_rank(dataset) or _is_for_evaluation(facts, call, dataset):
-            continue
-        paste = (
-            "sampler = lockstep.DistributedSampler(dataset)\n"
-            "loader = DataLoader(dataset, batch_size=..., sampler=sampler)  # without shuffle"
-        )
-        found = f"DataLoader of {ast.unparse(dataset)} has no sampler that knows of ranks."
-        yield Problem(WRONG, found, paste, facts.where(call))
+    epochs, problems = [script.training_epochs(rank) for rank in (0, 1)], []
+    for one, other in [(epochs[0][name], epochs[1][name]) for name in epochs[0].keys() & epochs[1].keys()]:
+        both, total = one.get("indices", 0) + other.get("indices", 0), one.get("samples", 0)
+        if total > 3 and both > 1.5 * total == 1.5 * other["samples"] and one["first"] == other["first"] is not None:
+            problems.append(Problem(f"Each rank uses {one['indices']} of the same {total} samples.", one["where"]))
+    forwards = [[each for event in script.all("backward", rank) for each in event["forwards"]] for rank in (0, 1)]
+    mine, theirs = ([each["inputs"] for each in of_rank] for of_rank in forwards)
+    if not problems and script.is_distributed and mine == theirs and len(set(mine)) > 1:  # constants are not data
+        problems.append(Problem("Each batch is the same on both ranks.", forwards[0][0]["of"]))
+    yield from problems
 
 
-@check(Script)
-def set_epoch_missing(facts: Script) -> Iterator[Problem]:
-    """Torch's ``DistributedSampler`` shuffles by seed and epoch; if it is not set, each epoch has the same order.
+@check(Script, WRONG)
+def set_epoch_missing(script: Script) -> Iterator[Problem]:
+    """Torch's ``DistributedSampler`` shuffles by seed and epoch; if the epoch is not set, the order never changes.
 
-    lockstep's own counts epochs by itself.
+    lockstep's own sampler counts epochs by itself.
 
     Cost: Every epoch has the same order of samples and the same batches.
-    Fix: Set the sampler's epoch, or use lockstep.DistributedSampler, which moves on by itself.
+    Fix: Set the sampler's epoch, or use lockstep.DistributedSampler, which counts by itself.
+    Paste: sampler.set_epoch(epoch)  # first line of the loop over epochs
     """
-    if not facts.is_distributed or facts.calls_of("set_epoch"):
+    for rank in (0, 1):
+        seen = set()
+        for epoch in script.training_epochs(rank).values():
+            order = epoch["sampler"], epoch.get("order")
+            if order[1] and order in seen:
+                yield Problem("A sampler that shuffles has the same order in two epochs.", epoch["where"])
+            seen.add(order)
+
+
+# What all ranks must do together, or one rank only.
+
+
+@check(Script, WRONG)
+def saves_on_all_ranks(script: Script) -> Iterator[Problem]:
+    """Every rank calls ``torch.save`` with the same path.
+
+    Cost: All ranks write the same file at the same time, and it may be damaged.
+    Fix: Save on rank zero only, or call lockstep.save on all ranks.
+    Paste: if dist.get_rank() == 0: torch.save(...)
+    """
+    others = {event["path"] for event in script.all("save", 1)} if script.is_distributed else set()
+    for event in script.all("save"):
+        if event["path"] in others - {None}:
+            yield Problem(f"Every rank writes {event['path']}.", event["where"])
+
+
+@check(Script, HANG)
+def backward_on_one_rank(script: Script) -> Iterator[Problem]:
+    """A ``break`` or ``continue`` that depends on the rank, or fewer batches on a rank: not all run each backward.
+
+    Cost: The backwards of different batches are averaged, and at the end a rank waits for one that never comes.
+    Fix: Decide on all ranks together, for example by an all-reduce of the condition, or multiply the loss by zero
+        instead. If some ranks have fewer batches, train within `with model.join():`.
+    Paste: loss = loss * 0.0  # instead of continue
+    """
+    if not script.is_distributed or script.all("join"):
         return
-    for call in facts.calls_of("DistributedSampler"):
-        dataset = argument(call, "dataset", 0)
-        given, is_ours = keywords(call), facts.name(call.func).startswith("lockstep.")
-        if dataset is None or is_ours or None in given or given.get("shuffle") == "False":
-            continue
-        if _is_for_evaluation(facts, call, dataset):
-            continue
-        name = next(iter(facts.assigned_to(call)), "sampler")
-        found = f"{name} is a DistributedSampler that shuffles, and nothing calls set_epoch."
-        yield Problem(WRONG, found, f"{name}.set_epoch(epoch)  # first line of the loop over epochs", facts.where(call))
+    # What each rank did with each batch, and where.
+    batches: list[dict[tuple[str, int], dict[str, str]]] = [{}, {}]
+    for rank in (0, 1):
+        for event in script.ranks[rank]:
+            if event["what"] == "batch":
+                batches[rank][event["epoch"], event["batch"]] = {}
+            elif event["what"] in ("forward", "backward") and batches[rank]:
+                batches[rank][list(batches[rank])[-1]][event["what"]] = event["where"]
+    for rank, other in ((0, 1), (1, 0)):
+        theirs, end = batches[other], script.ranks[other][-1]
+        last = list(theirs)[-1:] if script.is_cut or _has_failed(end) else []
+        for (epoch, number), done in batches[rank].items():
+            # The other rank may not have reached this batch.
+            is_behind = last and (last[0] == (epoch, number) or (last[0][0] == epoch and (epoch, number) not in theirs))
+            missing = done.keys() - theirs.get((epoch, number), {}).keys()
+            if missing and not is_behind and (epoch, 0) in theirs:
+                found = f"Rank {rank} runs {min(missing)} for batch {number} of an epoch, and rank {other} does not."
+                yield Problem(found, done[min(missing)])
+                return
 
 
-# What all ranks must do together, or only one may do.
+@check(Script, HANG)
+def collective_on_one_rank(script: Script) -> Iterator[Problem]:
+    """A collective that only some ranks call, while the others are in another one or have ended.
 
-
-@check(Script)
-def saves_on_all_ranks(facts: Script) -> Iterator[Problem]:
-    """``torch.save`` on every rank to a path that does not have the rank in it.
-
-    Conditions on the rank count, also those of the callers and early returns.
-
-    Cost: All ranks write the same file at the same time: what lies there afterwards may be damaged.
-    Fix: Save on rank zero only, or with lockstep.save, which all ranks call and one writes whole.
+    Cost: They wait until the time-out, after 10 to 30 minutes; or two different collectives mix their data.
+    Fix: Call it on all ranks, outside of a condition on the rank; only print or save on one.
     """
-    for name, call in facts.calls if facts.is_distributed else ():
-        path = argument(call, "f", 1) or argument(call, "filename", 1)
-        if name not in _SAVES or path is None or facts.is_guarded(call):
+    if script.all("join") or any(backward_on_one_rank(script)):
+        return  # if batches differ, collectives may differ, too
+    for calls in zip_longest(script.all("collective", 0), script.all("collective", 1)):
+        names = [call and call["name"] for call in calls]
+        if names[0] == names[1]:
             continue
-        if not facts.knows_rank(path):
-            found = f"{ast.unparse(call.func)} writes {ast.unparse(path)} on every rank."
-            yield Problem(WRONG, found, f"if dist.get_rank() == 0:\n    {ast.unparse(call)}", facts.where(call))
+        rank = int(calls[0] is None)
+        end = script.ranks[1 - rank][-1]
+        if None not in names or not (script.is_cut or _has_failed(end)):
+            instead = f"is in {names[1 - rank]}" if names[1 - rank] else _doing(end)
+            found = f"Rank {rank} is in {names[rank]}, which all ranks must call, and rank {1 - rank} {instead}."
+            paste = f"torch.distributed.{names[rank]}(...)  # on every rank, not after `if rank == 0:`"
+            yield Problem(found, calls[rank]["where"], paste=paste)
+        return
 
 
-@check(Script)
-def collective_on_one_rank(facts: Script) -> Iterator[Problem]:
-    """A collective that only ranks with a certain condition come to, directly or through functions of the same file.
+def _has_failed(end: Event) -> bool:
+    """Return whether a rank ended with an error of its own, not because another rank was missing."""
+    return bool(end.get("error")) and not re.search("gloo|nccl|collective|connection|peer", end["error"], re.IGNORECASE)
 
-    A barrier that the other ranks make behind the opposite condition is none: that is how one goes first.
 
-    Cost: They wait for the others until time is up, 10 to 30 minutes; or it meets another collective and mixes data.
-    Fix: Let all ranks come to it, and only print or save on one.
+def _doing(end: Event) -> str:
+    return "has ended" if end["what"] == "ended" else f"is in {end.get('name', end['what'])}, {end['where']}"
+
+
+@check(Script, WRONG)
+def gradients_not_reduced(script: Script) -> Iterator[Problem]:
+    """The ranks make a step with different gradients, although they have a DistributedDataParallel.
+
+    It averages only the gradients of its own forward, outside of ``no_sync``. A call of ``model.module`` bypasses it.
+
+    Cost: Each rank trains a model of its own; the saved one has been trained on a part of the data.
+    Fix: Call the wrapper in training, and run the last backward before a step outside of ``no_sync``.
+    Paste: output = model(inputs)  # not model.module(inputs)
     """
-    for name, call in facts.calls if facts.is_distributed else ():
-        guards = facts.guards(call)
-        reached = facts.collective_in(call) if guards else None
-        if reached is None:
-            continue
-        function = facts.function_around(call)
-        alike = [other for other_name, other in facts.calls if other_name == name and facts.guards(other)]
-        here = [other for other in alike if facts.function_around(other) is function]
-        # In pairs each side of a condition makes one, as where one rank goes first; of an odd number one is left over.
-        if len(here) % 2 == 0 or call is not here[-1]:
-            continue
-        way = "" if reached is call else f", by way of {ast.unparse(call.func)}() in line {call.lineno}"
-        found = f"{ast.unparse(reached.func)} is for all ranks, but only those with `{guards[0]}` come to it{way}."
-        paste = f"{ast.unparse(reached)}  # on every rank, outside of `{guards[0]}`"
-        yield Problem(HANG, found, paste, facts.where(reached))
+    for one, other in script.steps_together:
+        backwards = [event for event in one if event["what"] == "backward"]
+        if backwards and one[-1]["grads"] != other[-1]["grads"]:
+            past = [each["of"] for event in backwards for each in event["forwards"] if each["past"]]
+            why = "forward calls the module within DistributedDataParallel" if past else "nothing has averaged them"
+            found = f"The gradients of both ranks differ at the step: {why}."
+            yield Problem(found, (past or [backwards[-1]["where"]])[0])
+
+
+@check(Script, WRONG)
+def clipped_before_reduced(script: Script) -> Iterator[Problem]:
+    """Gradients are clipped before they are averaged, for example within ``no_sync``: each rank clips its own.
+
+    Cost: Ranks with long gradients count less than the others, and the mean may be longer than the limit.
+    Fix: Clip once, after the backward that averages.
+    Paste: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)  # right before optimizer.step()
+    """
+    for window in script.steps_together:
+        clips = [[event for event in events if event["what"] == "clip"] for events in window]
+        for one, other in zip(*clips, strict=False):
+            if one["grads"] != other["grads"] and window[0][-1]["grads"] == window[1][-1]["grads"]:
+                yield Problem("The ranks clip different gradients.", one["where"])
+
+
+# What is wrong on one device, too.
+
+
+@check(Script, WRONG)
+def optimizer_of_another_model(script: Script) -> Iterator[Problem]:
+    """The parameters of an optimizer never get a gradient, for example because they belong to a copy of the model.
+
+    Cost: The model that computes the loss is never trained.
+    Fix: Create the optimizer after the model that is called, with the parameters of that model.
+    Paste: optimizer = torch.optim.SGD(model.parameters(), ...)  # of the model that is called
+    """
+    steps: dict[str, list[bool]] = {}
+    for window in script.windows():
+        if any(event["what"] == "backward" for event in window):
+            steps.setdefault(window[-1]["of"], []).append(window[-1]["is_used"])
+    for where, used in steps.items():
+        if not any(used):
+            yield Problem("No parameter of the optimizer has a gradient at the step.", where)
+
+
+@check(Script, NOTE)
+def evaluation_mode_left_on(script: Script) -> Iterator[Problem]:
+    """A model is trained in evaluation mode.
+
+    It is wrong if the model has dropout or BatchNorm and was trained in training mode before; otherwise a note.
+
+    Cost: Dropout is off, and BatchNorm normalises with statistics that are no longer updated.
+    Fix: Turn training mode on at the start of each epoch.
+    Paste: model.train()  # first line of the loop over epochs
+    """
+    has_trained = False
+    for forward in [each for event in script.all("backward") for each in event["forwards"]]:
+        has_trained = has_trained or forward["training"]
+        if not forward["training"] and (has_trained or forward["modes"]):
+            severity = WRONG if has_trained and forward["modes"] else NOTE
+            since = ", but was in training mode before" if has_trained else ""
+            yield Problem(f"The model is trained in evaluation mode{since}.", forward["of"], severity)
+            return
+
+
+@check(Script, WRONG)
+def optimizer_state_not_restored(script: Script) -> Iterator[Problem]:
+    """The weights of a checkpoint are restored, and the state of the optimizer is not.
+
+    It is found if the script loads its own checkpoint, or a file with the state of an optimizer.
+
+    Cost: Momentum and Adam's averages begin at zero: the loss jumps, and the result differs from a run without a stop.
+    Fix: Save the optimizer's state with the weights, and load both.
+    Paste: optimizer.load_state_dict(checkpoint["optimizer"])
+    """
+    saved = {event["path"] for event in script.all("save")}
+    for events in (script.ranks[0], script.again):
+        loads: dict[str, Event] = {}
+        for event in events:
+            if event["what"] == "load" and (event["has_optimizer"] or event["path"] in saved):
+                loads = {"load": event}
+            elif event["what"] == "step" and "model restored" in loads and "optimizer restored" not in loads:
+                found = f"{event['name']} starts from scratch with the weights of {loads['load']['path']}."
+                if any(step["has_state"] for step in script.all("step")):
+                    yield Problem(found, loads["load"]["where"])
+                return
+            elif loads:
+                loads[event["what"]] = event
+
+
+@check(Script, WRONG)
+def learning_rate_times_ranks(script: Script) -> Iterator[Problem]:
+    """The learning rate grows with the number of ranks, but the global batch does not.
+
+    The gradient is the mean over the ranks, not their sum, so it has the same length for the same number of samples.
+
+    Cost: The steps are too long, by a factor of the number of ranks.
+    Fix: Use the learning rate of one device, or let the global batch grow with the learning rate.
+    Paste: lr = base_lr  # without * world_size
+    """
+    steps = [[event for event in events if event["what"] == "step"] for events in (*script.ranks, script.alone)]
+    if all(steps):
+        one, other, alone = (of_rank[0] for of_rank in steps)
+        rate, samples = one["lr"] / (alone["lr"] or 1.0), one["samples"] + other["samples"]
+        if rate > 1.5 and samples < 1.2 * alone["samples"]:
+            found = f"The learning rate is {rate:g} times that on one rank, with the same {samples} samples per step."
+            yield Problem(found, one["of"])
+
+
+@check(Script, WRONG)
+def accumulation_not_divided(script: Script) -> Iterator[Problem]:
+    """The mean losses of several micro-batches are summed for a step, and not divided by their number.
+
+    Cost: The gradient is too long by this factor: so are the steps of SGD, clipping always applies, and Adam's weight
+        decay and epsilon no longer fit.
+    Fix: Divide each loss by the number of micro-batches.
+    """
+    for window in () if script.all("weight") else script.windows():
+        inputs: dict[str, dict[str, str]] = {}
+        grads: list[str] = []
+        for event in window:
+            grads = [] if event["what"] == "backward" else grads
+            if event["what"] == "backward" and event["is_mean"]:
+                key, batch = (event["epoch"], event["batch"]) if event["epoch"] else (event["where"], event["forwards"])
+                inputs.setdefault(key, {})[str(batch)] = event["where"]
+            elif event.get("grads"):
+                grads.append(event["grads"])
+        batches = max(inputs.values(), key=len, default={})
+        # If gradients change after backward, the script divides them instead of the losses.
+        if (count := len(batches)) > 1 and grads[0] == grads[1]:
+            found = f"{count} backwards of mean losses make one step, and no loss is divided."
+            yield Problem(found, [*batches.values()][-1], paste=f"loss = loss / {count}  # before backward")
+            return

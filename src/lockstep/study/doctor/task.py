@@ -1,50 +1,52 @@
-"""A task, read in a process of its own that is ended in time: it is imported, its model built without memory."""
+"""A task, read in a process of its own with a time limit: the file is imported, and its model built without memory."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from itertools import chain, repeat
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
-from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, listed, plural
+from lockstep.launcher.reaper import kill_sessions
+from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, listed
 from lockstep.telemetry.rank_state import format_bytes
+from lockstep.train.plan import plural
 from lockstep.train.task import Task, build_model, load_task
 
-# How long a task's own functions may take together: with the rest it must stay under ten seconds.
-ALL_S = 6.0
+# Time limit for the task's own functions; the whole examination takes less than ten seconds.
+LIMIT_S = 6.0
 
-_PARTS = ("the task", "the model of the task", "the data set of the task")
-
-# Mean and variance of fewer samples are so noisy that accuracy suffers, as papers on batch norm found.
+# Statistics of fewer samples are so noisy that accuracy suffers, as papers on batch norm found.
 _FEW_FOR_STATISTICS = 16
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What is known of a task without training it.
+    """What is known about a task without training it.
 
     Attributes:
-        name: Its own.
-        global_batch_size: Samples in a step over all devices.
-        world_size: Devices.
-        num_samples: In the data set; ``None`` for a stream, or if it was not built.
-        drop_last: Whether a last batch that is not full is left out.
+        name: Its name.
+        global_batch_size: Samples of a step on all devices.
+        world_size: Number of devices.
+        num_samples: Size of the data set; ``None`` for a stream, or if the data set was not built.
+        drop_last: Whether an incomplete last batch is left out.
         batchnorms: Names of the BatchNorm layers that are not synchronised.
-        weight_bytes: Of parameters and buffers; 0 if the model was not built.
-        trained_bytes: Of the parameters that are trained.
+        weight_bytes: Size of parameters and buffers; 0 if the model was not built.
+        trained_bytes: Size of the trained parameters.
     """
 
     name: str
@@ -58,96 +60,90 @@ class TaskFacts:
 
     @property
     def share(self) -> int:
-        """Samples of each device in a step; of the largest part if they differ."""
+        """Samples of each device in a step; the largest number if they differ."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Weights, and twice those that are trained for an optimizer such as Adam."""
+        """Size of the weights, and of an optimizer state such as Adam's: twice the trained weights."""
         return self.weight_bytes + 2 * self.trained_bytes
 
     @property
-    def summary(self) -> str:
-        """Batch, data and weights."""
+    def largest_batch(self) -> int:
+        """The largest global batch that the data set fills."""
+        return max(self.world_size, self.num_samples or 0)
+
+    @property
+    def seen(self) -> dict[str, str]:
+        """A line about batch, data and weights."""
         samples = "" if self.num_samples is None else f", {self.num_samples:,} samples"
         weights = f", {format_bytes(self.weight_bytes)} of weights" if self.weight_bytes else ""
         batch = f"global batch {self.global_batch_size}, {self.share} on each of {self.world_size}"
-        return f"{self.name}: {batch}{samples}{weights}"
+        return {"task": f"{self.name}: {batch}{samples}{weights}"}
 
 
-def read_task(
-    spec: str, plan: Plan, *, is_named: bool, seconds: float = ALL_S
-) -> tuple[TaskFacts | None, list[NotChecked]]:
-    """Return the facts of the task that ``spec`` names, and what is unknown of it. Blocks at most ``seconds``.
-
-    The task's own code runs in a process of its own, which has ended when this returns.
+def read_task(spec: str, plan: Plan, *, limit_s: float = LIMIT_S) -> tuple[TaskFacts | None, list[NotChecked]]:
+    """Return the facts of the task that ``spec`` names, and what is unknown. Blocks at most ``limit_s``.
 
     Raises:
-        ConfigurationError: The file has no task, although ``is_named``: the name of one was given; or making it fails.
+        ConfigurationError: The file has no task, or fails; names the line.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_probe, args=(sender, spec))
-    with warnings.catch_warnings():
-        # Python warns that a fork with threads may hang; this one is ended when its time is up.
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        # Python warns that a fork with threads may hang; this one is ended in time.
         warnings.simplefilter("ignore", DeprecationWarning)
+        parts = Path(folder) / "parts"
+        process = multiprocessing.get_context("fork").Process(target=_write_parts, args=(spec, parts))
         process.start()
-    sender.close()  # then the process is the only one that has this end, and its own end is that of the pipe
-    assert process.pid is not None
+        try:
+            process.join(limit_s)
+            code = process.exitcode
+            because = "it took too long" if code is None else f"its process ended with exit code {code}"
+        finally:
+            process.kill()
+            kill_sessions([process.pid or 0])  # what the task has started
+            process.join()
+        found = [json.loads(line) for line in parts.read_text().splitlines()] if parts.exists() else []
     fields: dict[str, Any] = {}
-    missed: list[NotChecked] = []
-    left, because = list(_PARTS), "it took too long"
-    ends_at = time.monotonic() + seconds
-    try:
-        while receiver.poll(max(0.0, ends_at - time.monotonic())):
-            found, reason = receiver.recv()
-            fields |= found
-            what = left.pop(0)
-            if reason:
-                missed.append(NotChecked(what, reason))
-    except EOFError:
-        process.join()
-        because = f"its process ended with exit code {process.exitcode}"
-    finally:
-        # The process made a group of its own, for what it has started; right after the fork it has not yet.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    if "error" in fields or ("absent" in fields and is_named):
-        raise ConfigurationError(*fields.values())
-    if "absent" in fields:
-        return None, [NotChecked("the task", fields["absent"].partition("\n")[0])]
-    missed += [NotChecked(what, because) for what in left]
+    missed = []
+    for what, (facts, reason) in zip(_PARTS, chain(found, repeat(({}, because))), strict=False):
+        fields |= facts
+        if reason:
+            missed.append(NotChecked(what, reason))
+    if "error" in fields:
+        raise ConfigurationError(fields["error"])
     return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
-def _probe(sender: Connection, spec: str) -> None:
-    """Send the facts of each of `_PARTS`, or why there are none. Runs the user's code."""
+def _write_parts(spec: str, path: Path) -> None:
+    """Write a line for each of `_PARTS`: its facts, or why there are none. Runs the user's code."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that examines the task ends this one
     sys.stdout = sys.stderr  # standard output is for the report, which may be JSON
-    os.dup2(2, 1)  # also for what is not Python
-    try:
-        task = load_task(spec)
-    except ConfigurationError as error:
-        sender.send(({"absent" if error.__cause__ is None else "error": str(error)}, ""))
-        return
-    own = {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
-    sender.send((own, ""))
-    for facts_of in (_model_facts, _data_facts):
+    os.dup2(2, 1)  # also for native code
+    with open(path, "w", buffering=1) as file:
         try:
-            sender.send((facts_of(task), ""))
-        except Exception as error:
-            first = str(error).partition("\n")[0]
-            sender.send(({}, f"{type(error).__name__}: {first}"))
+            task = load_task(spec)
+        except ConfigurationError as error:
+            file.write(json.dumps([{"error": str(error)}, ""]))
+            return
+        for facts_of in _PARTS.values():
+            facts, reason = {}, ""
+            try:
+                facts = facts_of(task)
+            except Exception as error:
+                reason = one_line(error)
+            file.write(json.dumps([facts, reason]) + "\n")
+
+
+def _own_facts(task: Task) -> dict[str, Any]:
+    return {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
 
 
 def _model_facts(task: Task) -> dict[str, Any]:
     try:
         with torch.device("meta"):  # no memory: the model may be larger than this machine
             model = build_model(task)
-    except Exception:  # it reads the values of its weights, so it must have some
+    except Exception:  # a model that reads the values of its weights needs memory
         model = build_model(task)
     names = [
         name or type(module).__name__
@@ -167,49 +163,52 @@ def _data_facts(task: Task) -> dict[str, Any]:
     return {} if isinstance(dataset, IterableDataset) else {"num_samples": len(dataset)}
 
 
-@check(TaskFacts)
+_PARTS = {"the task": _own_facts, "the model of the task": _model_facts, "the data set of the task": _data_facts}
+
+
+@check(TaskFacts, SLOW)
 def dataset_too_small(facts: TaskFacts) -> Iterator[Problem]:
     """The data set has fewer samples than one global batch.
 
-    Cost: Each epoch is one step, in which devices have little to do or nothing; with drop_last the run is refused.
-    Fix: Make the global batch smaller.
+    Cost: Each epoch is one step, in which devices have little or no work; with drop_last the run fails at the start.
+    Fix: Use a smaller global batch.
+    Paste: lockstep train TASK.py --global-batch-size {largest_batch}
     """
-    count = facts.num_samples
-    if count is not None and count < facts.global_batch_size:
-        found = f"The data set has {plural(count, 'sample')}, fewer than a global batch of {facts.global_batch_size}."
-        paste = f"lockstep train TASK.py --global-batch-size {max(facts.world_size, count)}"
-        yield Problem(HANG if facts.drop_last else SLOW, found, paste)
+    if facts.num_samples is not None and facts.num_samples < facts.global_batch_size:
+        samples = plural(facts.num_samples, "sample")
+        found = f"The data set has {samples}, fewer than a global batch of {facts.global_batch_size}."
+        yield Problem(found, severity=HANG if facts.drop_last else SLOW)
 
 
-@check(TaskFacts)
+@check(TaskFacts, NOTE)
 def batchnorm_not_synchronised(facts: TaskFacts) -> Iterator[Problem]:
-    """BatchNorm normalises with mean and variance of the rank's own samples.
+    """BatchNorm normalises with the mean and variance of the rank's own samples.
 
-    Statistics of fewer than 16 samples cost accuracy, and are reported as wrong. ``lockstep verify`` measures how far
-    apart the runs come.
+    Statistics of fewer than 16 samples cost accuracy, and are reported as wrong. ``lockstep verify`` measures the
+    difference between the runs.
 
-    Cost: It is another run than on one device.
-    Fix: Synchronise them, or train in reproducible mode, or use a norm that needs one sample only.
+    Cost: The run differs from one on a single device.
+    Fix: Synchronise the layers, train in reproducible mode, or use a norm that needs one sample only.
+    Paste: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)  # in the function of Task.model
+        lockstep train TASK.py --reproducible {world_size}  # or this
     """
     if facts.batchnorms and facts.world_size > 1:
         layers = f"{plural(len(facts.batchnorms), 'BatchNorm layer')} ({listed(facts.batchnorms, 2)})"
         own = f"the {plural(facts.share, 'sample')} of their own device, of {facts.global_batch_size}"
-        convert = "model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)  # in the function of Task.model"
-        paste = f"{convert}\nlockstep train TASK.py --reproducible {facts.world_size}  # or this"
         severity = WRONG if facts.share < _FEW_FOR_STATISTICS else NOTE
-        yield Problem(severity, f"{layers} will normalise with {own}.", paste)
+        yield Problem(f"{layers} will normalise with {own}.", severity=severity)
 
 
-@check(TaskFacts)
+@check(TaskFacts, WRONG)
 def last_batch_tiny(facts: TaskFacts) -> Iterator[Problem]:
     """The last batch of an epoch has fewer than two samples for each device, and the model has BatchNorm.
 
     Without BatchNorm, ``fit`` trains on such a batch exactly.
 
-    Cost: BatchNorm on a single sample is an error, or statistics that mean nothing.
+    Cost: BatchNorm on a single sample is an error, or its statistics mean nothing.
     Fix: Leave that batch out.
+    Paste: drop_last=True,  # in lockstep.Task(...)
     """
     rest, devices = (facts.num_samples or 0) % facts.global_batch_size, facts.world_size
     if facts.batchnorms and devices > 1 and 0 < rest < 2 * devices and not facts.drop_last:
-        found = f"The last batch of an epoch has {plural(rest, 'sample')} for {plural(devices, 'device')}."
-        yield Problem(WRONG, found, "drop_last=True,  # in lockstep.Task(...)")
+        yield Problem(f"The last batch of an epoch has {plural(rest, 'sample')} for {plural(devices, 'device')}.")

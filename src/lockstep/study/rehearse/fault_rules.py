@@ -25,7 +25,7 @@ class Kind:
         example: How it is written.
         optional: Keys that may be left out, with what holds then; the other keys of the example are required.
         places: Where in a step it may strike; if there are none, only where ``optional`` has it.
-        is_silent: Whether it does harm that nobody notices unless it is reported: to go on is not to survive.
+        is_silent: Whether it does harm without an error: a job that continues has not survived it.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def required(self) -> list[str]:
-        """Keys without which it makes no sense."""
+        """Keys that must be given."""
         return [key for key in re.findall(r"(\w+)=", self.example) if key not in self.optional]
 
 
@@ -45,31 +45,29 @@ _FORWARD: dict[str, float | str] = {"in": "forward"}
 KINDS: dict[str, Kind] = {
     "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", _FORWARD, PLACES),
     "hang": Kind(
-        "the rank stops for good, or for so many seconds",
+        "the rank stops forever, or for this number of seconds",
         "hang:rank=1,step=5,in=loader",
         {**_FORWARD, "seconds": float("inf")},
         PLACES,
     ),
     "straggler": Kind(
-        "the rank loses so much time in every step",
+        "the rank is this much slower in every step",
         "straggler:rank=3,ms=50,in=backward",
         {**_FORWARD, "step": 1},
         PLACES[:4],
         is_silent=True,
     ),
-    "nan": Kind(
-        "the rank's gradient of one parameter is not a number", "nan:rank=0,step=7", {"in": "backward"}, is_silent=True
-    ),
+    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", {"in": "backward"}, is_silent=True),
     # After the update: what flips before it would be divided among the ranks again.
     "bitflip": Kind(
         "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "update"}, is_silent=True
     ),
     "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", {**_FORWARD, "step": 3}, PLACES[1:4]),
     "slowlink": Kind(
-        "what ranks send takes as long as over such a link", "slowlink:mbit=100", {"step": 1, "in": "collective"}
+        "messages take as long as over a link of this rate", "slowlink:mbit=100", {"step": 1, "in": "collective"}
     ),
     "drop": Kind(
-        "nothing from or to the rank passes for so long", "drop:rank=2,seconds=5", {"step": 3, "in": "collective"}
+        "no message from or to the rank passes for this time", "drop:rank=2,seconds=5", {"step": 3, "in": "collective"}
     ),
     "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", {"step": 1, "in": ""}),
 }
@@ -81,7 +79,7 @@ class Rule:
 
     Attributes:
         text: As it was written.
-        rank: Whom it strikes; every rank if ``None``.
+        rank: The rank that it strikes; every rank if ``None``.
         step: The first step in which it strikes, counted from 1.
         place: Where in the step.
         amount: Milliseconds, seconds or megabits per second, whichever the kind knows; 0 for the others.
@@ -99,7 +97,7 @@ def parse(text: str) -> Rule:
     """Read a rule.
 
     Raises:
-        ConfigurationError: It makes no sense; names what can be written.
+        ConfigurationError: It is invalid; the message names the valid forms.
     """
     name, _, rest = text.strip().partition(":")
     if name not in KINDS:
@@ -113,7 +111,7 @@ def parse(text: str) -> Rule:
         # ``in`` is refused where there is but one place.
         key, equals, value = (part.strip() for part in pair.partition("="))
         if key not in known:
-            raise _wrong(text, kind, f"it takes no {key!r}" if equals else f"{pair!r} is no key=value")
+            raise _wrong(text, kind, f"it has no key {key!r}" if equals else f"{pair!r} is not key=value")
         if key in given:
             raise _wrong(text, kind, f"{key} is given twice")
         given[key] = value
@@ -153,7 +151,7 @@ def check_ranks(rules: Sequence[Rule], num_ranks: int) -> None:
     for rule in rules:
         if rule.rank is not None and rule.rank >= num_ranks:
             raise ConfigurationError(
-                f"--inject {rule.text}: there is no rank {rule.rank} among {num_ranks}, they are counted from 0.\n"
+                f"--inject {rule.text}: there is no rank {rule.rank}: {num_ranks} ranks are counted from 0.\n"
                 f"Name a rank up to {num_ranks - 1}, or ask for more with --devices."
             )
 

@@ -72,7 +72,7 @@ class FaultInjector:
         self._last_step: dict[int, int] = {}
 
     def arm(self) -> None:
-        """Put all hooks in place, for good."""
+        """Install all hooks; they are not removed."""
         for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
             _call_before(kind, "_next_data", lambda *_: self._reach("loader"))
         register_module_forward_pre_hook(self._on_forward)
@@ -117,7 +117,7 @@ class FaultInjector:
         self._reach("forward")
 
     def _on_forward_end(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        """Prepare what strikes in the midst of backward: when the gradient of one parameter is computed."""
+        """Prepare faults that strike during backward, when the gradient of one parameter is computed."""
         model = self._model() if self._model is not None else None
         if model is None or not torch.is_grad_enabled():
             return
@@ -192,7 +192,7 @@ class FaultInjector:
             time.sleep(min(left_s, 3600.0))  # which takes no infinity
 
     def _watch_collectives(self) -> None:
-        """Hold up collectives on their way to whatever carries them, for good."""
+        """Hook all collectives, to delay them; the hooks are not removed."""
         for kind in (Group, CpuProcessGroup):
             for name in filter(_COLLECTIVE.match, list(vars(kind))):
                 _call_before(kind, name, functools.partial(self._before_collective, name))
@@ -276,12 +276,12 @@ def flip_bit(model: nn.Module) -> str:
 
 # A disk without any room: files can be made, but what is written to them fails as it does then.
 
-# The launcher's own folder, without which nobody could report what happened, and what is no disk.
+# The launcher's own folder, which the report needs, and what is not on a disk.
 _SPARED = (f"{tempfile.gettempdir()}{os.sep}lockstep-", "/dev/", "/proc/")
 
 
 def fill_disk(is_full: Callable[[], bool]) -> None:
-    """Let writing to files fail from the moment on when ``is_full`` returns true, in this process, for good.
+    """Let writes to files fail in this process from the time when ``is_full`` returns true.
 
     The descriptor is led to /dev/full, so that the error is the kernel's own. Programs that open files in native code
     by their name are not covered, but for those of torch and safetensors.

@@ -272,7 +272,8 @@ def render(rehearsal: Rehearsal) -> RenderableType:
         where = "" if note is None else f"\nrank {note.rank}, step {note.step}"
         after = "-" if finding.noticed_s is None else f"{finding.noticed_s:.1f} s"
         outcome = Text(finding.outcome, style="" if finding.is_good else "bold red")
-        rows.append([f"{finding.rule.text}{where}", after, finding.message, outcome])
+        rule = finding.rule.text.replace(",in=", ",\nin=")  # long rules are not broken within a word
+        rows.append([f"{rule}{where}", after, finding.message, outcome])
     bad = [finding.rule.text for finding in rehearsal.findings if not finding.is_good]
     count = len(rehearsal.findings)
     verdict = f"{'The fault was' if count == 1 else f'All {count} faults were'} noticed or survived"

@@ -1,4 +1,4 @@
-"""What to change first in a run, each with the gain that is predicted for it."""
+"""Advice on what to change in a run, with a predicted gain."""
 
 import math
 from collections.abc import Mapping
@@ -7,9 +7,10 @@ from typing import Any
 
 from lockstep.study.common import MIB
 from lockstep.study.links import Cost, Method, format_megabytes, predict_step
-from lockstep.study.report.figures import Figures, Network, Parts, Traffic, num_machines
+from lockstep.study.report.figures import Cores, Figures, Network, Parts, find_cores, num_machines
 from lockstep.study.report.run_reader import Recorded
-from lockstep.telemetry.stragglers import Straggler
+from lockstep.telemetry.metrics import milliseconds
+from lockstep.telemetry.stragglers import PHASE_NAMES, Straggler
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
@@ -17,23 +18,23 @@ WORTH = 1.03
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules need to know of a run; see `Figures` and `Traffic`.
+    """The input of the rules; see `Figures`.
 
     Args:
-        num_ranks: Devices with a process each.
-        device: Their type, such as ``cpu`` or ``cuda``.
-        critical: Where the time of a step goes along the critical path.
+        num_ranks: Number of ranks.
+        device: The type of their devices, such as ``cpu`` or ``cuda``.
+        critical: The parts of a step on the critical path.
         straggler: A rank that keeps the others waiting in every step.
-        workers: Loader processes a rank; None if not known.
-        trips_s: Of all buckets on their way, each at its best; 0 if not known.
-        num_machines: That the ranks are on.
-        network: What crosses the links between them; None if there are none, or that was not recorded.
-        gradient_bytes: All together.
-        wire: Whether gradients are rounded for their way already.
-        strategy: Who computes.
-        accumulate: Micro-batches a step.
-        paused_share: What training stood still for checkpoints and evaluations, as a share of the whole run, by event.
-        global_batch_size: Samples of a step; None if not known.
+        workers: Loader processes per rank; None if unknown.
+        num_machines: Number of machines.
+        network: The traffic between them; None for one machine, or if it was not recorded.
+        gradient_bytes: Of all gradients together.
+        wire: Whether gradients are compressed.
+        strategy: The strategy of the run.
+        accumulate: Micro-batches per step.
+        paused_share: By event (checkpoint or evaluation), the share of the run in which training paused.
+        global_batch_size: Samples per step; None if unknown.
+        cores: The use of the cores; None if unknown.
     """
 
     num_ranks: int
@@ -41,7 +42,6 @@ class Facts:
     critical: Parts
     straggler: Straggler | None = None
     workers: int | None = None
-    trips_s: float = 0.0
     num_machines: int = 1
     network: Network | None = None
     gradient_bytes: int = 0
@@ -50,6 +50,7 @@ class Facts:
     accumulate: int = 1
     paused_share: Mapping[str, float] | None = None
     global_batch_size: int | None = None
+    cores: Cores | None = None
 
     @property
     def step_s(self) -> float:
@@ -57,7 +58,7 @@ class Facts:
         return self.critical.total_s
 
     def gain(self, saved_s: float) -> float:
-        """Return the throughput if a step were so much shorter, over that of now."""
+        """Return the ratio of the throughput if a step were so much shorter to the present one."""
         return self.step_s / (self.step_s - min(saved_s, 0.95 * self.step_s))
 
     def share(self, seconds: float) -> str:
@@ -67,47 +68,40 @@ class Facts:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change.
+    """One change.
 
     Args:
         cause: What was measured.
         change: What to do.
-        gain: The throughput then over that of now, as predicted.
-        keeps_run: Whether it stays the same training run; a larger batch is another one.
-        at_most: Whether the gain is a bound, of which only trying tells how much is to be had.
+        gain: Predicted ratio of the new throughput to the present one.
+        keeps_run: Whether the change keeps the results of training; a larger batch does not.
+        bound: ``about``, or ``at most`` or ``at least`` if only a bound of the gain is known.
     """
 
     cause: str
     change: str
     gain: float
     keeps_run: bool = True
-    at_most: bool = False
+    bound: str = "about"
 
     @property
     def text(self) -> str:
-        """All in one sentence."""
-        about = "at most" if self.at_most else "about"
-        return f"{self.cause}: {self.change} would give {about} {self.gain:.2f} times the throughput."
+        """The advice as a sentence."""
+        return f"{self.cause}: {self.change} would give {self.bound} {self.gain:.2f} times the throughput."
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return what is worth changing: the largest gain first, and what makes it another training run last.
+    """Return the changes that are worthwhile, largest gain first. Those that change the results of training come last.
 
-    A gain is predicted as the time of a step now over that of the step without what is to go. Every rule says what it
-    takes for granted; what cannot be predicted from what was measured is not advised.
+    The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is no advice.
     """
     if facts.step_s <= 0:
         return []
+    if facts.critical.is_starved and _cores(facts).gain >= WORTH:
+        return [_cores(facts)]  # the other times of such a run do not show what could be gained
     found = [advice for rule in _RULES if (advice := rule(facts)) is not None and advice.gain >= WORTH]
     found += [advice for advice in _pauses(facts) if advice.gain >= WORTH]
     return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
-
-
-def in_ms(seconds: float) -> str:
-    """Write a duration in milliseconds; in seconds where these would be many."""
-    if seconds >= 10:
-        return f"{seconds:,.0f} s"
-    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 # Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
@@ -122,72 +116,103 @@ _TIMES = 4
 # From this part of a step on that does not grow with the batch, a larger one is worth a sentence.
 _OVERHEAD = 0.25
 
+# ZeRO-1 must save this share of a step. What it saves below that, its second exchange takes (bench/results/advice.txt).
+_DIVIDED_SHARE = 0.2
+
 # What a process waits for a micro-batch of a loader process at least: it comes through a pipe and shared memory.
 _HANDOVER_S = 0.0003
 
 
+def who_has_the_cores(cores: Cores | None, num_ranks: int) -> tuple[str, str]:
+    """Return why ranks waited for cores, and what to do about it."""
+    if cores is None or not cores.total:
+        return "other programs use the cores", "stopping other programs, or a higher quota,"
+    most, least = max(cores[2:]), 0.1 * cores.total
+    if most < least:
+        fewer = f"fewer ranks (--devices {num_ranks - 1}), or " if num_ranks > 1 else ""
+        return f"the ranks have more threads than the {cores.total:g} cores", f"{fewer}fewer threads (--threads 1)"
+    # Other programs keep nobody from cores that are idle.
+    idle = cores.total - cores.ranks - cores.others - cores.stolen
+    if cores.throttled == most or min(cores.throttled, idle) > least:
+        return "the quota of the control group stops the ranks", "a higher quota (cpu.max)"
+    if cores.others == most:
+        who, change = "other programs use", "stopping them, or reserving cores for the run (taskset),"
+    else:
+        who, change = "the hypervisor keeps", "a machine that nobody else uses"
+    return f"{who} {most:.1f} of {cores.total:g} cores", change
+
+
+def _cores(facts: Facts) -> Advice:
+    # At most, as ranks that run at the same time compete for memory.
+    why, change = who_has_the_cores(facts.cores, facts.num_ranks)
+    cause = f"The ranks wait for a core during {facts.share(facts.critical.core_wait_s)} of the step, as {why}"
+    return Advice(cause, change, facts.gain(facts.critical.core_wait_s), bound="at most")
+
+
 def _loading(facts: Facts) -> Advice | None:
-    # One rank that loads slowly is the rule of slow ranks: workers on all of them would not help it.
+    # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
     if facts.workers is None or (facts.straggler is not None and facts.straggler.phase == "loader"):
         return None
     wait_s, rest_s = facts.critical.data_wait_s, facts.step_s - facts.critical.data_wait_s
-    # Without workers all loading is waiting; with them, they are busy all the time and still do not keep up.
+    # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
-    # So many that what they load in the time of the other work of a step is enough for it; rounding adds none.
+    # So many that they load the samples of a step during its other work.
     workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9) - 1e-9)))
     step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
+    if facts.cores is not None and facts.cores.total and facts.device == "cpu":
+        # Loading is only moved to other cores: the total work of the cores stays the same.
+        has = min(1.0, (facts.cores.ranks + facts.cores.others) / facts.cores.total)
+        step_s = max(step_s, has * facts.step_s)
     cause = f"Data wait is {facts.share(wait_s)} of the step"
-    change = f"{workers} loader worker{'s' * (workers > 1)} a rank instead of {facts.workers} (--workers {workers})"
-    # On CPUs the loaders take cores from the ranks: how much is known only when it is tried.
-    return Advice(cause, change, facts.step_s / step_s, at_most=facts.device == "cpu")
+    change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {facts.workers} (--workers {workers})"
+    # On CPUs, loaders also take time from the ranks, which cannot be predicted.
+    return Advice(cause, change, facts.step_s / step_s, bound="at most" if facts.device == "cpu" else "about")
 
 
 def _slow_rank(facts: Facts) -> Advice | None:
     slow = facts.straggler
     if slow is None:
         return None
-    # All others wait for it, so what it loses in a step is lost to all.
-    where = {"loader": "loading its data"}.get(slow.phase, slow.phase)
-    took = f"{in_ms(slow.took_s)} where {in_ms(slow.usual_s)} is usual"
+    # All others wait for it, so all lose this time.
+    where = PHASE_NAMES.get(slow.phase, slow.phase)
+    took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
-    change = f"making rank {slow.rank} as fast as the others (look at its machine, its data and what else runs there)"
+    change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
     return Advice(cause, change, facts.gain(slow.lost_s))
 
 
 def _too_small(facts: Facts) -> Advice | None:
-    if facts.num_ranks < 2 or facts.straggler is not None:  # then that is why the others wait
+    if facts.num_ranks < 2 or facts.straggler is not None:  # which is why the others wait
         return None
     critical = facts.critical
-    # One device computes all shares one after the other, and exchanges nothing. On CPUs that one process has the cores
-    # of all ranks; how much of them an operation can use is not known, so it is taken to use none of the others: it is
-    # no slower than predicted.
+    # One device computes all shares one after the other, without an exchange. On CPUs the process could also use the
+    # cores of the other ranks. As its use of them is unknown, the prediction does not include it, and is a lower bound.
     divided_s = critical.computing_s + critical.data_wait_s
-    alone_s = facts.num_ranks * divided_s + critical.optimizer_s + critical.other_s
+    alone_s = facts.num_ranks * divided_s + critical.optimizer_s + critical.other_s + critical.core_wait_s
     is_large = facts.gradient_bytes >= LARGE_BYTES
-    why = "Exchanging gradients takes longer than it saves" if is_large else "The model is too small to divide"
+    why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
     cause = f"{why}: computing is {facts.share(critical.computing_s)} of the step on {facts.num_ranks} devices"
-    return Advice(cause, "one device (--devices 1), or a larger global batch,", facts.step_s / alone_s)
+    # With several threads, those of small operations wait for each other.
+    alone, bound = ("--devices 1 --threads 1", "at least") if facts.device == "cpu" else ("--devices 1", "about")
+    return Advice(cause, f"one device ({alone}), or a larger global batch,", facts.step_s / alone_s, bound=bound)
 
 
 def _optimizer(facts: Facts) -> Advice | None:
-    if facts.num_ranks < 2 or facts.strategy != "ddp":
+    # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
+    if facts.num_ranks < 2 or facts.strategy != "ddp" or facts.num_machines > 1:
         return None
-    # With ZeRO-1 each rank updates its part; the exchange carries the same bytes. Half of them, the parameters, come
-    # back after the update, beside nothing: half of what buckets need on their way is waited for, instead of half of
-    # what was waited for.
-    late_s = max(0.0, facts.trips_s - facts.critical.wire_s) / 2
-    if facts.num_machines > 1 and not facts.trips_s:
-        return None  # what would come late over the network is not known
-    saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks) - late_s
+    saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks)
+    if saved_s < _DIVIDED_SHARE * facts.step_s:
+        return None
     cause = f"The optimizer is {facts.share(facts.critical.optimizer_s)} of the step, the same on every rank"
     return Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
 
 
 def _larger_batch(facts: Facts) -> Advice | None:
-    # What a step takes however many samples it has is then taken less often; the rest grows with the samples.
+    # The time that does not depend on the number of samples is then spent less often.
     critical, rarer, alone = facts.critical, 1 - 1 / _TIMES, _too_small(facts)
     if facts.num_ranks > 1 and (alone is None or alone.gain < WORTH):
-        # Accumulated, it needs no more memory. Only the exchange is worth that; the update is then rarer, too.
+        # Accumulation needs no more memory. The update is less frequent, too.
         if facts.gain(rarer * critical.wire_s) < WORTH:
             return None
         fixed_s, pieces = critical.wire_s + critical.optimizer_s, _TIMES * facts.accumulate
@@ -205,28 +230,27 @@ def _larger_batch(facts: Facts) -> Advice | None:
 
 
 def _pauses(facts: Facts) -> list[Advice]:
-    # Half as many pauses take half as long.
     flags = {"evaluation": "--eval-every", "checkpoint": "--checkpoint-every"}
     return [
         Advice(
-            f"Training stands still for {event}s during {share:.0%} of the run",
-            f"doing so half as often ({flags[event]} STEPS)",
+            f"Training pauses for {event}s during {share:.0%} of the run",
+            f"half as many of them ({flags[event]} STEPS)",
             1 / (1 - min(share, 0.99) / 2),
         )
         for event, share in (facts.paused_share or {}).items()
     ]
 
 
-# Rules about the exchange of gradients: buckets, bytes, links, and how often.
+# Rules about the exchange of gradients.
 
 
 def _rounding(facts: Facts) -> Advice | None:
-    # Half the bytes take half the time only where it is bytes that take it.
+    # Half the bytes take half the time, unless most of it is latency.
     if facts.gradient_bytes < LARGE_BYTES or facts.wire or facts.strategy != "ddp":
         return None
     if facts.device == "cpu" and facts.num_machines == 1:
-        return None  # in memory that ranks share, rounding them takes as long as adding them
-    change = "rounding gradients on their way (--compression bf16)"
+        return None  # in shared memory, rounding takes as long as adding
+    change = "rounding gradients for the exchange (--compression bf16)"
     if (found := _over_network(facts, Method("bf16", cost=Cost(0.5)), change)) is not None:
         return found
     cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step"
@@ -245,7 +269,7 @@ def _local_steps(facts: Facts) -> Advice | None:
 
 
 def _over_network(facts: Facts, method: Method, change: str) -> Advice | None:
-    """Return what a method would give between the machines of the run; None where the link is not known."""
+    """Return the advice for a method between the machines of the run; None if the link is unknown."""
     network = facts.network
     if network is None or network.link is None or facts.strategy != "ddp":
         return None
@@ -255,19 +279,15 @@ def _over_network(facts: Facts, method: Method, change: str) -> Advice | None:
     now, then = (
         predict_step(network.profile, each, network.link, network.num_machines) for each in (Method("ddp"), method)
     )
-    # What encoding takes is not in the record: `lockstep predict` measures it.
-    return Advice(cause, change, now.seconds / then.seconds, at_most=facts.device == "cpu")
+    # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
+    return Advice(cause, change, now.seconds / then.seconds, bound="at most" if facts.device == "cpu" else "about")
 
 
-_RULES = (_loading, _slow_rank, _rounding, _quantizing, _local_steps, _optimizer, _too_small, _larger_batch)
+_RULES = (_cores, _loading, _slow_rank, _rounding, _quantizing, _local_steps, _optimizer, _too_small, _larger_batch)
 
 
-# What the rules need to know, from what was recorded of a run.
-
-
-def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | None, network: Network | None) -> Facts:
-    """Return the facts of a run on a kind of ``device``."""
-    sizes = traffic.sizes_bytes if traffic is not None else {}
+def find_facts(run: Recorded, device: str, figures: Figures, network: Network | None) -> Facts:
+    """Return the input of the rules from the record of a run."""
     session, settings = run.last, run.settings
     return Facts(
         num_ranks=len(figures.by_rank),
@@ -277,13 +297,13 @@ def find_facts(run: Recorded, device: str, figures: Figures, traffic: Traffic | 
         critical=figures.critical,
         straggler=figures.straggler,
         workers=_whole(session.get("workers", settings.get("workers"))),
-        gradient_bytes=_whole(session.get("gradient_bytes")) or sum(sizes.values()),
-        trips_s=sum(times[0] for times in traffic.times_s.values()) if traffic is not None else 0.0,
+        gradient_bytes=_whole(session.get("gradient_bytes")) or 0,
         wire=(settings.get("compression") or settings.get("wire")) is not None,
         strategy=str(settings.get("strategy", "ddp")),
         accumulate=_whole(settings.get("accumulate")) or 1,
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},
         global_batch_size=_whole(session.get("global_batch_size")),
+        cores=find_cores(run),
     )
 
 

@@ -1,28 +1,29 @@
-"""The figures of a run: aligned steps, the slow rank, traffic, and the timeline of single steps; pure functions."""
+"""The figures of a run: aligned steps, the slow rank, network, costs, and timelines; pure functions."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean, median, median_low
+from typing import NamedTuple
 
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
-from lockstep.study.report.run_reader import Recorded, Step, Timeline
+from lockstep.study.report.run_reader import RankRecord, Recorded, Step, Timeline
+from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
 
 # [Note: the rank that all wait for]
-# All ranks leave the reduction of a step together. The one that came last has waited for the wire only: its wait is
-# the *wire* time of the step, what another rank waited longer is waiting for *peers*, and the last one's own work is
-# what the step took time for. Summed over the steps, each with its own last rank, that is the *critical path*. No
-# clocks are compared for it.
+# All ranks leave the reduction of a step together. The last rank has waited only for the transfer: its wait is the
+# *wire* time of the step. The additional wait of another rank is waiting for *peers*. The own work of the last rank
+# determines the time of the step. Its sum over the steps, each with its own last rank, is the *critical path*. Clocks
+# are not compared.
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step by what they went into; ``wire_s`` and ``peers_s`` are 0 where they are not known."""
+    """Seconds of a step by part; ``wire_s`` and ``peers_s`` are 0 if unknown."""
 
     data_wait_s: float
     forward_s: float
@@ -31,6 +32,7 @@ class Parts:
     peers_s: float
     optimizer_s: float
     other_s: float
+    core_wait_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -42,22 +44,27 @@ class Parts:
         """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
+    @property
+    def is_starved(self) -> bool:
+        """Whether waiting for a core is the largest part."""
+        return self.core_wait_s > 0 and self.core_wait_s >= max(astuple(self))
+
 
 @dataclass(frozen=True)
 class AlignedStep:
-    """A line's step (or steps) on all ranks."""
+    """The step (or steps) of a line on all ranks."""
 
     number: int
     ranks: Mapping[int, Step]
 
     @property
     def knows_waits(self) -> bool:
-        """Whether every rank measured what it waited for communication."""
+        """Whether every rank measured its waiting for communication."""
         return all(step.exposed_s is not None for step in self.ranks.values())
 
     @property
     def last_rank(self) -> int:
-        """The rank that all wait for: it waits least, or where that is not known works longest."""
+        """The rank that all wait for: it waits least, or, if waiting is unknown, works longest."""
         if self.knows_waits:
             return min(self.ranks, key=lambda rank: self.ranks[rank].exposed_s or 0.0)
         return max(self.ranks, key=lambda rank: self.ranks[rank].own_s)
@@ -68,7 +75,7 @@ class AlignedStep:
         return max(step.lasted_s for step in self.ranks.values())
 
     def parts(self, rank: int) -> Parts:
-        """Return what the step of a rank is made of."""
+        """Return the parts of the step of a rank."""
         step = self.ranks[rank]
         waits_s = [each.exposed_s or 0.0 for each in self.ranks.values()]
         exposed_s, wire_s = (step.exposed_s or 0.0, min(waits_s)) if self.knows_waits else (0.0, 0.0)
@@ -80,6 +87,7 @@ class AlignedStep:
             peers_s=exposed_s - wire_s,
             optimizer_s=step.optimizer_s,
             other_s=max(0.0, max(step.total_s, step.lasted_s) - step.own_s - exposed_s),  # between steps, too
+            core_wait_s=step.core_wait_s,
         )
 
 
@@ -92,35 +100,35 @@ def align_steps(run: Recorded) -> list[AlignedStep]:
 
 # A rank that keeps the others waiting in every step.
 
-# In so many steps a slow rank comes last at least; in more of few, where chance does much.
+# A slow rank comes last in at least this share of the steps; in a larger share of few steps.
 _MOSTLY_LAST = 2 / 3
 
 _MIN_STEPS = 20
 
-# What it costs then, of a step; less may come from what disturbs them.
+# The share of a step that it costs at least; less may be noise.
 _MIN_SHARE = 0.15
 
 
 def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
     """Return the rank that keeps the others waiting, or None.
 
-    As long as nothing disturbs the ranks, a good step of such a rank takes longer than a bad one of the others. Where
-    something does, on a busy machine, their steps are compared one by one: what slows all of them down drops out. A
-    slow rank is then the one that comes last in most steps, if that costs the others a part of a step worth a word.
+    Usually, fast steps of such a rank take longer than slow steps of the others. On a busy machine, single steps are
+    compared instead, so that disturbances of all ranks cancel: the slow rank is the one that comes last in most steps,
+    if that costs a considerable part of a step.
     """
     times = {rank: [_times(step.ranks[rank]) for step in steps] for rank in steps[0].ranks}
     clear = find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()})
     if clear:
         return clear[0]
-    # Not by the medians of each rank, which a disturbance moves by more than the rank is slower.
+    # Medians of each rank would not do, as the noise may be larger than the difference.
     last_ranks = [step.last_rank for step in steps]
     slow = max(times, key=last_ranks.count)
-    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of one of two alike
+    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of two equal ranks
     if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
         return None
 
     def later_s(name: str) -> float:
-        """Return by how much the rank is later than is usual among the others: the median over the steps."""
+        """Return by how much the rank is slower than the others: the median over the steps."""
         others = [of_rank for rank, of_rank in times.items() if rank != slow]
         usual = [median_low(getattr(each, name) for each in at) for at in zip(*others, strict=True)]
         return float(median(getattr(mine, name) - other for mine, other in zip(times[slow], usual, strict=True)))
@@ -134,12 +142,13 @@ def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
 
 
 def _times(step: Step) -> StepTimes:
-    return StepTimes(step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s, step.exposed_s or 0.0)
+    work = step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s
+    return StepTimes(*work, waits=step.exposed_s or 0.0, core=step.core_wait_s)
 
 
-# Where the time goes, in numbers.
+# The figures.
 
-# The first steps allocate, compile and find out in which order gradients come; they are left out of the means.
+# The first steps allocate, compile and find the order of gradients; the means do not include them.
 NUM_FIRST = 5
 
 _SPIKE = 3.0
@@ -147,17 +156,17 @@ _SPIKE = 3.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What a record amounts to in numbers.
+    """The figures of a run.
 
     Args:
-        num_steps: That the means are over.
+        num_steps: The number of steps in the means.
         step_s: From the beginning of a step to that of the next: the median.
-        slow_step_s: Of twenty steps, one takes longer than this.
-        samples_per_s: Over all steps but the first and spikes.
-        tokens_per_s: Likewise of what the loss counts; None if that is samples.
+        slow_step_s: One step in twenty takes longer than this.
+        samples_per_s: Over all steps except the first ones and spikes.
+        tokens_per_s: The same for what the loss counts; None if that is samples.
         total_s: From the beginning of the first step to the end of the last.
-        paused_s: What training stood still for checkpoints and evaluations, by event.
-        by_rank: Means over the steps, spikes left out.
+        paused_s: The pauses of training for checkpoints and evaluations, by event.
+        by_rank: Means over the steps without spikes.
         critical: The same along the critical path; see [Note: the rank that all wait for].
         last_share: By rank, the share of steps in which it came last.
         knows_waits: Whether waiting for communication was measured.
@@ -183,14 +192,14 @@ def find_figures(run: Recorded) -> Figures | None:
     steps = align_steps(run)
     if not steps:
         return None
-    # Spikes (a checkpoint, a hiccup of the machine) would move the means by more than all that is to be seen in them.
+    # Without spikes, such as a checkpoint, which would dominate the means.
     steady = [step for step in steps if step.number >= steps[0].number + NUM_FIRST] or steps
     lasted_s = sorted(step.lasted_s for step in steady)
     calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
     last_ranks = [step.last_rank for step in calm]
     knows_waits = calm[0].knows_waits
     trained_s = sum(step.lasted_s for step in calm) or math.inf
-    # Of the global batch, so that any rank has them; the counts may be known to some ranks only.
+    # Those of the global batch, which every rank has; some ranks may not have the counts.
     samples = [next(iter(step.ranks.values())).samples for step in calm]
     counts = [next((each.counts for each in step.ranks.values() if each.counts is not None), None) for step in calm]
     records = [record.steps for record in run.ranks.values() if record.steps]
@@ -219,59 +228,18 @@ def _mean(parts: Sequence[Parts]) -> Parts:
     return Parts(**{each.name: fmean(getattr(one, each.name) for one in parts) for each in fields(Parts)})
 
 
-# What the buckets of gradients took on their way.
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The trips of all buckets: from when the last rank has sent one until it is reduced.
-
-    Args:
-        num_ranks: That exchanged them.
-        sizes_bytes: Of a step's buckets by number, in the order in which they leave.
-        times_s: By bucket, the seconds of its trips, the fastest first.
-    """
-
-    num_ranks: int
-    sizes_bytes: Mapping[int, int]
-    times_s: Mapping[int, list[float]]
-
-    def bus_bytes_per_s(self, number: int) -> float:
-        """Return a bucket's bus bandwidth at its median trip: 2 (n - 1) / n of its bytes over the time."""
-        seconds = median(self.times_s[number])
-        return 2 * (self.num_ranks - 1) / self.num_ranks * self.sizes_bytes[number] / seconds if seconds else 0.0
-
-
-def find_traffic(run: Recorded) -> Traffic | None:
-    """Return what is known of the buckets' trips; None if they were not recorded."""
-    by_rank = [{each.step: each for each in record.timelines} for record in run.ranks.values()]
-    trips = defaultdict[tuple[int, int], list[float]](list)
-    last: dict[int, int] = {}
-    for step in sorted(set.intersection(*map(set, by_rank))) if len(by_rank) > 1 else []:
-        rows = [{bucket.number: bucket for bucket in of_rank[step].buckets} for of_rank in by_rank]
-        sizes = {number: rows[0][number].size_bytes for number in sorted(set.intersection(*map(set, rows)))}
-        last = sizes or last
-        for number, size in sizes.items():
-            # What a rank's bucket takes from being sent until reduced is waiting for peers and the wire; the shortest
-            # is the wire alone, as in [Note: the rank that all wait for].
-            trips[number, size].append(min(max(0.0, row[number].done_s - row[number].sent_s) for row in rows))
-    # DDP builds its buckets anew after the first step, in the order in which gradients came: only the last ones count.
-    times_s = {number: sorted(trips[number, size]) for number, size in last.items()}
-    return Traffic(len(run.ranks), last, times_s) if last else None
-
-
-# The network between machines, as far as the record shows it.
+# The network between machines.
 
 
 @dataclass(frozen=True)
 class Network:
-    """What crosses the links between the machines of a run.
+    """The traffic between the machines of a run.
 
     Args:
-        num_machines: That took part.
-        profile: What one rank takes for a step, and its buckets.
-        link: What the links gave the run; None if there is none.
-        slowest: Which link was the slowest, by its two ends; empty if that is not known.
+        num_machines: The number of machines.
+        profile: The times of a step of one rank, and its buckets.
+        link: The rate of the links in the run; None for one machine.
+        slowest: The two ends of the slowest link; empty if unknown.
     """
 
     num_machines: int
@@ -281,18 +249,18 @@ class Network:
 
     @property
     def sent_bytes(self) -> float:
-        """What each machine sends in a step without compression."""
+        """Bytes that each machine sends in a step without compression."""
         return cable_bytes(self.profile.gradient_bytes, self.num_machines)
 
 
 def num_machines(run: Recorded) -> int:
-    """Return how many machines took part; containers may all have the same host name."""
+    """Return the number of machines; containers may have equal host names."""
     ranks = [each for each in run.last.get("ranks") or () if isinstance(each, dict) and each]
     return len({(each.get("host"), each.get("node")) for each in ranks}) or 1
 
 
 def find_network(run: Recorded, figures: Figures) -> Network | None:
-    """Return what is known of the exchange of gradients; None unless steps have timelines with buckets."""
+    """Return the traffic of a run; None unless steps have timelines with buckets."""
     machines, num_ranks = num_machines(run), len(run.ranks)
     batch = run.last.get("global_batch_size")
     timelines = [each for each in run.zero.timelines if each.buckets and each.waited]
@@ -304,7 +272,8 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     order = sorted(last.buckets, key=lambda bucket: bucket.sent_s)
     ready = [min(1.0, max(0.0, (bucket.ready_s - begin_s) / own_s)) for bucket in order[:-1]]
     buckets = [ReadyBucket(each.size_bytes, at) for each, at in zip(order, [*ready, 1.0], strict=True)]
-    alone = Computing(parts.data_wait_s + parts.forward_s, parts.backward_s, parts.optimizer_s + parts.other_s)
+    rest_s = parts.optimizer_s + parts.other_s + parts.core_wait_s
+    alone = Computing(parts.data_wait_s + parts.forward_s, parts.backward_s, rest_s)
     profile = Profile(batch, {-(-batch // num_ranks): alone}, buckets, ranks_per_machine=-(-num_ranks // machines))
     rates = [rate for each in timelines if (rate := _link_rate(each, run, machines))]
     link = None
@@ -314,14 +283,14 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
 
 
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
-    """Return the bytes per second that a machine sent while buckets were on their way; None if that is not known."""
+    """Return the bytes per second that a machine sent while buckets were exchanged; None if unknown."""
     settings = run.settings
     ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression") or settings.get("wire"))
     if ratio is None or machines < 2:
-        return None  # what the other ways of compression send depends on the model
+        return None  # with other compression, the bytes depend on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
     buckets = timeline.buckets
-    # All of them together, which keep the link busy if it is slow; or the largest, if it is fast and often idle.
+    # All buckets together, which keep a slow link busy; or the largest bucket, as a fast link is often idle.
     largest = max(buckets, key=lambda each: each.size_bytes)
     spans = [(largest.size_bytes, largest.done_s - largest.sent_s)]
     whole_s = max(each.done_s for each in buckets) - min(each.sent_s for each in buckets)
@@ -345,16 +314,108 @@ def _slowest_link(run: Recorded) -> str:
     return f"{slowest}, {median(by_link[slowest]) / 1e6:.3g} MB/s"
 
 
-# A few steps with all ranks on one clock.
+# Costs: of the run, of an epoch, and until a loss.
+
+# Number of steps in the mean of the training loss, as a single batch may have a low loss by chance.
+NUM_LOSSES = 10
+
+
+def find_costs(run: Recorded, price: str | None, until_loss: float | None) -> list[str]:
+    """Return sentences on what all starts of the run used; empty if that was not recorded.
+
+    Args:
+        run: The run.
+        price: Of a device for an hour; by default that of the record.
+        until_loss: Also return the use until this loss.
+
+    Raises:
+        ConfigurationError: The price cannot be read.
+    """
+    recorded, whole, steps = run.settings.get("price"), _usage(run), run.zero.steps
+    cost = Price.read(price if price is not None or recorded is None else str(recorded))
+    if not whole.device_s:
+        return []
+    found = [f"The run (starts: {len(run.sessions)}) used {whole.text(cost)}."]
+    if steps and isinstance(per_epoch := run.last.get("steps_per_epoch"), int):
+        found.append(f"An epoch used {(whole * (per_epoch / (steps[-1].step + steps[-1].num_steps))).text(cost)}.")
+    if until_loss is not None:
+        name, losses = _losses(run)
+        reached = next(((end, step) for end, loss, step in losses if loss <= until_loss), None)
+        was = f"was {until_loss:g} or less"
+        if reached is None:
+            return [*found, f"The {name} never {was}."]
+        found.append(f"Until the {name} {was}, after step {reached[1]}, it used {_usage(run, reached[0]).text(cost)}.")
+    return found
+
+
+def _usage(run: Recorded, until: float = math.inf) -> Usage:
+    """Return the use until a time on rank zero's clock; of a killed start, up to its last line."""
+    total = Usage()
+    for line in run.machine:
+        if device_s := line.figures.get("device_s"):
+            # A line covers the time since the line before, in which the loss may have been reached.
+            share = 1 + min(0.0, until - line.time) * line.figures.get("num_devices", 1.0) / device_s
+            if share > 0:
+                total += Usage(device_s, line.figures.get("energy_j", math.nan)) * share
+    return total
+
+
+def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
+    """Return the name of the loss; and for each value the time, the loss, and the number of steps done."""
+    ends = [(event.time + (event.seconds or 0.0), event.loss, event.step) for event in run.events]
+    if evaluated := [(end, loss, step) for end, loss, step in ends if loss is not None]:
+        return "evaluated loss", evaluated
+    known = [step for step in run.zero.steps if step.loss is not None]
+    windows = [known[at - NUM_LOSSES : at] for at in range(NUM_LOSSES, len(known) + 1)]
+    return f"training loss (mean of {NUM_LOSSES} steps)", [
+        (each[-1].time + each[-1].total_s, fmean(step.loss or 0.0 for step in each), each[-1].step + each[-1].num_steps)
+        for each in windows
+    ]
+
+
+# The use of the cores of the machine on which ranks waited most, mean over the run.
+
+
+class Cores(NamedTuple):
+    """The cores available to a process (0 if unknown), and those used by the ranks, other programs and the hypervisor.
+
+    ``throttled`` is the number of cores withheld by a quota.
+    """
+
+    total: float
+    ranks: float
+    others: float
+    stolen: float
+    throttled: float
+
+
+def find_cores(run: Recorded) -> Cores | None:
+    """Return the use of the cores; None if it was not recorded."""
+
+    def mean(record: RankRecord, name: str) -> float:
+        # Without the first line, which is before any step.
+        return fmean([line.figures.get(name, 0.0) for line in record.machine[1:]] or [0.0]) / 100
+
+    waiting = max(run.ranks.values(), key=lambda record: mean(record, "core_wait_percent"), default=run.zero)
+    busy, stolen, throttled = (mean(waiting, f"{name}_percent") for name in ("host_cpu", "steal", "throttled"))
+    if not busy:
+        return None
+    beside = [record for record in run.ranks.values() if record.host == waiting.host]
+    ranks = sum(mean(each, "cpu_percent") + mean(each, "workers_cpu_percent") for each in beside)
+    total = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
+    return Cores(float(total) if total.isdecimal() else 0.0, ranks, max(0.0, busy - ranks), stolen, throttled)
+
+
+# Timelines of all ranks on one clock.
 
 MOST_STEPS = 3
 
 
 def find_window(run: Recorded) -> dict[int, list[Timeline]]:
-    """Return by rank the timelines of some steps that follow each other, of typical length; empty if there are none."""
+    """Return by rank the timelines of some consecutive steps of typical length; empty if there are none."""
     by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in run.ranks.items()}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
-    # Where those that follow each other begin; the first steps are still finding their way.
+    # The beginnings of consecutive steps; the first ones are not typical.
     begins = [step for step in common if step - 1 not in common]
     if not begins:
         return {}
@@ -365,7 +426,7 @@ def find_window(run: Recorded) -> dict[int, list[Timeline]]:
 
 
 def bars_of(timeline: Timeline, zero: float) -> list[tuple[str, float, float]]:
-    """Return what a rank did in a step: phase, begin and end, in seconds after the time ``zero``.
+    """Return the phases of a rank in a step: name, begin and end, in seconds after the time ``zero``.
 
     ``waiting`` is waiting for gradients, within backward.
     """

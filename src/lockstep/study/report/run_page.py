@@ -2,18 +2,27 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.console import RenderableType
+from rich.text import Text
+from typing_extensions import override
+
+from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
-from lockstep.study.common import MIB, Table
+from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import PARTS, html_page, html_table, items
-from lockstep.study.report.figures import bars_of
+from lockstep.study.report.figures import bars_of, find_costs
 from lockstep.study.report.run_reader import Step
-from lockstep.study.report.view import BaselineComparison, View, by_words, sentences
+from lockstep.study.report.view import BaselineComparison, View, by_words, compare_with_baseline, sentences, view_run
 
 STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
@@ -34,8 +43,69 @@ _MOST_ADVICE = 6
 _MOST_EVENTS = 200
 
 
-def render(view: View, baseline: BaselineComparison | None = None) -> str:
-    """Return the page of a run, maybe with another that it is compared with.
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
+    """What `report` says of a run: sentences, and a page that a notebook shows.
+
+    Attributes:
+        view: The run.
+        baseline: The run that it is compared with, if there is one.
+        costs: Sentences on what it used.
+    """
+
+    view: View
+    baseline: BaselineComparison | None
+    costs: Sequence[str]
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the command prints."""
+        missing = [f"Missing: {gap}" for gap in self.view.run.gaps]
+        losses = [] if self.baseline is None else [self.baseline.loss_note]
+        return [*sentences(self.view, self.baseline), *self.costs, *missing, *losses]
+
+    @property
+    def page(self) -> str:
+        """One HTML file, which opens offline; needs matplotlib."""
+        return render(self.view, self.baseline, self.costs)
+
+    @override
+    def __rich__(self) -> RenderableType:
+        return Text("\n".join(self.sentences))
+
+    @override
+    def _repr_html_(self) -> str:
+        with suppress(ConfigurationError):  # matplotlib is not installed
+            # A frame, since the page has a style of its own.
+            return f'<iframe srcdoc="{escape(self.page)}" style="width: 100%; height: 50rem; border: 0"></iframe>'
+        return super()._repr_html_()
+
+
+def report(
+    run: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    price: str | None = None,
+    until_loss: float | None = None,
+) -> Report:
+    """Return what there is to say of a run that was recorded with ``run_dir``: how fast, where the time went, advice.
+
+    Args:
+        run: Its folder.
+        against: The folder of another run that it is compared with.
+        price: Of a device for an hour, such as ``2.50 EUR``; that of the record if it is None.
+        until_loss: The loss until which costs are asked for as well.
+
+    Raises:
+        ConfigurationError: Nothing was recorded in a folder, or the price cannot be read.
+    """
+    view = view_run(Path(run))
+    baseline = None if against is None else compare_with_baseline(view, view_run(Path(against)))
+    return Report(view, baseline, find_costs(view.run, price, until_loss))
+
+
+def render(view: View, baseline: BaselineComparison | None = None, costs: Sequence[str] = ()) -> str:
+    """Return the page of a run, maybe with another that it is compared with, and with sentences on what it used.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
@@ -52,6 +122,7 @@ def render(view: View, baseline: BaselineComparison | None = None) -> str:
 </div>
 {lanes.replace("<figure>", '<figure class="timeline">')}
 {_folded(figure_tables(view))}
+{f"<h2>What it used</h2><ul>{items(costs)}</ul>" if costs else ""}
 <h2>The run</h2>
 {_folded(about_tables(view, baseline))}
 {_commands(view)}
@@ -103,13 +174,15 @@ def _commands(view: View) -> str:
 LOADS = {
     "cpu_percent": "CPU, % of a core",
     "workers_cpu_percent": "loaders, % of a core",
+    "core_wait_percent": "waiting for a core, %",
     "gpu_percent": "GPU busy, %",
+    "gpu_throttled_percent": "GPU slowed by power or heat, %",
 }
 
 
 def figure_tables(view: View) -> list[Table]:
     """Return the tables of what was measured."""
-    return [_by_rank(view), _buckets(view), _events(view)]
+    return [_by_rank(view), _events(view)]
 
 
 def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
@@ -151,17 +224,6 @@ def _by_rank(view: View) -> Table:
 
 def _values(view: View, rank: int, name: str) -> list[float]:
     return [line.figures[name] for line in view.run.ranks[rank].machine if name in line.figures]
-
-
-def _buckets(view: View) -> Table:
-    rows = []
-    if (traffic := view.traffic) is not None:
-        for number, times in traffic.times_s.items():
-            median_ms = times[len(times) // 2] * 1e3
-            bus = f"{traffic.bus_bytes_per_s(number) / 1e9:.3g}"
-            rows.append([str(number), f"{traffic.sizes_bytes[number] / MIB:.3g}", f"{median_ms:.3g}", bus])
-    columns = ["MiB", "median ms", "bus GB/s"]
-    return Table("Buckets of gradients on their way", ["bucket", *columns], rows, numbers=columns)
 
 
 def _events(view: View) -> Table:

@@ -16,14 +16,14 @@ import numpy as np
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.run_record import EVENTS, PHASES, RANK_FILES, RUN_FILE, VERSION
 
-# The lines of a record as data. What cannot be what it claims to be is refused here, so that all else can rely on it.
+# The lines of a record as data, which is validated here.
 
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A line of kind ``step``; see lockstep.telemetry.run_record. Parts that could not be seen are 0."""
+    """A line of kind ``step``; see lockstep.telemetry.run_record. Parts that could not be observed are 0."""
 
     step: int
     num_steps: int
@@ -40,21 +40,22 @@ class Step:
     grad_norm: float | None
     samples: float
     counts: float | None = None
+    core_wait_s: float = 0.0
 
     @property
     def own_s(self) -> float:
-        """Seconds of this rank's own work."""
-        return self.data_wait_s + self.forward_s + self.backward_s + self.optimizer_s
+        """Seconds of this rank's own work, including waiting for a core."""
+        return self.data_wait_s + self.forward_s + self.backward_s + self.optimizer_s + self.core_wait_s
 
     @property
     def lasted_s(self) -> float:
-        """Seconds from its beginning to that of the next, as far as known."""
+        """Seconds from its beginning to that of the next step, if known."""
         return self.total_s if self.interval_s is None else self.interval_s
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket on its way; moments in seconds after the beginning of the step."""
+    """The exchange of a bucket; times in seconds after the beginning of the step."""
 
     number: int
     size_bytes: int
@@ -81,7 +82,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Machine:
-    """A line of kind ``machine``; figures by name, those that are not known are left out; the slowest link's end."""
+    """A line of kind ``machine``: known figures by name, and the other end of the slowest link."""
 
     time: float
     figures: Mapping[str, float]
@@ -90,23 +91,24 @@ class Machine:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of kind ``event``."""
+    """A line of kind ``event``; the loss is that of an evaluation."""
 
     event: str
     step: int
     time: float
     seconds: float | None
     text: str
+    loss: float | None = None
 
 
 def _number(line: Line, name: str) -> float | None:
-    """Return a number of a line, which may be NaN or infinite, or None if it is not known."""
+    """Return a number of a line, which may be NaN or infinite; None if unknown."""
     value = line.get(name)
-    return None if value is None else float(value)  # also of the words nan and inf, which JSON has no numbers for
+    return None if value is None else float(value)  # NaN and infinity are strings in JSON
 
 
 def _amount(line: Line, name: str) -> float | None:
-    """Return a duration or a number of things, or None if it is not known."""
+    """Return a duration or a count; None if unknown."""
     value = _number(line, name)
     if value is not None and not 0 <= value < math.inf:
         raise ValueError(f"{name} is out of range")
@@ -114,7 +116,7 @@ def _amount(line: Line, name: str) -> float | None:
 
 
 def _given(line: Line, name: str) -> float:
-    """Return an amount that has to be there."""
+    """Return a required amount."""
     value = _amount(line, name)
     if value is None:
         raise ValueError(f"{name} is missing")
@@ -123,9 +125,10 @@ def _given(line: Line, name: str) -> float:
 
 def _step(line: Line) -> Step:
     found: dict[str, Any] = {name: _given(line, name) for name in ("time", "total_s", "samples")}
-    found |= {name: _amount(line, name) or 0.0 for name in ("data_wait_s", "forward_s", "backward_s", "optimizer_s")}
+    parts = ("data_wait_s", "forward_s", "backward_s", "optimizer_s", "core_wait_s")
+    found |= {name: _amount(line, name) or 0.0 for name in parts}
     found |= {name: _amount(line, name) for name in ("interval_s", "exposed_s", "counts")}
-    # Of these, NaN and infinity are news.
+    # These may be NaN or infinite.
     found |= {name: _number(line, name) for name in ("loss", "learning_rate", "grad_norm")}
     return Step(step=int(_given(line, "step")), num_steps=int(_amount(line, "num_steps") or 1), **found)
 
@@ -152,15 +155,16 @@ def _event(line: Line) -> Event:
     if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
         raise ValueError("there is no such event")
     step, text = int(_given(line, "step")), str(line.get("text", ""))[:2000]
-    return Event(line["event"], step, _given(line, "time"), _amount(line, "seconds"), text)
+    loss = _number(line.get("metrics") or {}, "loss")
+    return Event(line["event"], step, _given(line, "time"), _amount(line, "seconds"), text, loss)
 
 
-# A folder in which a run was recorded, as data, with a list of what is missing or broken in it.
+# The folder of a run as data, with a list of missing or broken parts.
 
 
 @dataclass
 class RankRecord:
-    """What one rank has recorded, its clock set to rank zero's."""
+    """The record of one rank, with times on rank zero's clock."""
 
     rank: int
     host: str = ""
@@ -173,19 +177,21 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run as it was recorded.
+    """A recorded run.
 
     Args:
-        folder: Where.
-        sessions: What ``run.json`` has of each start of the run, the last one last.
+        folder: Its folder.
+        sessions: The starts of the run in ``run.json``, in order.
         ranks: By number.
-        gaps: What is missing or broken, in words.
+        gaps: Sentences on missing or broken parts.
+        machine: Lines of all ranks and starts, including ranks of earlier starts only.
     """
 
     folder: Path
     sessions: list[dict[str, Any]]
     ranks: dict[int, RankRecord]
     gaps: list[str]
+    machine: list[Machine] = field(default_factory=list)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -194,18 +200,18 @@ class Recorded:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The last session's settings by name; none if they are not known."""
+        """The settings of the last session by name; empty if unknown."""
         found = self.last.get("settings")
         return found if isinstance(found, dict) else {}
 
     @property
     def zero(self) -> RankRecord:
-        """The first rank that there is a record of."""
+        """The first rank with a record."""
         return self.ranks[min(self.ranks)] if self.ranks else RankRecord(0)
 
     @property
     def events(self) -> list[Event]:
-        """Events of the run: the first rank's, and of others what only they have, once."""
+        """Events of the run: those of the first rank, and errors of other ranks."""
         found: dict[tuple[str, int], Event] = {}
         for number in sorted(self.ranks):
             for event in self.ranks[number].events:
@@ -215,23 +221,25 @@ class Recorded:
 
 
 def read_run(folder: Path) -> Recorded:
-    """Read what was recorded in ``folder``.
+    """Read the record in ``folder``.
 
     Raises:
         ConfigurationError: There is no such folder, nothing was recorded in it, or a newer version of Lockstep did.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"There is no folder {folder}.\nName the one that was given as --run-dir.")
-    # By length first, so that rank-10 comes after rank-9.
+        raise ConfigurationError(
+            f"There is no folder {folder}.\nName the folder that was given as --run-dir or --monitor."
+        )
+    # Sorted by length first, so that rank-10 comes after rank-9.
     files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name))
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
             f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"
-            "Record one with lockstep train TASK.py --run-dir DIR."
+            "Record one with lockstep train TASK.py --run-dir DIR, or lockstep run --monitor DIR SCRIPT.py."
         )
     gaps: list[str] = []
     sessions = _sessions(folder / RUN_FILE, gaps)
-    # A folder that was used before may hold files of more ranks than this run has.
+    # The folder may hold files of an earlier run with more ranks.
     known = {str(session.get("run")) for session in sessions} if sessions else None
     sessions = sessions or [{}]
     ranks: dict[int, RankRecord] = {}
@@ -241,29 +249,31 @@ def read_run(folder: Path) -> Recorded:
             record = _rank(path, int(number), known, gaps)
             if record.steps or record.timelines or record.events or record.machine:
                 ranks[int(number)] = record
+                _set_clock(record, sessions)
+    # Records that `lockstep.monitor` renamed when ranks were restarted.
+    aside = (_rank(path, 0, known, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
+    machine = [line for record in (*ranks.values(), *aside) for line in record.machine]
     last_ranks = sessions[-1].get("ranks")
     expected = range(len(last_ranks) if isinstance(last_ranks, list) else max(ranks, default=0) + 1)
     for former in [number for number in ranks if number not in expected]:
-        gaps.append(f"Rank {former} took part in earlier sessions only, and is left out.")
+        gaps.append(f"Rank {former} took part in earlier sessions only, and is not included.")
         del ranks[former]
     if missing := [number for number in expected if number not in ranks]:
         names = ", ".join(map(str, missing))
-        gaps.append(f"Nothing is there of rank {names}: its file is missing or holds nothing of this run.")
-    for record in ranks.values():
-        _set_clock(record, sessions)
-    return Recorded(folder, sessions, ranks, gaps)
+        gaps.append(f"There is no record of rank {names}: its file is missing, or belongs to another run.")
+    return Recorded(folder, sessions, ranks, gaps, machine)
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _parse(text: bytes) -> Any:
-    """Return what a piece of JSON holds, without control characters: a record may come from anywhere.
+    """Return the content of a piece of JSON without control characters, as a record may come from any source.
 
-    What a terminal is sent of it would otherwise move the cursor, change the title, or hide lines.
+    In a terminal, these could move the cursor, change the title, or hide lines.
     """
     content = json.loads(text)
-    # Lines of steps are many and hold numbers: only what can hold such a character is searched.
+    # Most lines only hold numbers, so only those are searched that can contain such a character.
     return _without_controls(content) if b"\\u" in text or b"\x7f" in text or not text.isascii() else content
 
 
@@ -281,7 +291,7 @@ def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
         sessions = [session for session in content["sessions"] if isinstance(session, dict)]
         version = content.get("version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        gaps.append(f"{path.name} is missing or broken: settings, machine and clocks are not known.")
+        gaps.append(f"{path.name} is missing or broken: settings, machine and clocks are unknown.")
         return []
     if not isinstance(version, int) or version > VERSION:
         raise ConfigurationError(
@@ -292,7 +302,7 @@ def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
 
 
 def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> RankRecord:
-    """Read the file of a rank; lines of other runs in it are left out."""
+    """Read the file of a rank, without lines of other runs."""
     rank = RankRecord(number)
     kinds: dict[Any, tuple[list[Any], Callable[[Line], Any]]] = {
         "step": (rank.steps, _step),
@@ -302,6 +312,8 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
     }
     bad, is_ours = [], known is None
     for place, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text:
+            continue
         try:
             line = _parse(text)
             if line["kind"] == "start":
@@ -311,28 +323,28 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
             elif is_ours:
                 entries, read = kinds[line["kind"]]
                 entries.append(read(line))
-        # json recurses on nested lists, and int() refuses an infinite number: a broken line may be anything.
+        # A broken line may raise any of these: json recurses on nested lists, int() fails for infinity.
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             bad.append(place)
     if bad:
-        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read, the first is line {bad[0]}.")
-    # Steps that were done again after a restart count once, as they were done last.
+        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
+    # Of steps that were repeated after a restart, the last one counts.
     last = {step.step: step for step in rank.steps}
     rank.steps = [last[number] for number in sorted(last)]
     return rank
 
 
 def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> None:
-    """Set the times of a rank to rank zero's clock.
+    """Convert the times of a rank to rank zero's clock.
 
-    Each session has measured how far the clock is ahead when it began, and maybe when it ended; between, the offset is
-    on a line.
+    The offset was measured at the beginning of each session, and at its end if it was not killed; between the two, it
+    is interpolated.
     """
-    # By session, the times at which the clock was read, and the offsets.
+    # By session: times and offsets.
     readings: list[list[tuple[float, float]]] = []
     for session in sessions:
         with suppress(TypeError, LookupError, AttributeError):
-            clocks = [session["clocks"].get(name) for name in ("start", "end")]  # one that was killed has no end
+            clocks = [session["clocks"].get(name) for name in ("start", "end")]  # a killed session has no end
             readings.append([(each["time"], each["offsets_s"][record.rank]) for each in clocks if each])
     readings = [session for session in readings if session]
     if not readings:

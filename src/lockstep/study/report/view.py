@@ -1,4 +1,4 @@
-"""A run as the page shows it, its baseline comparison, its verdict in sentences, and its Chrome trace."""
+"""A recorded run with its figures and advice, a comparison with another run, the summary, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -10,89 +10,89 @@ from typing import Any
 
 from lockstep.study.drawing import PARTS
 from lockstep.study.links import format_megabytes
-from lockstep.study.report.advice import Advice, advise, find_facts, in_ms
+from lockstep.study.report.advice import Advice, advise, find_facts, who_has_the_cores
 from lockstep.study.report.figures import (
     Figures,
     Network,
     Parts,
-    Traffic,
     bars_of,
+    find_cores,
     find_figures,
     find_network,
-    find_traffic,
     find_window,
 )
 from lockstep.study.report.run_reader import Recorded, Timeline, read_run
 from lockstep.telemetry.live_view import rate
+from lockstep.telemetry.metrics import milliseconds
 from lockstep.telemetry.run_record import kind_of
+from lockstep.telemetry.stragglers import PHASE_NAMES
 
 
 @dataclass(frozen=True)
 class View:
-    """A run, and what is known of it."""
+    """A recorded run, its figures and its advice."""
 
     run: Recorded
     figures: Figures | None
-    traffic: Traffic | None
     window: dict[int, list[Timeline]]
     advice: list[Advice]
     network: Network | None = None
 
     @property
     def task(self) -> str:
-        """What was trained."""
+        """The name of the task."""
         return str(self.run.last.get("task") or "a run")
 
     @property
     def num_devices(self) -> int:
-        """How many devices trained, as far as known."""
+        """The number of devices on which it trained."""
         return sum(len(record.device.split(", ")) for record in self.run.ranks.values())
 
     @property
     def device(self) -> str:
-        """What type they are, such as ``cuda``."""
+        """The type of the devices, such as ``cuda``."""
         return self.run.zero.device.partition(":")[0] or "cpu"
 
 
 def view_run(folder: Path) -> View:
-    """Read a run, and find what is worth saying of it.
+    """Read a run, and evaluate it.
 
     Raises:
         ConfigurationError: Nothing was recorded in ``folder``.
     """
     run = read_run(folder)
-    figures, traffic = find_figures(run), find_traffic(run)
+    figures = find_figures(run)
     network = None if figures is None else find_network(run, figures)
-    view = View(run, figures, traffic, find_window(run), [], network)
+    view = View(run, figures, find_window(run), [], network)
     if figures is not None:
-        view.advice.extend(advise(find_facts(run, view.device, figures, traffic, network)))
+        view.advice.extend(advise(find_facts(run, view.device, figures, network)))
     return view
 
 
-# Another run beside it: is it the same training, and how much faster is it on more devices.
+# Comparison with another run: are the losses the same, and how much faster is it?
 
-# Settings that make it another training run.
+# Settings that change the results of training.
 _ALIKE = (
     *("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares"),
     *("compression", "wire"),
 )
 
-# Of what twice as many devices could give at best, who gets this much is well served.
+# A good share of linear scaling.
 GOOD_SHARE = 0.8
 
-# In a first step nothing but roundings can differ; those of bf16 are the largest.
+# In the first step, only rounding errors can differ; those of bf16 are the largest.
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """What a run is compared with.
+    """The comparison of a run with another.
 
     Args:
-        name: What it is called in a drawing.
+        name: The name of the other run in plots.
         view: The other run.
-        loss_note: How the losses compare, in a sentence.
-        scaling: How much more devices gave, in words; empty if that is not known.
+        loss_note: A sentence that compares the losses.
+        scaling: The speed-up in words; empty if unknown.
     """
 
     name: str
@@ -102,7 +102,7 @@ class BaselineComparison:
 
 
 def compare_with_baseline(view: View, other: View) -> BaselineComparison:
-    """Return what there is to be said of ``view`` beside ``other``."""
+    """Return the comparison of ``view`` with ``other``."""
     name = "one device" if other.num_devices == 1 else f"{other.num_devices} devices"
     scaling = ""
     if view.figures is not None and other.figures is not None and other.figures.samples_per_s:
@@ -123,39 +123,38 @@ def _compare_losses(view: View, other: View, name: str) -> str:
         if step in there
     }
     if not apart:
-        return f"No step is in both this run and that on {name}."
+        return f"This run and that on {name} have no step in common."
     differs = [] if view.task == other.task else [f"task {view.task} here, {other.task} there"]
-    # The size of the batch may be the task's, and stands with the session.
+    # The batch size may be that of the task, which is not a setting, but a value of the session.
     here_set, there_set = ({**each.run.settings, **each.run.last} for each in (view, other))
     for setting in _ALIKE:
         if here_set.get(setting) != there_set.get(setting):
             differs.append(f"{setting} {here_set.get(setting)} here, {there_set.get(setting)} there")
-    # The first common step shows a wrong gradient or another batch; what comes later grows out of roundings, too.
+    # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
     first, far = min(apart), max(apart, key=lambda step: apart[step])
-    how = "begin alike and differ"
+    how = "begin with the same value and differ"
     if apart[first] > 0:
-        why = " already (lockstep verify says why)" if apart[first] > _ROUNDING else ""
+        why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
         how = f"differ by {_share(apart[first])} in step {first + 1}{why},"
-    at_most = f"by {_share(apart[far])} at most, in step {far + 1}"
-    how = f"{how} {at_most}" if apart[far] > 0 else "are the same to the bit"
-    text = f"Over {len(apart)} steps, the loss and that on {name} {how}"
-    return f"{text}; it is another training run: {', '.join(differs)}." if differs else f"{text}."
+    at_most = f"by at most {_share(apart[far])}, in step {far + 1}"
+    how = f"{how} {at_most}" if apart[far] > 0 else "are bitwise equal"
+    text = f"Over {len(apart)} steps, the losses of this run and of that on {name} {how}"
+    return f"{text}; the settings differ: {', '.join(differs)}." if differs else f"{text}."
 
 
 def _share(difference: float) -> str:
-    return f"{difference:.2%}" if difference >= 1e-4 else f"{difference:.1g} of it"
+    return f"{difference:.2%}" if difference >= 1e-4 else f"{difference:.1g} (relative)"
 
 
 def _losses(view: View) -> dict[int, float]:
-    """Return the losses by step, in their order, without those that are no numbers or means over several steps."""
-    # Lines that stand for several steps have means, which agree with no step of another run.
+    """Return the finite losses by step, in order, without lines that cover several steps."""
     steps = [step for step in view.run.zero.steps if step.num_steps == 1]
     return {step.step: step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)}
 
 
-# The report in three sentences: how fast, where the time goes, what to change first.
+# The summary in three sentences: how fast, where the time goes, what to change first.
 
-# Devices that compute for this share of a step are kept well.
+# Devices that compute for this share of a step are well used.
 GOOD_BUSY = 0.9
 
 
@@ -164,54 +163,59 @@ def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[s
     figures = view.figures
     if figures is None:
         return (
-            f"{view.task} has recorded no step that all ranks have done.",
-            "So nothing is known of where the time goes.",
-            "Record a run of some more steps, and look again.",
+            f"The record of {view.task} has no step that all ranks have done.",
+            "The parts of a step are unknown.",
+            "Record a run with more steps.",
         )
-    first = "Nothing that was measured promises more than 3%: leave it as it is."
+    first = "No change is predicted to gain more than 3%."
     if view.advice:
         first = f"Change first: {view.advice[0].text}"
-    return _how_fast(view, figures, baseline), _where(figures, view.network), first
+    return _how_fast(view, figures, baseline), _where(view, figures), first
 
 
 def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
     kind = kind_of(view.device)
     one, more = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
-    rates = f"{rate(figures.samples_per_s)} samples/s"
+    # Without a DataLoader, the samples of a script are unknown.
+    is_counted = figures.samples_per_s > 0
+    rates = f"{rate(figures.samples_per_s)} samples/s" if is_counted else f"{rate(1 / figures.step_s)} steps/s"
     if figures.tokens_per_s is not None:
         rates += f" ({rate(figures.tokens_per_s)} {view.run.last.get('counts') or 'tokens'}/s)"
     text = f"{view.task} trains {rates} on {view.num_devices} {one if view.num_devices == 1 else more}"
-    text += f", {in_ms(figures.step_s)} a step"
+    text += f", {milliseconds(figures.step_s)} a step"
     if baseline is not None and baseline.scaling:
         text += f"; {baseline.scaling}"
     if figures.slow_step_s > 1.1 * figures.step_s:
-        text += f"; one step in twenty takes more than {in_ms(figures.slow_step_s)}"
+        text += f"; one step in twenty takes more than {milliseconds(figures.slow_step_s)}"
     return f"{text}."
 
 
 def by_words(parts: Parts) -> dict[str, float]:
-    """Return the seconds of a step by part in words."""
+    """Return the seconds of a step by the label of the part."""
     return dict(zip(PARTS, astuple(parts), strict=True))
 
 
-def _where(figures: Figures, network: Network | None) -> str:
-    critical, total_s = figures.critical, figures.critical.total_s or 1.0
+def _where(view: View, figures: Figures) -> str:
+    network, critical, total_s = view.network, figures.critical, figures.critical.total_s or 1.0
     busy = (critical.computing_s + critical.optimizer_s) / total_s
     shares = {name: seconds / total_s for name, seconds in by_words(critical).items() if seconds >= 0.005 * total_s}
-    # Four parts are what a reader keeps in mind, and what is below half a percent is noise.
+    # The four largest; parts below half a percent are noise.
     largest = sorted(shares, key=lambda name: -shares[name])[:4]
     listed = ", ".join(f"{shares[name]:.0%} {name}" for name in largest)
-    well = "well used" if busy >= GOOD_BUSY else "the rest is what can be gained"
+    well = "well used" if busy >= GOOD_BUSY else "the rest can be gained"
     text = f"Of a step, {busy:.0%} is computing ({well}): {listed}"
+    if critical.is_starved:
+        why, _ = who_has_the_cores(find_cores(view.run), len(figures.by_rank))
+        text = f"Of a step, {critical.core_wait_s / total_s:.0%} is waiting for a core, as {why}: {listed}"
     slow = figures.straggler
     if slow is not None:
-        phase = {"loader": "loading data"}.get(slow.phase, slow.phase)
-        text += f"; rank {slow.rank} keeps the others waiting {in_ms(slow.lost_s)} in each step, with {phase}"
+        phase = PHASE_NAMES.get(slow.phase, slow.phase)
+        text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({phase})"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
-        text += "; what of backward is waiting for other ranks, this engine does not tell"
+        text += "; backward includes waiting for other ranks, which this engine does not measure"
     if network is not None and network.link is not None:
         sent = format_megabytes(network.sent_bytes)
-        text += f"; gradients without compression are {sent} a step from each of {network.num_machines} machines"
+        text += f"; without compression, each of {network.num_machines} machines sends {sent} of gradients per step"
         text += f", over links of {network.link.bytes_per_s / 1e6:.3g} MB/s"
         if network.slowest:
             text += f" (the slowest is {network.slowest})"

@@ -2,67 +2,111 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
+from lockstep.study.common import log
 from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, measure_weights, perform
 
 
 class Cause(Enum):
-    """Why a run on N ranks is another one than in one process."""
+    """Why a run on N ranks differs from the run in one process, and what to do about it.
 
-    DATA = "data order"
-    WEIGHTING = "sample weighting"
-    RANDOM = "random state"
-    BATCHNORM = "BatchNorm statistics"
-    RATES = "learning-rate rule"
-    BUFFERS = "buffers changed on one rank"
-    OPERATOR = "non-deterministic operator"
-    SUM = "a loss that sums instead of averages"
-    COUPLED = "samples that depend on each other"
-    RANK = "a forward pass that depends on the rank"
-    MODEL = "a model that depends on the rank"
+    Attributes:
+        fix: ``{num}`` stands for the number of ranks.
+    """
 
+    fix: str
 
-FIXES = {
-    Cause.DATA: (
-        "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Take rank, "
-        "world size, set order and private generators out of it."
-    ),
-    Cause.WEIGHTING: "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
-    Cause.RANDOM: "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
-    Cause.BATCHNORM: (
+    def __new__(cls, value: str, fix: str) -> Cause:
+        """Return a cause that is equal to its name in ``value``."""
+        cause = object.__new__(cls)
+        cause._value_, cause.fix = value, fix
+        return cause
+
+    DATA = (
+        "data order",
+        "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Remove rank, "
+        "world size, set order and private generators from it.",
+    )
+    WEIGHTING = (
+        "sample weighting",
+        "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
+    )
+    RANDOM = (
+        "random state",
+        "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
+    )
+    BATCHNORM = (
+        "BatchNorm statistics",
         "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, "
-        "or use a norm that keeps to each sample, such as GroupNorm."
-    ),
-    Cause.RATES: (
-        "Let the learning rate depend on the global batch only (--lr-scaling linear follows it): take rank and world "
-        "size out of Task.optimizer and Task.schedule."
-    ),
-    Cause.BUFFERS: "Change buffers and parameters in the same way on every rank: from what all ranks know.",
-    Cause.OPERATOR: (
-        "Take everything from the seed: no clock, no system randomness, no order of threads. Where an operator is at "
-        "fault, torch.use_deterministic_algorithms(True) replaces it or names it."
-    ),
-    Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number that the sum is over.",
-    Cause.COUPLED: (
-        "Train with --reproducible {num}: then each part is computed alike on any number of ranks, though not as in "
-        "one undivided batch. Or gather what the samples need of each other from all ranks inside the loss."
-    ),
-    Cause.RANK: "Take rank and world size out of collate, loss and model: the engine averages over the ranks already.",
-    Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, and leave rank and world size out.",
-}
+        "or use a norm that treats each sample separately, such as GroupNorm.",
+    )
+    RATES = (
+        "learning-rate rule",
+        "Let the learning rate depend on the global batch only (--lr-scaling linear follows it): remove rank and world "
+        "size from Task.optimizer and Task.schedule.",
+    )
+    BUFFERS = (
+        "buffers changed on one rank",
+        "Change buffers and parameters in the same way on every rank: from values that all ranks have.",
+    )
+    OPERATOR = (
+        "non-deterministic operator",
+        "Derive everything from the seed: do not use the clock, system randomness or the order of threads. If an "
+        "operator is the cause, torch.use_deterministic_algorithms(True) replaces it or names it.",
+    )
+    SUM = (
+        "a loss that sums instead of averages",
+        "Return the mean over the batch, or lockstep.Loss(total, count) with the number of summands.",
+    )
+    COUPLED = (
+        "samples that depend on each other",
+        "Train with --reproducible {num}: each part is then computed alike on any number of ranks, though not as in "
+        "one undivided batch. Or gather what the samples need of each other from all ranks in the loss.",
+    )
+    CLIPPED = (
+        "parts clipped before they are summed",
+        "Clip the gradient of the whole batch: with --clip NORM fit does so after the sum. Or train with "
+        "--reproducible {num}, which clips the same parts on any number of ranks.",
+    )
+    CLAMPED = (
+        "a loss clamped after its mean is taken",
+        "Clamp the loss of each sample before taking the mean, or clip the gradient of the whole batch with "
+        "--clip NORM. Or train with --reproducible {num}, which clamps the same parts on any number of ranks.",
+    )
+    OUTSIDE = (
+        "parameters that no module registers",
+        "Make them part of the model: use nn.ModuleList for a list of modules and nn.ParameterList for a list of "
+        "parameters. All parameters that the loss trains must be attributes of the model.",
+    )
+    RANK = (
+        "a forward pass that depends on the rank",
+        "Remove rank and world size from collate, loss and model: the engine already averages over the ranks.",
+    )
+    BACKWARD = (
+        "a backward pass that depends on the rank",
+        "Remove rank and world size from hooks and from the backward of autograd functions: the engine already "
+        "averages over the ranks.",
+    )
+    MODEL = (
+        "a model that depends on the rank",
+        "Build the same model on every rank: do not seed in Task.model, and do not use rank and world size there.",
+    )
+
+
 OWN_PART = (
     "Train with --reproducible {num}, which combines what all parts of the batch write, or all-reduce it yourself."
 )
 OWN_GENERATOR = (
-    "Draw from the default generators of torch, Python and numpy, and do not seed them in the task: --reproducible "
-    "{num} sets these for each part of the batch, but no others."
+    "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task: --reproducible "
+    "{num} sets these generators for each part of the batch, but no others."
 )
 
 
@@ -73,7 +117,7 @@ class Diagnosis:
     Attributes:
         evidence: What was measured, in a sentence or two.
         fix: What to do, in a sentence.
-        tried: What came of the fix, where it could be tried; empty otherwise.
+        tried: Whether the fix helped, if it was tried; empty otherwise.
     """
 
     cause: Cause
@@ -99,19 +143,42 @@ class Row:
     same: bool
 
 
-# Always turned off in the process that stands for the ranks: it has no samples and learning rates of its own.
-GIVEN: Off = frozenset({"data", "rates"})
+# Seconds between two lines of progress.
+LINE_S = 2.0
 
 T = TypeVar("T")
-# What a run gave, or why it failed.
+# The traces of a run, or why it failed.
 Outcome = list[Trace] | str
 
 
+class Progress:
+    """Logs every few seconds how much is done, and how long the rest takes at most.
+
+    Args:
+        what: What is counted.
+        most: How many there are at most.
+        shows: Whether to log at all.
+    """
+
+    def __init__(self, what: str, most: int, *, shows: bool) -> None:
+        self._what, self._most, self._shows = what, most, shows
+        self._num = 0
+        self._began_at = self._shown_at = time.monotonic()
+
+    def count(self) -> None:
+        """Count one more."""
+        self._num, now = self._num + 1, time.monotonic()
+        if self._shows and now - self._shown_at > LINE_S:
+            left_s = (now - self._began_at) / self._num * max(0, self._most - self._num)
+            log(f"{self._what} {self._num} of at most {self._most}, {left_s:.0f} s left")
+            self._shown_at = now
+
+
 def attempt(run: Callable[..., T], *args: Any) -> T | str:
-    """Run an experiment; a task that cannot stand what is turned off gives the reason."""
+    """Run an experiment; return the reason if the task fails in it."""
     try:
         return run(*args)
-    except Exception as error:  # whatever the task's code makes of it: that the runs differ is known already
+    except Exception as error:  # any error of the task's code: that the runs differ is known already
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -126,22 +193,31 @@ class Findings:
 
     Attributes:
         explained: Whether the runs are the same with all that was found turned off.
+        runs: Every experiment that was made, with its outcome.
     """
 
     subject: Subject
     diagnoses: list[Diagnosis] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     explained: bool = True
+    runs: dict[Experiment, Outcome] = field(default_factory=dict)
+
+    def run(self, experiment: Experiment, given: Given, world: World, progress: Progress) -> Outcome:
+        """Return the outcome of an experiment, which is made once. Collective for ``ranks``: every rank."""
+        if experiment not in self.runs:
+            self.runs[experiment] = attempt(perform, self.subject, experiment, given, world)
+            progress.count()
+        return self.runs[experiment]
 
     def add(self, cause: Cause, evidence: str, advice: str = "") -> None:
-        """Add a cause that was found, with other advice than the usual where it is given."""
-        text = (advice or FIXES[cause]).format(num=self.subject.num_devices)
+        """Add a cause that was found; ``advice`` replaces the usual one."""
+        text = (advice or cause.fix).format(num=self.subject.num_devices)
         self.diagnoses.append(Diagnosis(cause, evidence, text))
 
     def compare(
         self, trial: str, pair: str, expected: Outcome, found: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
     ) -> TraceComparison | None:
-        """Compare two runs and record what came of it, under what was turned off; None if either failed."""
+        """Compare two runs and record the result, under what was turned off; None if either failed."""
         if isinstance(expected, str) or isinstance(found, str):
             reason = found if isinstance(found, str) else expected
             self.rows.append(Row(trial, pair, f"failed: {reason}", False))
@@ -157,7 +233,7 @@ TWICE = "one process, twice"
 
 
 def study_repetition(findings: Findings, given: Given, world: World, plain: TraceComparison) -> Off | None:
-    """Find what must be turned off so that one process is the same run twice; None if it is another one all the same.
+    """Find what must be turned off so that one process is the same run twice; None if nothing makes it so.
 
     Args:
         findings: Gets what is found.
@@ -176,7 +252,7 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
     if plain.of_kind("initial parameter", "initial buffer"):
         base |= {"initial"}
         evidence = "One process starts from other weights the second time: they do not follow the seed."
-        findings.add(Cause.RANDOM, evidence, FIXES[Cause.MODEL])
+        findings.add(Cause.RANDOM, evidence, Cause.MODEL.fix)
     again = plain
     if base:
         one, two = (attempt(perform, findings.subject, Experiment("one", base), given, world) for _ in range(2))
@@ -186,7 +262,7 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         return base
     evidence = f"The same process, run twice from the same seed, gives another {again.first}."
     findings.add(Cause.OPERATOR, evidence)
-    # Where it is rounding alone, it hides nothing of what the ranks do differently.
+    # A difference in rounding only does not hide what the ranks do differently.
     if max(again.worst.values()) <= tolerance_of(findings.subject).relative:
         return base
     findings.explained = False
@@ -202,9 +278,13 @@ _OF_DIVISION: dict[Switch, str] = {
     "state": "changes of buffers in forward",
     "weights": "sample weighting",
 }
+# Always turned off in the process that stands for the ranks: it has no samples and learning rates of its own.
+GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, given: Given, world: World, base: Off) -> tuple[Given, Off]:
+def study_division(
+    findings: Findings, given: Given, world: World, base: Off, progress: Progress
+) -> tuple[Given, Off, Off]:
     """Find what makes the result depend on how the batch is divided.
 
     Args:
@@ -212,146 +292,163 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         given: What one process had.
         world: Of this process alone.
         base: What is turned off in all runs.
+        progress: Counts the runs.
 
     Returns:
-        ``given`` with the factors that the shares' losses need, and the switches that turn off what was found.
+        ``given`` with the factors that the shares' losses need, the switches that turn off what was found, and those
+        that have an effect at all.
     """
-    subject, norms = findings.subject, list(given.norms)
-    draws: list[str] = []
+    draws: dict[str, None] = {}
+    live: set[Switch] = {"batchnorm"} if given.norms else set()
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
         # The whole batch has no weights; shares have no data and rates but the given ones.
-        one = attempt(perform, subject, Experiment("one", (base | off) - {"weights"}), given, world)
-        shares = attempt(perform, subject, Experiment("shares", (base | off).union(GIVEN)), given, world)
-        draws.extend(() if isinstance(one, str) else one[0].draws)
-        return findings.compare(turned_off, PAIR, one, shares, tolerance_of(subject), skip=["sample"])
+        one = findings.run(Experiment("one", (base | off) - {"weights"}), given, world, progress)
+        shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world, progress)
+        for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
+            draws.update(dict.fromkeys(trace.draws))
+            live.update(switch for switch in _OF_DIVISION if switch in trace.live)
+        return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
 
     plain = divide(frozenset(), "nothing")
     if plain is not None and plain.same:
-        return given, frozenset()
-    weights = attempt(measure_weights, subject, given, base, world.device)
+        return given, frozenset(), frozenset(live)
+    weights = attempt(measure_weights, findings.subject, given, base, world.device)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return given, frozenset()
-    # All causes may act at once. So everything is off, and one thing at a time is left on.
+        return given, frozenset(), frozenset(live)
     given = replace(given, factors={step.step: step.factors for step in weights})
-    everything: Off = frozenset(_OF_DIVISION)
-    nothing = divide(everything, "all of the below")
-    is_same = nothing is not None and nothing.same
-    causes: set[Switch] = set()
-    for switch, name in _OF_DIVISION.items():
-        found = divide(everything - {switch}, f"all but {name}")
-        # Where something else keeps the two apart, only a change for the worse would mean anything, and it might not.
-        if is_same and found is not None and not found.same:
-            causes.add(switch)
-    wrong = [step for step in weights if step.kind != "right"] or weights
-    if "random" in causes:
-        drawn = ", ".join(dict.fromkeys(draws)) or "random numbers"
+    if any(step.kind != "right" for step in weights):
+        live.add("weights")
+    # Several causes may act at once. So all of them are turned off, and then one at a time is left on.
+    suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
+    everything = frozenset(suspects)
+    below = "all of the below" if len(suspects) > 1 else "".join(_OF_DIVISION[switch] for switch in suspects)
+    nothing = divide(everything, below) if suspects else plain
+    found: set[Switch] = set()
+    # If something else keeps the two apart, the experiments mean nothing.
+    if is_same := nothing is not None and nothing.same:
+        for switch in suspects:
+            other = None if len(suspects) == 1 else divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
+            if len(suspects) == 1 or (other is not None and not other.same):
+                found.add(switch)
+    # A mean over something else, or coupled samples, may look clipped in a step, but not in all of them.
+    first = {step.kind: step for step in reversed(weights)}
+    wrong = next(first[kind] for kind in ("clamped", "sum", "other", "clipped", "none", "right") if kind in first)
+    coupled = first.get("clamped") or first.get("none") or first.get("clipped")
+    if "random" in found:
+        drawn = ", ".join(draws) or "random numbers"
         evidence = f"Forward draws random numbers ({drawn}), and each part of the batch gets others than the whole."
         findings.add(Cause.RANDOM, evidence)
-    if "batchnorm" in causes:
+    if "batchnorm" in found:
+        norms = list(given.norms)
         where = f" ({', '.join(norms[:3])}{' ...' if len(norms) > 3 else ''})" if norms else ""
-        evidence = f"Each rank normalises with mean and variance of its own part of the batch{where}."
+        evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
         findings.add(Cause.BATCHNORM, evidence)
-    if "state" in causes:
+    if "state" in found:
         buffer = plain.of_kind("buffer")
         what = "a buffer or parameter" if buffer is None else f"the buffer {buffer.name}"
-        evidence = f"Forward changes {what} by the part of the batch that a rank has, so each has another."
+        evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."
         findings.add(Cause.BUFFERS, evidence, OWN_PART)
-    if "weights" in causes:
-        _add_weighting(findings, wrong[0])
-    coupled = next((step for step in weights if step.kind == "none"), None)
+    if "weights" in found:
+        _add_weighting(findings, wrong)
     if not is_same and coupled is not None:
         _add_weighting(findings, coupled)
-    findings.explained &= bool(causes) or coupled is not None
-    return given, frozenset(causes)
+    findings.explained &= bool(found) or coupled is not None
+    return given, frozenset(found), frozenset(live)
 
 
 def _add_weighting(findings: Findings, step: StepWeights) -> None:
-    at = f"At step {step.step}"
-    if step.kind == "none":
-        evidence = (
-            f"{at}, with random state and batch norm turned off, the gradient of the whole batch does not add up from "
-            "those of its parts: a sample's loss depends on which others are with it."
-        )
-        findings.add(Cause.COUPLED, evidence)
-    elif step.kind == "sum":
-        evidence = (
-            f"{at} the loss of the whole batch is the sum of the losses of its {len(step.sizes)} parts, not their "
-            "mean: it grows with the number of samples."
-        )
-        findings.add(Cause.SUM, evidence)
-    else:
-        sizes = " + ".join(map(str, step.sizes))
-        counted, wanted = (" : ".join(f"{w:.3g}" for w in ws) for ws in (step.counted, step.wanted))
-        evidence = f"{at} the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}."
-        findings.add(Cause.WEIGHTING, evidence)
+    counted, wanted = (" : ".join(f"{weight:.3g}" for weight in each) for each in (step.counted, step.wanted))
+    sizes = " + ".join(map(str, step.sizes))
+    of_clipped = f"count {wanted} in the whole, which is no mean"
+    if step.wanted == step.counted:
+        of_clipped = "have losses that add up to that of the whole, and gradients that do not"
+    cause, evidence = {
+        "none": (
+            Cause.COUPLED,
+            "with random state and batch norm turned off, the gradient of the whole batch does not add up from those "
+            "of its parts: a sample's loss depends on which others are with it",
+        ),
+        "clipped": (
+            Cause.CLIPPED,
+            f"the parts of the batch {of_clipped}: each is scaled or clipped by itself, then they are summed",
+        ),
+        "clamped": (
+            Cause.CLAMPED,
+            "the loss of the whole batch or of a part is not zero, but its gradient is, while others have one: the "
+            "mean was clamped, and the mean of a part lies on another side of the limit than that of the whole",
+        ),
+        "sum": (
+            Cause.SUM,
+            f"the loss of the whole batch is the sum of the losses of its {len(step.sizes)} parts, not their mean: it "
+            "grows with the number of samples",
+        ),
+    }.get(
+        step.kind,
+        (Cause.WEIGHTING, f"the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}"),
+    )
+    findings.add(cause, f"At step {step.step} {evidence}.")
 
 
 # Does it matter which rank computes a share? The ranks against one process that stands for them.
 
 RANKS_PAIR = "shares in one process, ranks"
+NOTHING: Off = frozenset()
 EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
+BUT_RANDOM, BUT_STATE, BUT_RATES = (EVERYTHING - {switch} for switch in ("random", "state", "rates"))
 HIDDEN: Off = EVERYTHING | {"place"}
 
 # By what was turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
 Runs = Mapping[Off | str, Outcome]
 
 
-def variants(base: Off) -> list[Off]:
-    """Return what is turned off in each run, on the ranks and in the process that stands for them."""
-    all_but = [EVERYTHING - {switch} for switch in ("random", "state", "rates")]
-    return [base | off for off in (frozenset[Switch](), EVERYTHING, *all_but, HIDDEN)]
-
-
 def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace]) -> None:
-    """Find what makes the ranks do something else than one process that stands for them.
+    """Find what makes the ranks differ from one process that stands for them.
 
     Args:
         findings: Gets what is found.
         base: What is turned off in all runs.
-        shares: The runs of one process, by what was turned off: all `variants`.
-        ranks: The same runs on the ranks.
+        shares: The runs of one process, by what was turned off.
+        ranks: The same runs on the ranks; without those that could show nothing.
         reference: The run of one process on whole batches.
     """
     tolerance = tolerance_of(findings.subject)
     num_before = len(findings.diagnoses)
 
     def compare_with(off: Off, turned_off: str) -> TraceComparison | None:
-        pair = shares[base | off], ranks[base | off]
-        return findings.compare(turned_off, RANKS_PAIR, *pair, tolerance, skip=["sample", "size"])
+        if off not in ranks:
+            return None
+        return findings.compare(turned_off, RANKS_PAIR, shares[off], ranks[off], tolerance, skip=["sample", "size"])
 
-    # From what can be read off the traces to what takes experiments.
-    plain = compare_with(frozenset(), "nothing")
+    plain = compare_with(NOTHING, "nothing")
     _add_values(findings, base, ranks, reference)
     if plain is not None and plain.same:
         return
     nothing = compare_with(EVERYTHING, "all of the below")
     if nothing is not None and nothing.first is None:
-        found = compare_with(EVERYTHING - {"random"}, "all but random state")
+        found = compare_with(BUT_RANDOM, "all but random state")
         if found is not None and found.first is not None:
             evidence = (
-                f"Forward draws other random numbers on a rank than one process does for the same part: {found.first} "
-                "is as it should be only without them. They come from a generator that is seeded by rank or shared by "
-                "parts."
+                f"Forward draws other random numbers on a rank than one process does for the same part: without them, "
+                f"the {found.first.kind} is as in one process. They come from a generator that is seeded by rank or "
+                "shared by parts."
             )
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
-        found = compare_with(EVERYTHING - {"state"}, "all but changes of buffers in forward")
+        found = compare_with(BUT_STATE, "all but changes of buffers in forward")
         if found is not None and found.first is not None:
             written = found.of_kind("buffer") or found.first
-            evidence = f"Forward writes something else on each rank: {written}. Undoing what it writes makes it right."
+            evidence = f"Forward writes other values on each rank: {written}. Without these changes the runs agree."
             findings.add(Cause.BUFFERS, evidence)
     elif nothing is not None and nothing.first is not None:
-        # Data, weights, rates and draws are the same, and still the ranks do something else: the task's own code.
+        # Data, weights, rates and draws are the same, and still the ranks differ: the reason is the task's own code.
         hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
         if nothing.first.kind == "parameter":
-            evidence = (
-                f"Gradients and learning rates are as in one process, and yet the update is not: {nothing.first}."
-            )
+            evidence = f"Gradients and learning rates are as in one process, but the update is not: {nothing.first}."
             findings.add(Cause.RATES, evidence)
         elif hidden is not None and hidden.same:
             evidence = f"The {nothing.first} is as in one process once rank and world size are hidden from the task."
-            findings.add(Cause.RANK, evidence)
+            findings.add(Cause.BACKWARD if nothing.first.kind == "gradient" else Cause.RANK, evidence)
         else:
             findings.explained = False
     findings.explained &= len(findings.diagnoses) > num_before
@@ -361,12 +458,12 @@ def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[
     """Add what the runs show at once: other samples, other initial weights, other rates."""
 
     def compare_values(off: Off) -> TraceComparison | None:
-        if isinstance(found := ranks[base | off], str):
+        if isinstance(found := ranks.get(off, ""), str):
             return None
         of_training: tuple[Kind, ...] = ("loss", "gradient", "parameter", "buffer")
         return compare(reference, found, tolerance_of(findings.subject), skip=of_training)
 
-    found = compare_values(frozenset())
+    found = compare_values(NOTHING)
     if found is None:
         return
     data = found.of_kind("size", "sample")
@@ -376,7 +473,7 @@ def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[
     if start is not None and "initial" not in base:
         findings.add(Cause.MODEL, f"The ranks start from another model than one process: {start}.")
     # An epoch of another length changes the schedule too, so with other data the rates are compared without that.
-    alone = found if data is None else compare_values(EVERYTHING - {"rates"})
+    alone = found if data is None else compare_values(BUT_RATES)
     rate = found.of_kind("learning rate") and alone and alone.of_kind("learning rate")
     if rate:
         findings.add(Cause.RATES, f"The ranks train with another {rate}.")

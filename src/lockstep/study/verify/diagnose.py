@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,14 +11,16 @@ from typing import Any
 import cloudpickle
 
 from lockstep.accelerator import check_count
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study.common import load, log, run_ranks
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Row, attempt, tolerance_of
+from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Progress, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
-from lockstep.study.verify.reference_loop import perform, perform_and_keep
+from lockstep.study.verify.reference_loop import perform_and_keep
+from lockstep.study.verify.verify_table import Verification
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
@@ -29,35 +31,12 @@ REPETITIONS, ENOUGH_S = 3, 1.0
 # How long the processes may take for each part of it. Ranks that wait for one another are reported much earlier.
 TIMEOUT_S = 3600.0
 
+# What is turned off in the runs of the process that stands for the ranks, and how many runs it makes at most.
+VARIANTS: tuple[Off, ...] = (causes.NOTHING, causes.EVERYTHING, causes.BUT_RANDOM, causes.BUT_STATE)
+MOST_RUNS = 19
+
 # Called with a function, its arguments and a number of devices; see `run_ranks`.
 Processes = Callable[..., list[Any]]
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What came of it.
-
-    Attributes:
-        subject: What was examined.
-        same: Whether it is the same run.
-        comparison: One process against the ranks; None where the ranks could not start.
-        repeatable: Whether one process is the same run twice, to the bit.
-        findings: The causes, if it is not the same run.
-        rows: The experiments that led to them.
-        explained: Whether nothing is left with what was found turned off.
-        why_single: Why fp32 and not float64; empty for float64.
-        remark: What else there is to report; may be empty.
-    """
-
-    subject: Subject
-    same: bool
-    comparison: TraceComparison | None
-    repeatable: bool
-    findings: tuple[Diagnosis, ...] = ()
-    rows: tuple[Row, ...] = ()
-    explained: bool = True
-    why_single: str = ""
-    remark: str = ""
 
 
 def verify(
@@ -93,7 +72,9 @@ def verify(
         if error.__cause__ is None:
             raise
     # The form of the task that every run can make a fresh copy of.
-    subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps)
+    subject = Subject(
+        task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps, shows=not quiet
+    )
     processes = partial(run_ranks, timeout_s=TIMEOUT_S)
     return diagnose(subject, processes, (lambda _: None) if quiet else log)
 
@@ -114,23 +95,55 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     comparison = compare(alone.traces, on_ranks, EXACT if subject.settings.reproducible else tolerance_of(subject))
     if comparison.same and alone.again.same:
         return replace(result, same=True, comparison=comparison)
-    report("not the same; what one process can find out")
+    if outside := _outside(alone):
+        # What each rank trains by itself makes everything else differ.
+        return replace(result, comparison=comparison, findings=(outside,), explained=False)
+    report("not the same; experiments in one process")
     study: AloneStudy = processes(study_alone, alone, devices=1)[0]
     findings = study.repetition
-    # Where one process is never the same run twice, a comparison with ranks means nothing.
+    # If one process is never the same run twice, a comparison with ranks means nothing.
     if study.base is not None and not comparison.same:
-        report(f"what {subject.num_devices} ranks can find out")
-        light = replace(study, runs={})  # traces are large, and every rank gets a copy
-        found = processes(run_counterparts, light, "ranks", devices=subject.num_devices)
-        on_each = {key: _gather([one[key] for one in found]) for key in found[0]}
         findings.rows += study.division.rows
-        causes.study_ranks(findings, study.base, study.runs, on_each, alone.traces)
-        findings.diagnoses += [_with_fix(one, study.runs, on_each, findings) for one in study.division.diagnoses]
+        # Without random numbers the ranks have made the first of these runs already.
+        ranks: dict[Off | str, Outcome] = {} if study.base or "random" in study.live else {causes.NOTHING: on_ranks}
+        if wanted := _wanted(study, ranks, reads_others=comparison.of_kind("size", "sample") is not None):
+            report(f"experiments on {_ranks(subject.num_devices)}")
+            light = replace(study, runs={})  # traces are large, and every rank gets a copy
+            found = processes(run_on_ranks, light, wanted, devices=subject.num_devices)
+            ranks |= {name: _gather([one[name] for one in found]) for name in found[0]}
+        shares = {name: study.runs[study.experiment(name, "shares")] for name in ranks}
+        causes.study_ranks(findings, study.base, shares, ranks, alone.traces)
+        findings.diagnoses += [_with_fix(one, shares, ranks, findings) for one in study.division.diagnoses]
         findings.explained &= study.division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
     return replace(result, comparison=comparison, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
+
+
+def _wanted(study: AloneStudy, ranks: causes.Runs, *, reads_others: bool) -> list[Off | str]:
+    """Return the experiments that the ranks have to make; ``reads_others``: their samples differ."""
+    wanted: list[Off | str] = [causes.NOTHING] if causes.NOTHING not in ranks else []
+    if wanted or not _is_same(study, ranks[causes.NOTHING]):
+        wanted += [
+            causes.EVERYTHING,
+            causes.HIDDEN,
+            causes.BUT_RANDOM,
+            causes.BUT_STATE,
+            *([causes.BUT_RATES] if reads_others else []),
+        ]
+    return [*wanted, *study.fixes]
+
+
+def _is_same(study: AloneStudy, on_ranks: Outcome) -> bool:
+    shares = study.runs[study.experiment(causes.NOTHING, "shares")]
+    if isinstance(shares, str) or isinstance(on_ranks, str):
+        return False
+    return compare(shares, on_ranks, tolerance_of(study.division.subject), skip=["sample", "size"]).same
+
+
+def _ranks(num: int) -> str:
+    return f"{num} rank{'s' * (num > 1)}"
 
 
 def _gather(outcomes: list[Outcome]) -> Outcome:
@@ -151,9 +164,9 @@ def _train(
     report("one process, twice")
     alone: Alone = processes(run_alone, subject, devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
-    report(f"{num} rank{'s' * (num > 1)}")
+    report(_ranks(num))
     try:
-        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
+        found = processes(run_ranks_plain, subject, devices=num)
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -162,6 +175,8 @@ def _train(
         elif alone.traces[0].is_stream and isinstance(error, ConfigurationError):
             # What one process can train on and the ranks cannot is a stream that they do not read alike.
             findings.add(Cause.DATA, reason)
+        elif outside := _outside(alone):
+            findings.diagnoses.append(outside)
         if findings.diagnoses:
             return alone, findings.diagnoses[0], remark
         # The last batch of an epoch may leave a rank with one sample, or none, which batch norm cannot stand.
@@ -173,13 +188,31 @@ def _train(
     return _train(replace(subject, steps=first), processes, report, remark)
 
 
+def _outside(alone: Alone) -> Diagnosis | None:
+    """Return the diagnosis of parameters that were trained, but that no module registers; None if there are none."""
+    if not (shapes := alone.given.outside):
+        return None
+    evidence = (
+        f"Training changes parameters that no module of the model registers, of shape {', '.join(shapes[:5])}: each "
+        "rank trains its own."
+    )
+    return Diagnosis(Cause.OUTSIDE, evidence, Cause.OUTSIDE.fix)
+
+
 _FIXES = {"convert": "lockstep.SyncBatchNorm instead", "reproducible": "--reproducible {num} instead"}
+
+
+def _fix_of(cause: Cause) -> str:
+    """Return the name of the experiment that tries the fix of a cause; empty if there is none."""
+    if cause is Cause.BATCHNORM:
+        return "convert"
+    return "" if cause in (Cause.WEIGHTING, Cause.SUM) else "reproducible"
 
 
 def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, findings: Findings) -> Diagnosis:
     """Return ``diagnosis`` with what came of its fix, where that was tried."""
-    name = "convert" if diagnosis.cause is Cause.BATCHNORM else "reproducible"
-    if diagnosis.cause in (Cause.WEIGHTING, Cause.SUM) or name not in ranks:
+    name = _fix_of(diagnosis.cause)
+    if name not in ranks:
         return diagnosis
     num, is_exact = findings.subject.num_devices, name == "reproducible"
     tolerance = EXACT if is_exact else tolerance_of(findings.subject)
@@ -225,19 +258,27 @@ def _plain(subject: Subject, division: Division) -> Experiment:
 def run_alone(subject: Subject, world: World) -> Alone:
     """Train in one process, twice, in float64 if that is possible."""
     experiment, why_single = _plain(subject, "one"), ""
-    found = attempt(perform_and_keep, subject, experiment, Given(), world)
-    if isinstance(found, str):  # if it is not float64 that it cannot stand, it fails again, and this is the error
+    progress = Progress("step", 2 * subject.num_steps, shows=subject.shows)
+    train = partial(perform_and_keep, experiment=experiment, world=world, after_step=progress.count)
+    found = attempt(lambda: train(subject, given=Given()))
+    if isinstance(found, str):  # if float64 is not the reason, it fails again, and this is the error
         why_single, subject = found, replace(subject, double=False)
-        found = perform_and_keep(subject, experiment, Given(), world)
+        found = train(subject, given=Given())
     traces, given = found
     subject = replace(subject, steps=tuple(given.samples))
-    # More than one repetition where that takes no time, since chance may agree with itself.
+    # More than one repetition if that takes no time, since two runs may agree by chance.
     deadline = time.monotonic() + ENOUGH_S
     for _ in range(REPETITIONS):
-        again = compare(traces, perform(subject, experiment, given, world), EXACT)
+        again = compare(traces, train(subject, given=given)[0], EXACT)
         if not again.same or time.monotonic() > deadline:
             break
     return Alone(subject, given, traces, again, why_single)
+
+
+def run_ranks_plain(subject: Subject, world: World) -> list[Trace]:
+    """Train on the ranks. Collective: every rank of ``world``."""
+    progress = Progress("step", len(subject.steps), shows=subject.shows and world.is_rank_zero)
+    return perform_and_keep(subject, _plain(subject, "ranks"), Given(), world, progress.count)[0]
 
 
 @dataclass(frozen=True)
@@ -250,6 +291,8 @@ class AloneStudy:
         base: What is turned off from here on; None if nothing makes it the same run twice.
         division: What makes the result depend on how the batch is divided.
         off: What turns that off.
+        live: What could be turned off with an effect.
+        fixes: Names of the fixes to try.
         runs: Those that stand for the ranks, and those that fixes are compared with.
     """
 
@@ -258,7 +301,27 @@ class AloneStudy:
     base: Off | None
     division: Findings
     off: Off = frozenset()
-    runs: causes.Runs = field(default_factory=dict)
+    live: Off = frozenset()
+    fixes: tuple[str, ...] = ()
+    runs: dict[Experiment, Outcome] = field(default_factory=dict)
+
+    def experiment(self, name: Off | str, division: Division) -> Experiment:
+        """Return the run in which the ranks should be the same as one process: with switches off, or with a fix."""
+        assert self.base is not None
+        on_ranks = division == "ranks"
+        base = self.base.union(causes.GIVEN, ("initial",))
+        if name == "reproducible":
+            num = self.division.subject.num_devices
+            return Experiment("ranks" if on_ranks else "one", base, reproducible=num, watched=False)
+        if name == "convert":
+            # SyncBatchNorm cannot run in one process that stands for the ranks: there the whole batch is computed.
+            others = self.off - ({"batchnorm"} if on_ranks else {"batchnorm", "weights"})
+            return Experiment("ranks" if on_ranks else "one", base | others, convert=on_ranks)
+        assert not isinstance(name, str)
+        if on_ranks:
+            return Experiment("ranks", self.base | name)
+        # Data, rates and the number of the rank are always those of one process.
+        return Experiment("shares", self.base.union(causes.GIVEN, name & self.live & {"random", "state"}))
 
 
 def study_alone(alone: Alone, world: World) -> AloneStudy:
@@ -271,33 +334,34 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     # Such layers need the other ranks in forward, so one process cannot stand for them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    given, off = causes.study_division(division, alone.given, world, base)
+    progress = Progress("run", MOST_RUNS, shows=subject.shows)
+    given, off, live = causes.study_division(division, alone.given, world, base, progress)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so of what a division changes only this matters.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, given, base, division, off)
-    return replace(study, runs=run_counterparts(study, "one", world))
+    fixes = tuple(dict.fromkeys(name for one in division.diagnoses if (name := _fix_of(one.cause))))
+    study = AloneStudy(repetition, given, base, division, off, live, fixes)
+    names: list[Off | str] = [*VARIANTS, *fixes]
+    needed = [study.experiment(name, "shares") for name in names]
+    runs = {one: division.run(one, given, world, progress) for one in needed}
+    division.runs = {}
+    return replace(study, runs=runs)
 
 
-def run_counterparts(study: AloneStudy, division: Division, world: World) -> causes.Runs:
-    """Make the runs in which one process and the ranks should be the same: with things turned off, or a fix.
+def run_on_ranks(study: AloneStudy, wanted: Sequence[Off | str], world: World) -> causes.Runs:
+    """Make the experiments on the ranks; leave out those in which nothing else is turned off than in others.
 
-    Collective for ``ranks``: every rank of ``world``.
+    Collective: every rank of ``world``.
     """
-    assert study.base is not None
-    subject, on_ranks = study.division.subject, division == "ranks"
-    experiments: dict[Off | str, Experiment] = {}
-    for off in causes.variants(study.base):
-        # What is a rank's alone can only be as in one process: data, rates, and the number of the rank.
-        as_shares = Experiment("shares", off.union(causes.GIVEN) - {"place"})
-        experiments[off] = Experiment("ranks", off) if on_ranks else as_shares
-    base = study.base.union(causes.GIVEN, ("initial",))
-    # SyncBatchNorm cannot run in one process that stands for the ranks, so there the whole batch is computed at once.
-    if "batchnorm" in study.off:
-        others = study.off - ({"batchnorm"} if on_ranks else {"batchnorm", "weights"})
-        experiments["convert"] = Experiment(division, base | others, convert=on_ranks)
-    if study.division.diagnoses:
-        experiments["reproducible"] = Experiment(division, base, reproducible=subject.num_devices, watched=False)
-    # Each once: several variants are the same for one process. In order, as the ranks must run the same ones.
-    outcomes = {one: attempt(perform, subject, one, study.given, world) for one in dict.fromkeys(experiments.values())}
-    return {name: outcomes[one] for name, one in experiments.items()}
+    subject, found = study.division.subject, Findings(study.division.subject)
+    progress = Progress("run", len(wanted), shows=subject.shows and world.is_rank_zero)
+    live: set[str] = {"random", "state"}
+    outcomes: dict[Off | str, Outcome] = {}
+    for name in wanted:
+        if (name == causes.BUT_RANDOM and "random" not in live) or (name == causes.BUT_STATE and "state" not in live):
+            continue
+        outcome = outcomes[name] = found.run(study.experiment(name, "ranks"), study.given, world, progress)
+        if name == causes.EVERYTHING:
+            mine = [] if isinstance(outcome, str) else sorted(outcome[0].live)
+            live = set().union(*all_gather_object(mine, group=world.group, device=world.device))
+    return outcomes

@@ -120,12 +120,14 @@ class Trace:
         sizes: Samples of the data set, None of a stream, and of a global batch.
         initial: Before the first step.
         draws: Names of the random operations that forward used; known only where they were watched.
+        live: What could be turned off with an effect; known only where it was watched.
     """
 
     sizes: dict[str, int | None]
     initial: ModelFingerprint
     steps: tuple[StepTrace, ...]
     draws: tuple[str, ...] = ()
+    live: frozenset[str] = frozenset()
 
     @property
     def is_stream(self) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.train.settings import Settings
+from lockstep.train.settings import Settings, StrategyName
 
 # One process with the whole batch; one that computes what N ranks would, share after share; or N real ranks.
 Division = Literal["one", "shares", "ranks"]
@@ -47,6 +47,7 @@ class Subject:
         num_steps: How many are asked for.
         steps: Which ones; worked out by the first run.
         double: Whether to compute in float64.
+        shows: Whether processes report their progress.
     """
 
     task: str | bytes
@@ -55,6 +56,7 @@ class Subject:
     num_steps: int
     steps: tuple[int, ...] = ()
     double: bool = True
+    shows: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Given:
         rates: Of each update: for every group, its options.
         norms: Batch norm layers of the model: their classes by name.
         factors: By step, what the loss of each share is to be multiplied by.
+        outside: The shapes of parameters that it trained, but that no module of the model registers.
     """
 
     samples: dict[int, list[tuple[int | None, Any]]] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class Given:
     rates: list[list[dict[str, Any]]] = field(default_factory=list)
     norms: dict[str, str] = field(default_factory=dict)
     factors: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Experiment:
         convert: Whether batch norm layers are replaced by `lockstep.SyncBatchNorm`.
         watched: Whether it is one of the counterfactuals, whose random numbers are set by share; the plain run is
             left as it is.
+        strategy: Of ranks.
+        is_sgd: Whether parameters are updated by SGD instead of the task's optimizer.
     """
 
     division: Division
@@ -94,6 +100,8 @@ class Experiment:
     reproducible: int | None = None
     convert: bool = False
     watched: bool = True
+    strategy: StrategyName = "ddp"
+    is_sgd: bool = False
 
 
 # Batch statistics and writes to buffers.
@@ -119,95 +127,102 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, kind) or "BatchNorm" in type(module).__name__
 
 
-class NoWrites(TorchDispatchMode):
-    """While entered and within `during`, undoes what is written into a model's parameters and buffers."""
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
-    def __init__(self) -> None:
+
+# Random numbers and writes in forward: seen, or turned off.
+
+_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes")
+# Kept, as `Watch.generators` puts others in their place.
+_PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
+
+
+class Watch(TorchDispatchMode):
+    """While entered, sees what forward draws and writes; turns it off where ``off`` says so.
+
+    Torch's random operators are seen below autograd, where each of them is tagged as such, whichever generator it uses.
+    Python's and NumPy's are seen where programs get them from: functions of the modules, and the classes and functions
+    that create private generators. A draw that is turned off gives a constant that does not depend on how a batch is
+    divided; a write into a parameter or a buffer is undone.
+
+    Args:
+        off: What to turn off: ``random``, ``state``.
+
+    Attributes:
+        active: Whether random draws count: those of the data set do not.
+        draws: Names of the random operations.
+        live: The switches that have an effect on the task: it draws, writes, or uses batch norm.
+    """
+
+    def __init__(self, off: Off) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.off, self.active = off, False
+        self.draws: set[str] = set()
+        self.live: set[Switch] = set()
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def during(self, model: nn.Module) -> Iterator[None]:
-        """Undo writes within, and buffers that were replaced."""
-        tensors = [*model.parameters(), *model.buffers()]
+    def forward(self, model: nn.Module) -> Iterator[None]:
+        """See within what is written into parameters and buffers, also buffers that are replaced."""
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
         # A buffer may also be replaced by another tensor, which no operator shows.
         owners = [(module, dict(module._buffers)) for module in model.modules()]
-        with torch.no_grad():
-            self._kept = {_address(t): (t.detach(), t.detach().clone()) for t in tensors if t.numel()}
+        # A copy only if it is needed.
+        self._kept = {_address(one): (one, one.clone() if "state" in self.off else one) for one in tensors}
         try:
             yield
         finally:
             self._kept = {}
             for module, buffers in owners:
-                module._buffers.update(buffers)
+                if any(module._buffers.get(name) is not buffer for name, buffer in buffers.items()):
+                    self.live.add("state")
+                if "state" in self.off:
+                    module._buffers.update(buffers)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if "batch_norm" in func._schema.name:
+            self.live.add("batchnorm")
+        # Attention is tagged as random, but is so only with dropout.
+        if self.active and torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0:
+            self._note_draw(f"torch {func._schema.name.partition('::')[2].strip('_')}")
+            result = _constant(func, args, kwargs) if "random" in self.off else func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         if self._kept and func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 # By storage, because a view of a buffer is another tensor at another address.
                 if is_written and isinstance(value, Tensor) and _address(value) in self._kept:
+                    self.live.add("state")
                     tensor, before = self._kept[_address(value)]
-                    tensor.copy_(before)
+                    if "state" in self.off:
+                        tensor.copy_(before)
         return result
 
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-# Random numbers in forward: recorded, or turned into constants that do not depend on how a batch is divided.
-
-_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes")
-# Kept, as `Draws.watching` puts others in their place.
-_PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
-
-
-class Draws(TorchDispatchMode):
-    """While entered and ``active``, records every random draw; with ``off``, replaces it by a constant.
-
-    Torch's are seen below autograd, where every operator that draws is tagged as such, whoever calls it and whatever
-    generator it uses. Python's and numpy's are seen where programs get them from: functions of the modules, and the
-    classes and functions that make private generators.
-
-    Args:
-        off: Whether to replace draws.
-
-    Attributes:
-        active: Whether forward is running: what the data set draws is another matter.
-        seen: Names of the operations.
-    """
-
-    def __init__(self, *, off: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.off, self.active = off, False
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # Attention is tagged as random, but is so only with dropout.
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0
-        if not self.active or not is_random:
-            return func(*args, **kwargs)
-        self.seen.add(f"torch {func._schema.name.partition('::')[2].strip('_')}")
-        return _constant(func, args, kwargs) if self.off else func(*args, **kwargs)
+    def _note_draw(self, name: str) -> None:
+        self.draws.add(name)
+        self.live.add("random")
 
     def _watch(self, name: str, original: Callable[..., Any], constant: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that stands for ``original`` of Python's or numpy's generators."""
+        """Return a function that stands for ``original`` of Python's or NumPy's generators."""
 
         @functools.wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(*args, **kwargs)
-            self.seen.add(name)  # also where it is replaced: the evidence names what forward draws
-            return constant(*args, **kwargs) if self.off else original(*args, **kwargs)
+            self._note_draw(name)  # also where it is replaced: the evidence names what forward draws
+            return constant(*args, **kwargs) if "random" in self.off else original(*args, **kwargs)
 
         return draw
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, Python's and numpy's random functions and private generators are seen too."""
+    def generators(self) -> Iterator[None]:
+        """Within, the random functions and private generators of Python and NumPy are seen too."""
+        # Now: the first operator that is seen would import it, and it creates a generator.
+        import torch._dynamo  # noqa: F401
+
         # All names at once: the functions are bound to one generator each when the modules are imported.
         kept = [(module, dict(vars(module))) for module in (random, np.random)]
         try:
@@ -229,19 +244,19 @@ class Draws(TorchDispatchMode):
                 vars(module).update(names)
 
     def _private_python(self) -> type[random.Random]:
-        draws = self
+        watch = self
 
         class Private(random.Random):
             def random(self) -> float:
-                return draws._watch("random.Random", super().random, lambda: 0.5)()  # type: ignore[no-any-return]
+                return watch._watch("random.Random", super().random, lambda: 0.5)()  # type: ignore[no-any-return]
 
             def getrandbits(self, k: int, /) -> int:
-                return draws._watch("random.Random", super().getrandbits, lambda _: 0)(k)  # type: ignore[no-any-return]
+                return watch._watch("random.Random", super().getrandbits, lambda _: 0)(k)  # type: ignore[no-any-return]
 
         return Private
 
     def _private_numpy(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        draws = self
+        watch = self
 
         class Private:
             def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -249,7 +264,7 @@ class Draws(TorchDispatchMode):
 
             def __getattr__(self, name: str) -> Any:
                 value, constant = getattr(self._real, name), functools.partial(_numpy_constant, name)
-                return draws._watch(f"numpy generator.{name}", value, constant) if callable(value) else value
+                return watch._watch(f"numpy generator.{name}", value, constant) if callable(value) else value
 
         return Private
 

@@ -1,7 +1,7 @@
 """Run an experiment in this process: the loop of `fit`, or the reference loop, which stands for N ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,8 +75,9 @@ class ReferenceLoop:
         for share, mine in zip(self.shares, divide(samples, len(self.shares)), strict=True):
             share.optimizer.zero_grad(set_to_none=True)
             part = share.forward(mine, step)
-            # A share weighs what it has of the samples, as on a rank.
-            (part.value * (part.weight / len(samples))).backward()
+            # A share weighs what it has of the samples, times the number of ranks, whose mean the engine takes: what
+            # changes gradients in backward sees the same numbers.
+            (part.value * (part.weight / len(samples) * len(self.shares))).backward()
             parts.append(part)
         out_of = sum(float(part.out_of) for part in parts)
         # One gradient for all shares, as the engine makes of those of the ranks.
@@ -84,7 +85,7 @@ class ReferenceLoop:
             grads = [parameter.grad for parameter in replicas if parameter.grad is not None]
             if grads:
                 # A clone, because the optimizer of one share must not write into the gradient of another.
-                total = sum(grads[1:], start=grads[0].clone()) / (out_of / len(samples))
+                total = sum(grads[1:], start=grads[0].clone()) / (len(self.shares) * out_of / len(samples))
                 for parameter in replicas:
                     parameter.grad = total.clone()
         for share in self.shares:
@@ -105,7 +106,7 @@ class FitLoop:
     def __init__(self, sandbox: Sandbox, world: World) -> None:
         on_ranks = sandbox.experiment.division == "ranks"
         task = sandbox.load_task(world.rank if on_ranks else 0)
-        strategy: StrategyName = "ddp" if on_ranks else "single"
+        strategy: StrategyName = sandbox.experiment.strategy if on_ranks else "single"
         settings = replace(sandbox.subject.settings, reproducible=sandbox.experiment.reproducible)
         try:
             self._trainer = Trainer(task.task, settings, world, strategy=strategy, devices=[world.device])
@@ -120,7 +121,9 @@ class FitLoop:
             "samples of the data set": self._trainer.plan.order.num_samples,
             "samples of a global batch": self._trainer.plan.batch_size,
         }
-        self.models: list[nn.Module] = [self._trainer.model]
+        # Not the trainer's, which may be a copy.
+        assert task.built is not None
+        self.models: list[nn.Module] = [task.built]
         self.close = self._trainer.close
 
     def step(self, step: int) -> tuple[float, dict[str, float]]:
@@ -136,13 +139,15 @@ def perform(subject: Subject, experiment: Experiment, given: Given, world: World
 
     Collective for ``ranks``: every rank of ``world``.
     """
-    return perform_and_keep(subject, experiment, given, world)[0]
+    return perform_and_keep(subject, experiment, given, world, lambda: None)[0]
 
 
-def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, world: World) -> tuple[list[Trace], Given]:
+def perform_and_keep(
+    subject: Subject, experiment: Experiment, given: Given, world: World, after_step: Callable[[], None]
+) -> tuple[list[Trace], Given]:
     """Run ``experiment``; return what this process saw, and what others may be given of it.
 
-    Collective for ``ranks``: every rank of ``world``.
+    Collective for ``ranks``: every rank of ``world``. Calls ``after_step`` after each step.
     """
     with open_sandbox(subject, experiment, given) as sandbox, ExitStack() as stack:
         loop: FitLoop | ReferenceLoop
@@ -173,9 +178,13 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
                 if task.gradients is not None:
                     tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
-        draws = tuple(sorted(sandbox.draws.seen))
-        traces = [Trace(loop.sizes, start, tuple(so_far), draws) for start, so_far in zip(initial, steps, strict=True)]
-        return traces, Given(samples, loop.sizes, initial_state, sandbox.tasks[0].rates, norms)
+            after_step()
+        seen = tuple(sorted(sandbox.watch.draws)), frozenset(sandbox.watch.live)
+        traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]
+        # Those that have moved.
+        outside = (leaf for leaf, before in sandbox.outside.values() if fingerprint(leaf).digest != before)
+        shapes = tuple(str(tuple(leaf.shape)) for leaf in outside)
+        return traces, Given(samples, loop.sizes, initial_state, sandbox.tasks[0].rates, norms, outside=shapes)
 
 
 def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: bool) -> tuple[int, ...]:
@@ -201,8 +210,10 @@ class StepWeights:
     """What one step asks for.
 
     Attributes:
-        kind: ``right``, as the engine weighs shares; ``sum``; ``other``, a mean over something else; ``none``, no
-            combination of them, or one of them alone, as with a maximum over the batch.
+        kind: ``right``, as the engine weighs shares; ``sum``; ``other``, a mean over something else; ``clipped``: each
+            is scaled by itself, or their losses add up and their gradients do not; ``clamped``: a loss that is not
+            zero has no gradient; ``none``, no combination of them, or one of them alone, as with a maximum over the
+            batch.
         sizes: Samples of each share.
         counted: What each share counts in the run.
         wanted: What it would have to count.
@@ -258,6 +269,11 @@ def _measure_gradient(share: Share, samples: Samples, step: int) -> _Measured:
     return _Measured(vector, float(torch.as_tensor(part.out_of).detach()), len(samples))
 
 
+def _is_constant(measured: _Measured) -> bool:
+    """Return whether a loss that is not zero depends on no parameter at these weights."""
+    return bool(measured.size) and bool(measured.vector[-1]) and not measured.vector[:-1].any()
+
+
 def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) -> StepWeights:
     """Find the weights with which the parts make up the whole, and what kind of loss has these."""
     total = sum(part.out_of for part in parts)
@@ -280,9 +296,18 @@ def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) ->
                 found = dict(zip(usable, weights.tolist(), strict=True))
                 kind, wanted = name, [found.get(index, 0.0) for index in range(len(parts))]
                 break
+        expected = float(matrix[-1] @ as_counted)
+        if kind == "none" and usable == filled and abs(float(whole.vector[-1]) - expected) <= limit * abs(expected):
+            kind = "clipped"
+    if kind != "right" and _is_constant(whole) + sum(map(_is_constant, parts)) not in (0, len(parts) + 1):
+        kind = "clamped"
     slack = 10 * max(limit, 1e-6)
-    if kind == "other" and len(usable) > 1 and max(wanted) > 1 - slack and sum(map(abs, wanted)) < 1 + slack:
-        kind = "none"
+    if kind == "other" and len(usable) > 1:
+        ratios = [wanted[index] / counted[index] for index in usable if counted[index]]
+        if max(wanted) > 1 - slack and sum(map(abs, wanted)) < 1 + slack:
+            kind = "none"
+        elif abs(sum(wanted) - 1) > max(slack, 1e-3) and max(ratios) - min(ratios) > 1e-3 * max(ratios):
+            kind = "clipped"
     sizes = tuple(part.size for part in parts)
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
     return StepWeights(step, kind, sizes, tuple(counted), tuple(wanted), factors)

@@ -124,15 +124,16 @@ class Sandbox:
     """What the runs of one experiment in this process share; `open_sandbox` makes one.
 
     Attributes:
-        draws: Sees the random numbers of forward.
+        watch: Sees what forward draws and writes.
         tasks: The copies of the task, one for each share that this process computes.
+        outside: Parameters that losses depend on, but no module registers: by id, each with its first digest.
     """
 
     def __init__(self, subject: Subject, experiment: Experiment, given: Given) -> None:
         self.subject, self.experiment, self.given = subject, experiment, given
-        self.draws = interventions.Draws(off="random" in experiment.off)
-        self.writes = interventions.NoWrites()
+        self.watch = interventions.Watch(experiment.off)
         self.tasks: list[SandboxedTask] = []
+        self.outside: dict[int, tuple[nn.Parameter, bytes]] = {}
 
     def load_task(self, share: int) -> SandboxedTask:
         """Return a fresh copy of the task for share ``share``; the whole batch counts as share 0."""
@@ -152,17 +153,16 @@ class Sandbox:
         for task in self.tasks:
             task.begin(step)
         with ExitStack() as stack:
+            stack.enter_context(self.rank_view())  # backward and update run the task's code, too
             if "batchnorm" in self.experiment.off:
                 stack.enter_context(interventions.NoBatchStatistics())
-            if "state" in self.experiment.off:
-                stack.enter_context(self.writes)
             if self.experiment.watched:
-                stack.enter_context(self.draws)
+                stack.enter_context(self.watch)
             try:
                 yield
             finally:
                 # Forward has turned it on. It stays on in backward, which may draw again, as checkpointing does.
-                self.draws.active = False
+                self.watch.active = False
 
 
 class SandboxedTask:
@@ -172,6 +172,7 @@ class SandboxedTask:
         task: The task, fitted with what is recorded and turned off.
         recorder: Sees what its data set loads.
         rates: Of each update, the options of the optimizer's groups.
+        built: The model.
         is_stream: Whether its data set turned out to be one without a length.
         gradients: What the optimizer was called with in this step; it may change them.
     """
@@ -181,7 +182,7 @@ class SandboxedTask:
         self._step = self._num_calls = 0
         self.rates: list[list[dict[str, Any]]] = []
         self.gradients: dict[str, Fingerprint] | None = None
-        self._built: nn.Module | None = None
+        self.built: nn.Module | None = None
         self.is_stream = False
         is_given = "data" in sandbox.experiment.off
         self.recorder = SampleRecorder(sandbox.given if is_given else None)
@@ -209,15 +210,15 @@ class SandboxedTask:
         assert self._plain.collate is not None
         self._set_seed()
         with self._sandbox.rank_view():
-            self._sandbox.draws.active = True
+            self._sandbox.watch.active = True
             batch = self._plain.collate(samples)
-            self._sandbox.draws.active = False
+            self._sandbox.watch.active = False
         return batch
 
     def _set_seed(self) -> None:
         """Set the random numbers of forward by step and share, and by step alone if they should not matter."""
         if self._sandbox.experiment.watched:
-            share = 0 if self._sandbox.draws.off else self._share
+            share = 0 if "random" in self._sandbox.experiment.off else self._share
             seed_cpu(mix(self._sandbox.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
 
     def _model(self) -> nn.Module:
@@ -235,10 +236,12 @@ class SandboxedTask:
             model = model.double()
         if "initial" in experiment.off:
             model.load_state_dict({**model.state_dict(), **self._sandbox.given.initial})
-        self._built = model
+        self.built = model
         return model
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        if self._sandbox.experiment.is_sgd:
+            return torch.optim.SGD(parameters, lr=0.01)
         with self._sandbox.rank_view():
             optimizer = self._plain.optimizer(parameters)
         if isinstance(optimizer, Optimizer):
@@ -249,9 +252,9 @@ class SandboxedTask:
         """Set the rates that one process had, if the experiment asks for it, and record those that there are."""
         if self.gradients is not None:
             return  # an optimizer of the task's own may call torch's, which comes here again
-        assert self._built is not None
+        assert self.built is not None
         # Now, as the loop has divided and clipped them by now, and some optimizers write into them.
-        self.gradients = fingerprint_model(self._built)["gradient"]
+        self.gradients = fingerprint_model(self.built)["gradient"]
         number, given = len(self.rates), self._sandbox.given.rates
         if "rates" in self._sandbox.experiment.off and number < len(given):
             for group, known in zip(optimizer.param_groups, given[number], strict=False):
@@ -270,15 +273,32 @@ class SandboxedTask:
             for module in model.modules():
                 if interventions.is_batch_norm(module):
                     module.eval()
-        with sandbox.rank_view(), sandbox.writes.during(model) if "state" in off else nullcontext():
-            sandbox.draws.active = True
+        with sandbox.rank_view(), sandbox.watch.forward(model) if sandbox.experiment.watched else nullcontext():
+            sandbox.watch.active = True
             result = self._plain.loss(model, batch)
+        if not sandbox.experiment.watched:
+            known = {*map(id, model.parameters()), *sandbox.outside}
+            for leaf in _leaves(result.total if isinstance(result, Loss) else result):
+                if id(leaf) not in known:
+                    sandbox.outside[id(leaf)] = leaf, fingerprint(leaf).digest
         if "weights" not in off:
             return result
         factor = sandbox.given.factors[self._step][self._share]
         if factor == 0.0:  # it may not even be finite
             return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
         return (result.total / result.count if isinstance(result, Loss) else result) * factor
+
+
+def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
+    """Yield the parameters that ``loss`` depends on, whoever has them."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+                yield leaf
 
 
 def _to_double(tensor: Tensor) -> Tensor:
@@ -296,7 +316,7 @@ def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iter
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_modules_forgotten(subject.task))
         if experiment.watched:
-            stack.enter_context(sandbox.draws.watching())
+            stack.enter_context(sandbox.watch.generators())
         if subject.double:
             torch.set_default_dtype(torch.float64)
         yield sandbox

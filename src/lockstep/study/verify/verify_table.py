@@ -1,18 +1,60 @@
-"""What ``verify`` found, in sentences, as tables for a terminal and as JSON."""
+"""The result of ``verify``: in sentences, as tables for a terminal and as JSON."""
 
-from dataclasses import asdict
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
 from math import isfinite
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
+from typing_extensions import override
 
 from lockstep.study import common
-from lockstep.study.common import Table
-from lockstep.study.verify.causes import Cause, tolerance_of
-from lockstep.study.verify.diagnose import Verification
+from lockstep.study.common import Shown, Table
+from lockstep.study.verify.causes import Cause, Diagnosis, Row, tolerance_of
+from lockstep.study.verify.fingerprint import TraceComparison
+from lockstep.study.verify.interventions import Subject
 
-# Nothing can be turned off to rule these out.
-_UNEXPLAINED = {Cause.COUPLED, Cause.RANK, Cause.MODEL}
+
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """What `verify` found.
+
+    Attributes:
+        subject: What was examined.
+        same: Whether it is the same run.
+        comparison: One process against the ranks; None where the ranks could not start.
+        repeatable: Whether one process is the same run twice, to the bit.
+        findings: The causes, if it is not the same run.
+        rows: The experiments that led to them.
+        explained: Whether the runs are the same with all causes turned off.
+        why_single: Why fp32 and not float64; empty for float64.
+        remark: Anything else to report; may be empty.
+    """
+
+    subject: Subject
+    same: bool
+    comparison: TraceComparison | None
+    repeatable: bool
+    findings: tuple[Diagnosis, ...] = ()
+    rows: tuple[Row, ...] = ()
+    explained: bool = True
+    why_single: str = ""
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The task's file, if it came from one."""
+        return Path(self.subject.task).name if isinstance(self.subject.task, str) else "task"
+
+    @override
+    def __rich__(self) -> RenderableType:
+        return render(self)
+
+
+# No experiment rules these out.
+_UNEXPLAINED = {Cause.COUPLED, Cause.CLIPPED, Cause.CLAMPED, Cause.OUTSIDE, Cause.RANK, Cause.BACKWARD, Cause.MODEL}
 
 
 def sentences(verification: Verification) -> list[str]:
@@ -27,10 +69,10 @@ def sentences(verification: Verification) -> list[str]:
         names = ", ".join(cause.value for cause in Cause if cause not in _UNEXPLAINED)
         found.append(
             f"No cause was found. Turning off each of these did not make the runs the same: {names}. "
-            "Look at what the first tensor that differs is computed from, and how that can know the rank."
+            "Check how the first tensor that differs is computed, and whether that can depend on the rank."
         )
     elif not verification.same and not verification.explained:
-        found.append("That may not be all: verify again once it is fixed.")
+        found.append("There may be more causes: run verify again after fixing these.")
     return found
 
 
@@ -46,10 +88,10 @@ def _headline(verification: Verification) -> str:
     if comparison is None:
         return f"Not the same training run: the {who} cannot train together."
     if comparison.first is None:
-        return f"Not the same training run twice: one process and {who} agree, but no two runs do to the bit."
+        return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
     return (
-        f"Not the same training run: {who} part from one process in the {comparison.first}, the first of all that was "
-        "compared."
+        f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
+        f"{comparison.first}."
     )
 
 
@@ -79,10 +121,10 @@ def _steps(numbers: tuple[int, ...]) -> str:
 PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
 
 
-def render(verification: Verification, name: str) -> RenderableType:
+def render(verification: Verification) -> RenderableType:
     """Lay out everything; the verdict comes first."""
     subject, comparison = verification.subject, verification.comparison
-    heading = f"{name}: one process and {_ranks(subject.num_devices)}, {_steps(subject.steps)}"
+    heading = f"{verification.name}: one process and {_ranks(subject.num_devices)}, {_steps(subject.steps)}"
     parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
     parts += [Text(sentence) for sentence in sentences(verification)]
     if comparison is not None:
@@ -100,11 +142,11 @@ def render(verification: Verification, name: str) -> RenderableType:
         parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
     notes = [f"Computed in {_exactness(verification)}."]
     if verification.why_single:
-        notes.append(f"Not in float64, since the task fails there: {verification.why_single}")
+        notes.append(f"Not computed in float64, because the task fails there: {verification.why_single}")
     if verification.remark:
         notes.append(verification.remark)
     if not verification.repeatable:
-        notes.append("One process is not the same run twice.")
+        notes.append("Two runs of one process differ.")
     parts += [Text(note, style="dim") for note in notes]
     return Group(*parts)
 
@@ -115,13 +157,13 @@ def render(verification: Verification, name: str) -> RenderableType:
 VERSION = 1
 
 
-def to_json(verification: Verification, name: str) -> str:
+def to_json(verification: Verification) -> str:
     """Return everything; docs/verify.md describes the names."""
     subject, comparison = verification.subject, verification.comparison
     first = comparison.first if comparison else None
     record = {
         "version": VERSION,
-        "task": name,
+        "task": verification.name,
         "same": verification.same,
         "setup": {
             "num_devices": subject.num_devices,

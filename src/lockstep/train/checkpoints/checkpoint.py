@@ -1,12 +1,12 @@
-"""The checkpoints of a run, written by every rank beside the training; and `save` and `load` for a script of one's own.
+"""The checkpoints of a run, which all ranks write during the training; `save` and `load` for other scripts.
 
 [Note: one save]
-Main thread, every rank:  wait for the save before; get folder and token from rank zero; plan; copy shards to the host
-Thread, every rank:       write shard file, flush it, rename its record into place
+Main thread, every rank:  wait for the previous save; get folder and token from rank zero; copy shards to the host
+Thread, every rank:       write and flush the shard file, then write its record
 Thread, rank zero:        wait for all records; write the state; rename the manifest, then the folder; remove old ones
-Threads communicate by files only: a collective beside those of the steps would meet another one on another rank.
-In an object store files are objects, and nothing is renamed but the manifest: see [Note: object stores].
-A rank that fails reports it in the next step's sums of losses (`ControlFlags`); then all raise its error in `agree`.
+Threads communicate only through files: their collectives could be matched with collectives of the steps on other ranks.
+In an object store only the manifest is replaced, nothing is renamed: see [Note: object stores].
+A rank that fails reports it with the sums of the losses of the next step; then all ranks raise its error in `agree`.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from lockstep.train.checkpoints.checkpoint_storage import (
 from lockstep.train.checkpoints.model_state import TensorChunks, read_tensors, sync
 from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 
-# How long a checkpoint may take to be written until that counts as a failure.
+# Time limit for writing a checkpoint.
 WRITE_TIMEOUT_S = 1800.0
 
-# How long a checkpoint may take that is being written when the run ends with an error.
+# Time limit for a checkpoint that is being written when the run ends with an error.
 LAST_WRITE_TIMEOUT_S = 60.0
 
-# How long rank zero then waits for what other ranks write: the one that failed may have been killed.
+# How long rank zero then waits for the parts of other ranks: the rank that failed may have been killed.
 LAST_PARTS_TIMEOUT_S = 10.0
 
-# How long it may take if somebody waits for it.
+# The same time limit after Ctrl-C.
 CTRL_C_TIMEOUT_S = 2.0
 
-# How long ranks that were started again wait for the folder: network drives hold a dead machine's lock for a while.
+# How long restarted ranks wait for the folder: network drives hold the lock of a dead machine for a while.
 RESTART_TIMEOUT_S = 120.0
 
-# How long a new file may take to be seen by all: network drives may show it late.
+# How long a new file may take to become visible on all ranks: network drives may be slow.
 SHARED_TIMEOUT_S = 15.0
 
-# Each look into an object store costs a request.
+# Each poll of an object store is a request.
 _POLL_S, _POLL_OBJECTS_S = 0.05, 1.0
 
 _MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = re.compile(r"step-(\d{10})")
 _LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
@@ -82,23 +82,24 @@ _TOP_LEVEL = ("model", "optimizer", "compression", "replicas")
 T = TypeVar("T")
 
 
-# --- a folder: one writer at a time, and the same for all ranks ---
+# --- the lock of a folder; the check that all ranks see the same folder ---
 
 
-# The folders that this process holds: the system would grant its own locks twice.
+# The folders that this process has locked: the system would grant the same process a lock twice.
 _held: set[str] = set()
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Place) -> Iterator[FileIO | Lease]:
-    """Hold a folder within, or until the process ends, however it does; forked children do not hold it.
+def lock_folder(folder: Place) -> Iterator[Callable[[], None]]:
+    """Lock a folder within the block, or until the process ends; forked children do not hold the lock.
 
-    Where the file system knows no locks, only this process is kept from holding it twice; in an object store, see
-    [Note: leases]. Ranks that were started again wait for the folder: a server may know late that a machine is gone.
+    Yields a function that raises CheckpointError if the lock has been lost, which can happen in an object store; see
+    [Note: leases]. On a file system without locks, only a second lock in the same process is refused. Restarted ranks
+    wait for the folder: a file server may notice late that a machine is gone.
 
     Raises:
-        CheckpointError: Somebody else holds it.
-        OSError: The lock's file cannot be made.
+        CheckpointError: Another process has locked it.
+        OSError: The lock file cannot be created.
     """
     name = os.path.realpath(folder) if isinstance(folder, Path) else str(folder)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -106,16 +107,20 @@ def lock_folder(folder: Place) -> Iterator[FileIO | Lease]:
     while name in _held or (lock := _try_to_lock(folder)) is None:
         if time.monotonic() >= deadline:
             raise CheckpointError(
-                f"Another process is writing the checkpoint {folder}.\nGive each run a folder of its own."
+                f"Another process is writing the checkpoint {folder}.\nUse a separate folder for each run."
             )
         time.sleep(0.2)
     _held.add(name)
     try:
-        yield lock
+        yield lock.check if isinstance(lock, Lease) else _nothing
     finally:
-        # In this order: to close any file of the same name gives up this process's locks on it.
+        # In this order: closing any file of the same name releases this process's locks on it.
         lock.close()
         _held.discard(name)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _try_to_lock(folder: Place) -> FileIO | Lease | None:
@@ -124,7 +129,7 @@ def _try_to_lock(folder: Place) -> FileIO | Lease | None:
         return lease if lease.take() else None
     file = FileIO(folder / _LOCK_NAME, "ab")
     try:
-        # Not flock: forked children, such as loader processes, would hold it beyond this process's end.
+        # Not flock: forked children, such as loader processes, would hold the lock after this process ends.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -136,27 +141,27 @@ def _try_to_lock(folder: Place) -> FileIO | Lease | None:
 
 
 def require_shared(folder: Place, world: World) -> None:
-    """Check that what rank zero puts into ``folder`` is there for every rank.
+    """Check that every rank sees a file that rank zero creates in ``folder``.
 
-    Collective: every rank. Blocks until all have checked, at most some seconds.
+    Collective: every rank. Blocks until all have checked, at most `SHARED_TIMEOUT_S`.
 
     Raises:
-        ConfigurationError: On every rank: one of them sees another folder, or none.
+        ConfigurationError: On every rank: a rank does not see it.
     """
     if world.world_size == 1:
         return
     name = broadcast_object(_MARK + secrets.token_hex(8), group=world.group, device=world.device)
     if world.is_rank_zero:
-        with contextlib.suppress(Exception):  # then nobody sees it
+        with contextlib.suppress(Exception):  # then no rank sees it
             for left in folder.iterdir():
                 if left.name.startswith(_MARK):
-                    left.unlink(missing_ok=True)  # by a run that was killed
-            (folder / name).touch()
+                    left.unlink(missing_ok=True)  # from a run that was killed
+            (folder / name).write_bytes(b"\n")  # some stores take an empty object for a folder
     deadline, sees, why = time.monotonic() + SHARED_TIMEOUT_S, False, ""
     while not sees and time.monotonic() < deadline:
         try:
             sees = (folder / name).exists()
-        except Exception as error:  # of an object store, such as a rank without credentials: the others wait for it
+        except Exception as error:  # for example missing credentials: the other ranks wait for this one
             why = f" ({type(error).__name__}: {error})"
         time.sleep(_POLL_S * (not sees))
     answers = all_gather_object([socket.gethostname(), sees, why], group=world.group, device=world.device)
@@ -167,11 +172,11 @@ def require_shared(folder: Place, world: World) -> None:
         if not sees:
             raise ConfigurationError(
                 f"Rank {rank} on {host} does not see the folder {folder} of rank 0 on {answers[0][0]}{why}.\n"
-                "Checkpoints are read by every rank: name a folder on a drive that all machines share."
+                "Every rank reads checkpoints: name a folder on a drive that all machines share."
             )
 
 
-# --- which checkpoints there are ---
+# --- list and remove checkpoints ---
 
 
 @dataclass(frozen=True)
@@ -179,10 +184,10 @@ class FoundCheckpoint:
     """A checkpoint in a run's folder.
 
     Attributes:
-        step: After how many steps it was taken.
-        number: Of the save, in the order in which they happened in this folder; infinite if that is unknown.
-        loss: What the evaluation after that step found, or None.
-        problem: Why it cannot be loaded, as far as its manifest shows.
+        step: Number of steps after which it was saved.
+        number: Number of the save in this folder, in the order of the saves; infinite if unknown.
+        loss: Loss of the evaluation after that step, or None.
+        problem: Why it cannot be loaded, as far as the manifest shows.
     """
 
     path: Place
@@ -217,12 +222,12 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
 
 
 def _is_unfinished(path: Place) -> bool:
-    """Return whether a save into an object store has not come to its end, or a removal; in folders the name says so."""
+    """Return whether this is an unfinished save or removal in an object store; in folders the name tells."""
     return isinstance(path, ObjectPath) and not (path / MANIFEST).exists()
 
 
 def _reason(error: CheckpointError) -> str:
-    """Return why a checkpoint cannot be loaded, without its path."""
+    """Return the reason why a checkpoint cannot be loaded, without its path."""
     cause = str(error).splitlines()[0].removesuffix(".")
     return cause.partition(" is damaged: ")[2] or cause
 
@@ -230,13 +235,13 @@ def _reason(error: CheckpointError) -> str:
 def to_remove(
     found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Iterable[Place] = ()
 ) -> list[FoundCheckpoint]:
-    """Return which of a run's checkpoints are to go now that the first of them was written.
+    """Return the checkpoints to remove after the first of them was written.
 
     Args:
-        found: All of them, as `find_checkpoints` returns them.
-        keep: So many of the newest whole ones stay.
-        keep_best: Whether that of the lowest loss stays, too; of equals the older one.
-        damaged: Those that are known not to be whole.
+        found: All checkpoints of the run, as `find_checkpoints` returns them.
+        keep: Number of newest valid checkpoints to keep.
+        keep_best: Whether to keep the one with the lowest loss, too; the older one if two are equal.
+        damaged: Checkpoints that are known to be damaged.
     """
     bad = set(damaged)
     whole = [each for each in found if each.problem is None and each.path not in bad]
@@ -244,16 +249,16 @@ def to_remove(
     stay = whole[:keep]
     if keep_best and evaluated:
         stay.append(min(evaluated, key=lambda each: (each.loss, each.number)))
-    # A damaged one ahead of the newest may be one that can be read later.
+    # A checkpoint that is newer than the newest valid one may become readable later.
     newest = whole[0].step if whole else -1
     return [each for each in found if each not in stay and (each in whole or each.step <= newest)]
 
 
 def _remove_checkpoint(path: Place) -> None:
-    """Remove a checkpoint. What cannot be removed stays, under another name: what has a checkpoint's was whole once."""
+    """Remove a checkpoint; ignore errors. It is renamed first: what has the name of a checkpoint is complete."""
     if isinstance(path, ObjectPath):
-        with contextlib.suppress(Exception):  # such as no right to remove: as a folder, it stays
-            (path / MANIFEST).unlink(missing_ok=True)  # first: what has one is whole
+        with contextlib.suppress(Exception):  # for example without permission to delete
+            (path / MANIFEST).unlink(missing_ok=True)  # first: with a manifest it would count as complete
             path.remove_all()
         return
     aside = path.with_name(f"{path.name}.removed")
@@ -262,14 +267,14 @@ def _remove_checkpoint(path: Place) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-# --- what is written ---
+# --- write a checkpoint ---
 
 
 class HostStager:
-    """Memory on the host that takes copies of a rank's chunks; the same memory each time, as long as shapes stay.
+    """Copies the chunks of a rank to host memory, which is reused as long as the shapes stay the same.
 
-    DCP's stager is not used: it copies all memory behind a view, which is the whole model for the shards of ZeRO-1, and
-    blocks until the device is done.
+    DCP's stager is not used: it copies the whole storage of a view, which for shards of ZeRO-1 is the whole model, and
+    it blocks until the device has finished.
     """
 
     def __init__(self) -> None:
@@ -278,14 +283,14 @@ class HostStager:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], list[torch.Event]]:
-        """Return a copy, and the events after which it is made; valid until the next is taken.
+        """Return a copy, and events after which it is complete. It is valid until the next call.
 
-        A device makes the copy itself: what is queued there later, such as the next step, waits for it there.
+        A device copies asynchronously. Work that is queued there later, such as the next step, runs after the copy.
         """
         chunks = [chunk for held in tensors.values() for chunk in held.chunks.values()]
         layout = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         if layout != self._layout:
-            self._copies.clear()  # first: there may be no room for both
+            self._copies.clear()  # first: there may be no memory for both
             self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=not each.is_cpu) for each in chunks]
             self._layout = layout
         for copy, chunk in zip(self._copies, chunks, strict=True):
@@ -300,20 +305,20 @@ class HostStager:
 
 
 def _problem_of(what: object, error: BaseException) -> str:
-    """Return the message that the checkpoint ``what`` could not be written because of ``error``."""
+    """Return the message for ``error``, which was raised while the checkpoint ``what`` was written."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, UnfitValueError):
         return (
-            f"The checkpoint {what} cannot hold {error}.\n"
-            "Give numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
+            f"The checkpoint {what} cannot contain {error}.\n"
+            "Pass numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
         )
     why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return f"Cannot write the checkpoint {what}: {why}.\nThe one before it is as it was."
+    return f"Cannot write the checkpoint {what}: {why}.\nEarlier checkpoints were not changed."
 
 
 def _run_in_background(job: Callable[[], None]) -> Future[None]:
-    """Run ``job`` in a thread that does not keep the process alive: who ends it without a wait gives up the job."""
+    """Run ``job`` in a daemon thread: it is lost if the process ends before it is done."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -332,23 +337,23 @@ def _run_in_background(job: Callable[[], None]) -> Future[None]:
 class Checkpoints:
     """The checkpoints of a run in a folder.
 
-    Collective: every rank makes one. Blocks until all have.
+    Collective: every rank creates one. Blocks until all have.
 
     Args:
-        folder: Made if it is not there. All ranks must see the same one. This run has it alone until `close`. May be a
-            place in an object store.
-        world: Every rank writes its shards and reads what it needs.
-        fresh: Whether to start anew: those that are there are ignored, and removed once there is a new one.
-        keep: So many of the newest are kept.
-        keep_best: Whether that of the best evaluation is kept, too.
-        blocking: Whether `save` blocks until all is on disk, and makes no copy of the state.
+        folder: The folder, or a path in an object store. It is created if needed. All ranks must see the same folder.
+            This run locks it until `close`.
+        world: The ranks. Each of them writes its shards and reads what it needs.
+        fresh: Whether to start a new run: existing checkpoints are ignored, and removed after the first save.
+        keep: Number of newest checkpoints to keep.
+        keep_best: Whether to keep the checkpoint of the best evaluation, too.
+        blocking: Whether `save` blocks until everything is on disk, without a copy of the state.
 
     Attributes:
-        passed_over: Those that could not be loaded though they were newer, each with why.
+        passed_over: Newer checkpoints that could not be loaded, each with the reason.
 
     Raises:
-        ConfigurationError: On every rank: the folder is not the same for all.
-        CheckpointError: On every rank: the folder cannot be made or written to, or another run has it.
+        ConfigurationError: On every rank: the ranks do not see the same folder.
+        CheckpointError: On every rank: the folder cannot be created or written to, or another run has locked it.
     """
 
     folder: Place
@@ -363,12 +368,12 @@ class Checkpoints:
         self._stager = HostStager()
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
-        self._lease: Lease | None = None  # if it is in an object store
+        self._check_lock: Callable[[], None] = _nothing
         self._stale: list[Place] = []
         self._damaged: list[Place] = []
         self._number = 0
         self._path = self.folder
-        self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero then of the checkpoint
+        self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero also of the checkpoint
         self._no_more_parts = threading.Event()
         try:
             mine = _on_all_ranks(self.folder, self._open_folder)
@@ -379,12 +384,11 @@ class Checkpoints:
             raise
 
     def _open_folder(self) -> list[tuple[str, str | None]]:
-        """On rank zero, take the folder; return what can be loaded from it, and why something cannot."""
+        """On rank zero, lock the folder; return the checkpoints in it, each with the reason why it cannot be loaded."""
         if not self.world.is_rank_zero:
             return []
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = self._lock.enter_context(lock_folder(self.folder))
-        self._lease = lock if isinstance(lock, Lease) else None
+        self._check_lock = self._lock.enter_context(lock_folder(self.folder))
         found = find_checkpoints(self.folder)
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
@@ -395,15 +399,15 @@ class Checkpoints:
     # --- loading ---
 
     def load(self, *, required: bool) -> dict[str, Any] | None:
-        """Return the state in the newest checkpoint that was whole when this began; None if there was none.
+        """Return the state of the newest valid checkpoint; None if there are no checkpoints.
 
-        Tensors of model and optimizer are read when the state is given to them: each rank reads what it needs.
+        Tensors of model and optimizer are read when the state is loaded: each rank reads what it needs.
 
-        Collective: every rank. Blocks until all files have been compared with their digests, by all ranks together.
+        Collective: every rank. Blocks until the ranks together have compared all files with their digests.
 
         Raises:
-            CheckpointError: On every rank: none of them is whole, or a rank does not see the same one; or
-                ``required`` and there is none.
+            CheckpointError: On every rank: all checkpoints are damaged, or the ranks read different ones; or there is
+                none and ``required`` is set.
         """
         for name, why in self._candidates:
             if why is None:
@@ -419,17 +423,17 @@ class Checkpoints:
         if self.passed_over:
             reasons = "\n".join(self.passed_over)
             raise CheckpointError(
-                f"No checkpoint in {self.folder} is whole.\n{reasons}\n"
-                "Put back the files of one, or start anew (resume=False)."
+                f"All checkpoints in {self.folder} are damaged.\n{reasons}\n"
+                "Restore the files of one checkpoint, or start a new run with resume=False (--no-resume)."
             )
         if required:
             raise CheckpointError(
-                f"There is no checkpoint in {self.folder} to resume from.\nName another folder, or leave out resume."
+                f"There is no checkpoint in {self.folder} to resume from.\nName another folder, or omit resume."
             )
         return None
 
     def path(self, step: int) -> Place:
-        """Return where the checkpoint after ``step`` steps is."""
+        """Return the path of the checkpoint after ``step`` steps."""
         return self.folder / f"step-{step:010d}"
 
     # --- saving ---
@@ -437,18 +441,18 @@ class Checkpoints:
     def save(self, state: Mapping[str, Any], *, step: int, loss: float | None = None) -> Place:
         """Start to write ``state`` as the checkpoint after ``step`` steps; return its path.
 
-        Collective: every rank. Blocks until the one before is on disk and this rank's shards are copied (on CUDA:
-        until the copies are queued). What goes wrong, here or later, is kept for `failure`, `agree` and `finish`.
+        Collective: every rank. Blocks until the previous one is on disk and this rank's shards are copied (on CUDA:
+        until the copies are queued). Errors, here or later, are kept for `failure`, `agree` and `finish`.
 
         Args:
-            state: ``model`` and ``optimizer`` and whatever else there is to keep. Rank zero's is written, and every
-                rank's shards of sharded tensors.
-            step: Of the run.
-            loss: What an evaluation after this step found.
+            state: ``model``, ``optimizer`` and any other state. The state of rank zero is written, and every rank's
+                shards of sharded tensors.
+            step: Number of steps done.
+            loss: Loss of the evaluation after this step.
         """
         path = self.path(step)
         self._wait_until_written(self._writes)  # there is memory for one copy of the state
-        # One broadcast makes the ranks agree on folder and token, and whether there is to be a save at all.
+        # One broadcast, so that all ranks use the same folder and token, or none of them saves.
         place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
         if place is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             name, token = place
@@ -456,7 +460,7 @@ class Checkpoints:
             about = {"step": step, "loss": None if loss is None or not math.isfinite(loss) else loss}
             try:
                 self._start(state, self.folder / name, token, about)
-            except Exception as error:  # such as no memory for the copy
+            except Exception as error:  # for example no memory for the copy
                 self._problem = _problem_of(path, error)
         if self.blocking:
             self.finish()
@@ -471,7 +475,7 @@ class Checkpoints:
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
-        # A save that blocks needs no copy: the next step does not begin before it is through.
+        # A blocking save needs no copy: the next step begins after it.
         tensors, events = (packer.tensors, []) if self.blocking else self._stager.stage(packer.tensors)
 
         def write_part() -> None:
@@ -480,10 +484,10 @@ class Checkpoints:
             storage.write_shard(folder, token, world.rank, tensors)
 
         def complete() -> None:
-            self._check_lease()  # what it would clear away may be what the next holder writes
+            self._check_lock()  # otherwise it could remove what the next holder writes
             self._clear(folder, token)
             if self._wait_for_parts(folder, token, ranks):
-                self._check_lease()
+                self._check_lock()
                 storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
                 self._take_name(folder, path)
                 self._remove_others(path)
@@ -494,15 +498,11 @@ class Checkpoints:
             number = self._number
             self._writes.append(_run_in_background(complete))
 
-    def _check_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
-
     def _make_place(self, path: Place) -> tuple[str, str] | None:
-        """Return the name of the folder that all write into, and the token of this save; None if it cannot be."""
+        """Create the folder to write to; return its name and the token of this save, or None after an error."""
         token = secrets.token_hex(8)
-        # A checkpoint of the same step is replaced by one rename, that of its manifest. One of another run stays as it
-        # is until the new one is whole.
+        # A checkpoint of the same step is replaced by renaming its manifest. One of another run is not changed until
+        # the new one is complete.
         in_place = isinstance(path, ObjectPath) or (path.exists() and path not in self._stale)
         name = path.name if in_place else f"{path.name}.{token}.partial"
         try:
@@ -512,7 +512,7 @@ class Checkpoints:
         return None if self.failure else (name, token)
 
     def _clear(self, folder: Place, token: str) -> None:
-        """Remove what saves and removals left that did not come to their end."""
+        """Remove the files of unfinished saves and removals."""
         for path in self.folder.iterdir():
             if isinstance(path, Path) and _LEFTOVER.fullmatch(path.name) and path != folder:
                 shutil.rmtree(path, ignore_errors=True)
@@ -524,7 +524,7 @@ class Checkpoints:
         """Wait until all ranks have written their parts; return whether they have."""
         deadline, pause_s = time.monotonic() + WRITE_TIMEOUT_S, _POLL_S
         while True:
-            # Read before the files: a part that arrives together with the flag still counts.
+            # Read before the files, so that a part that arrives together with the flag is found.
             is_last_poll = self._no_more_parts.is_set()
             there = {path.name for path in folder.iterdir()}
             missing = [rank for rank in ranks if part_file(folder, token, rank).name not in there]
@@ -539,7 +539,7 @@ class Checkpoints:
         if folder == path:
             return
         assert isinstance(folder, Path) and isinstance(path, Path)
-        # Between the two renames the old one is there as ``.removed`` only. It is of a run that was given up.
+        # Between the two renames the old checkpoint, of an abandoned run, only exists as ``.removed``.
         if path.exists():
             path.replace(path.with_name(f"{path.name}.removed"))
         folder.replace(path)
@@ -559,49 +559,49 @@ class Checkpoints:
 
     @property
     def failure(self) -> str | None:
-        """What has failed on this rank, of which the others may not know."""
+        """The error on this rank, which the others may not know yet."""
         for write in self._writes:
             if self._problem is None and write.done() and (error := write.exception()) is not None:
                 self._problem = _problem_of(self._path, error)
         return self._problem
 
     def agree(self) -> None:
-        """Raise what went wrong with a checkpoint, if anything did.
+        """Raise an error if writing a checkpoint failed on any rank.
 
-        Collective: every rank. Does not wait for what is being written.
+        Collective: every rank. Does not wait for a checkpoint that is being written.
 
         Raises:
             CheckpointError: On every rank.
         """
         problems = _gather(self.failure)
         if any(problems):
-            self._no_more_parts.set()  # for rank zero would wait for those of the rank that failed
+            self._no_more_parts.set()  # otherwise rank zero would wait for the part of the rank that failed
         _raise_first(problems)
 
     def finish(self) -> None:
-        """Wait until all is written.
+        """Wait until the checkpoint is written.
 
-        Collective: every rank. Blocks until every rank's shard is written and rank zero has made them a checkpoint.
+        Collective: every rank. Blocks until all shards are written and rank zero has committed the checkpoint.
 
         Raises:
             CheckpointError: On every rank: something could not be written.
         """
-        # Rank zero would wait in vain for the shard of a rank that failed, so all agree on the shards first.
+        # First the shards: rank zero would wait forever for the shard of a rank that failed.
         self._wait_until_written(self._writes[:1])
         self.agree()
         self._wait_until_written(self._writes)
         self.agree()
 
     def close(self, *, wait_s: float = LAST_WRITE_TIMEOUT_S) -> None:
-        """Wait for what is being written, at most so long; once it is, others can have the folder."""
+        """Wait at most ``wait_s`` for a checkpoint that is being written; unlock the folder once it is written."""
         try:
             wait(self._writes[:1], wait_s)
-            # The parts of other ranks may never come; those that do in this time make the checkpoint all the same.
+            # The parts of other ranks may never arrive. If all arrive in this time, the checkpoint is completed.
             wait(self._writes, min(wait_s, LAST_PARTS_TIMEOUT_S))
             self._no_more_parts.set()
             wait(self._writes, wait_s)
         finally:
-            if self._writes:  # what is still being written must not meet another run in the folder
+            if self._writes:  # another run must not use the folder while this one still writes
                 self._writes[-1].add_done_callback(lambda _: self._lock.close())
             else:
                 self._lock.close()
@@ -610,23 +610,23 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """After an error a checkpoint that is being written gets some time, after Ctrl-C little."""
+        """Close; after Ctrl-C with a short time limit."""
         self.close(wait_s=CTRL_C_TIMEOUT_S if kind is KeyboardInterrupt else LAST_WRITE_TIMEOUT_S)
 
     def _wait_until_written(self, writes: Sequence[Future[None]]) -> None:
         if wait(writes, WRITE_TIMEOUT_S).not_done:
             self._problem = (
                 f"The checkpoint {self._path} has not been written within {WRITE_TIMEOUT_S:g} s.\n"
-                "The disk or the network to it hangs; the one before it is as it was."
+                "Check the disk or its network: it does not respond. Earlier checkpoints were not changed."
             )
 
     def _from_rank_zero(self, value: Any) -> Any:
         return broadcast_object(value, group=self.world.group, device=self.world.device)
 
 
-# --- for a script of one's own ---
+# --- save and load for other scripts ---
 
-# So often, and so far apart, all ranks read again if they read different checkpoints: one may just be replaced.
+# How often, and after which pause, all ranks read again if a save may have replaced the checkpoint meanwhile.
 _NUM_TRIES, _RETRY_PAUSE_S = 5, 0.1
 
 
@@ -635,32 +635,33 @@ def save(
 ) -> None:
     """Write a checkpoint: the folder ``path``, with tensors as safetensors and the rest as JSON.
 
-    A checkpoint that is there is replaced in one rename; a save that fails or is killed leaves it as it was.
+    An existing checkpoint is replaced by one rename; a save that fails or is killed does not change it.
 
     Collective: every rank, if there is a process group. Rank zero writes its state, every rank its shards of what is
     sharded (``fully_shard``, `ZeroRedundancyOptimizer`); all block until it is on disk.
 
     Args:
-        path: A folder, or the URL of one in an object store, such as ``s3://bucket/mine`` (docs/checkpoints.md); where
-            something is sharded, one that every rank sees.
-        model: Bare, compiled, or in any of Lockstep's or PyTorch's data-parallel wrappers; written as the bare one.
-        optimizer: Its state must be whole on rank zero, or sharded over the ranks.
+        path: A folder, or its URL in an object store, such as ``s3://bucket/mine`` (docs/checkpoints.md). If something
+            is sharded, every rank must see it.
+        model: The model, compiled or not, with or without a data-parallel wrapper of Lockstep or PyTorch; saved without
+            wrappers.
+        optimizer: Its state must be complete on rank zero, or sharded over the ranks.
         state: Numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them.
 
     Raises:
-        CheckpointError: On every rank, if something cannot be written; nothing is replaced then.
+        CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
-    lock: FileIO | Lease | None = None
+    check_lock: Callable[[], None] = _nothing
     with contextlib.ExitStack() as stack:
 
         def begin() -> TreePacker:
-            nonlocal lock
+            nonlocal check_lock
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
             packer = storage.pack_parts(parts, is_coordinator=rank == 0)
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(lock_folder(folder))
+                check_lock = stack.enter_context(lock_folder(folder))
                 storage.remove_leftover_files(folder)
             return packer
 
@@ -672,8 +673,7 @@ def save(
                 storage.write_shard(folder, token, rank, packer.tensors)
 
         def complete() -> None:
-            if isinstance(lock, Lease):
-                lock.check()
+            check_lock()
             if rank == 0:
                 storage.commit(folder, token, packer, world_size, {})
 
@@ -686,15 +686,15 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into ``model`` and ``optimizer``; return the rest of what was saved, on the CPU.
 
-    Every checksum is compared before anything is taken over, each file's by one of the ranks. No code from the files
-    runs. Ranks read what they need, however many had saved. One that `fit` wrote, a folder such as
-    ``runs/mine/step-0000000100``, can be read as well.
+    All checksums are compared before anything is loaded; the ranks divide the files among them. No code from the files
+    runs. Each rank reads what it needs, whatever the number of ranks that saved. It also reads a checkpoint of `fit`,
+    a folder such as ``runs/mine/step-0000000100``.
 
     Collective: every rank, if there is a process group. Blocks until all have read.
 
     Raises:
-        CheckpointError: On every rank, if there is none, or it is damaged, or does not fit; or if the ranks read
-            different ones, as in folders that are not shared.
+        CheckpointError: On every rank: there is no checkpoint, or it is damaged, or it belongs to another model or
+            optimizer; or the ranks read different ones, as in folders that are not shared.
     """
     folder = place_of(path)
     parts = _read_alike(folder)
@@ -708,7 +708,7 @@ def load(
         except CheckpointError:
             raise
         except Exception as error:
-            text = f"The checkpoint {folder} does not fit: {error}\nLoad it into the model and optimizer it is of."
+            text = f"The checkpoint {folder} does not fit: {error}\nUse the model and optimizer that were saved."
             raise CheckpointError(text) from error
         rest: dict[str, Any] = parts["state"]
         return rest
@@ -717,14 +717,14 @@ def load(
 
 
 def _read_alike(folder: Place) -> dict[str, Any]:
-    """Return the parts of the checkpoint, the same one on every rank, before anything is changed on any rank.
+    """Return the parts of the checkpoint after a check that it is valid and the same on every rank.
 
-    Every digest is compared, each shard's by one of the ranks. Tensors of model and optimizer are not read yet.
+    The ranks together compare all digests. Tensors of model and optimizer are not read yet.
 
     Collective: every rank.
 
     Raises:
-        CheckpointError: On every rank: one of them cannot read it, or they read different ones.
+        CheckpointError: On every rank: a rank cannot read it, or the ranks read different ones.
     """
     different, (rank, world_size) = "", _rank_and_size()
     for _ in range(_NUM_TRIES):
@@ -737,22 +737,22 @@ def _read_alike(folder: Place) -> dict[str, Any]:
             parts["state"] = read_tensors(parts["state"])
         except CheckpointError as error:
             problem = str(error)
-        # A save may be replacing the checkpoint, and removing the files of the one before, while it is read.
+        # A save may replace the checkpoint and remove its files while it is read.
         is_replaced = digest != _try_read_digest(folder)
         answers = _gather([problem, is_replaced, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
-            # Damage may be in a file that only one rank has compared with its digest.
+            # Each file is compared with its digest on one rank only.
             _raise_first([text for text, _, _, _ in answers])
             others = [rank for rank, answer in enumerate(answers) if answer[2] != answers[0][2]]
             if not others:
                 return parts
             different = (
                 f"Rank {others[0]} on {answers[others[0]][3]} reads another checkpoint {folder} than rank 0 on "
-                f"{answers[0][3]}.\nIt must be one folder that every rank sees, such as on a network drive, and no "
-                "save may be replacing it."
+                f"{answers[0][3]}.\nUse one folder that every rank sees, such as on a network drive, and do not save "
+                "to it at the same time."
             )
         time.sleep(_RETRY_PAUSE_S)
-    raise CheckpointError(different or f"The checkpoint {folder} is replaced faster than it can be read.\nTry again.")
+    raise CheckpointError(different or f"The checkpoint {folder} was replaced while it was read.\nTry again.")
 
 
 def _try_read_digest(folder: Place) -> str:
@@ -762,12 +762,12 @@ def _try_read_digest(folder: Place) -> str:
 
 
 def _on_all_ranks(folder: Place, act: Callable[[], T]) -> T:
-    """Return what ``act`` does here; or raise, on every rank, what went wrong on the first one. Collective."""
+    """Return what ``act`` returns here, or raise the error of the first rank that failed on every rank. Collective."""
     value: T | None = None
     problem = None
     try:
         value = act()
-    except Exception as error:  # the other ranks wait for the verdict, whatever it is
+    except Exception as error:  # of any kind: the other ranks wait for this one
         problem = _problem_of(folder, error)
     _raise_first(_gather(problem))
     return cast(T, value)

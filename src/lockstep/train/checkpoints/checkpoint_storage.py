@@ -2,14 +2,13 @@
 
 [Note: files of a checkpoint]
     shard-00000-TOKEN.safetensors   the tensors, or the boxes of tensors (DCP: chunks), that one rank holds
-    state-TOKEN.json                everything else, with the names of tensors in their places, and where each chunk is
-    manifest.json                   format, size and digest of each file that counts; its own digest in the first line
-    part-00000-TOKEN.json           while it is written: what one rank has put into its shard file
+    state-TOKEN.json                everything else, with tensors replaced by their names, and the place of each chunk
+    manifest.json                   format, size and digest of each file; the first line is the manifest's own digest
+    part-00000-TOKEN.json           only during a save: what one rank has written to its shard file
 
-All files of a save have its token in their names. So they never take the place of a file that a whole checkpoint needs,
-and one rename, that of the manifest (in an object store: the object), makes the new checkpoint out of the old one.
-Nothing is pickled: DCP's own ``.metadata`` file is, and so are the values that are no tensors, which is why neither is
-used.
+The names of all files of a save contain its token, so a save never overwrites a file that a complete checkpoint needs.
+Renaming the manifest (in an object store: writing it) replaces the old checkpoint by the new one.
+Nothing is pickled. DCP pickles its ``.metadata`` file and all values that are not tensors, so neither is used.
 """
 
 import base64
@@ -40,6 +39,7 @@ from lockstep.train.checkpoints.model_state import (
     TensorChunks,
     safetensors_pieces,
     sync,
+    whole_file,
 )
 from lockstep.train.checkpoints.object_store import ObjectPath, Place
 
@@ -49,7 +49,7 @@ _STATE = "state"
 _MAX_MANIFEST_BYTES, _MAX_HEADER_BYTES = 1 << 22, 1 << 27
 _WRITE_BYTES = 1 << 22
 
-# Of objects: what is read in one request at most, and at least.
+# Largest and smallest number of bytes that one request reads from an object.
 _READ_BYTES, _AHEAD_BYTES = 1 << 24, 1 << 20
 
 # Names of files that a save may remove.
@@ -58,32 +58,33 @@ _OURS = re.compile(r"((state|shard-\d{5,}|part-\d{5,})-[0-9a-f]{16}\.(json|safet
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _PLAIN = {type(None), bool, int, float, str}
 
-# What reading raises where a file is not of the form that Lockstep writes.
+# Errors of reading a file whose content does not have the format of Lockstep.
 _OTHER_FORM = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
-# How an error begins that says nothing about the checkpoint.
+# How an error message begins that says nothing about whether the checkpoint is valid.
 NO_ANSWER = "The object store does not give"
 
 
 class UnfitValueError(ValueError):
-    """A value that cannot be written; names its type and place."""
+    """A value that cannot be written; the message names its type and its place in the state."""
 
 
 # --- a state as JSON and named tensors ---
 
 
 class TreePacker:
-    """Takes a state apart into JSON and named tensors. Nothing else can be in it, so reading it runs no code.
+    """Divides a state into JSON and named tensors. It accepts nothing else, so reading a state runs no code.
 
-    DCP's own flattening is not used: it makes lists of dicts with integer keys, as optimizers have, and pickles leaves.
+    DCP's own flattening is not used: it turns dicts with integer keys, as optimizers have, into lists, and it pickles
+    leaves.
 
     Args:
-        is_coordinator: Whether this rank holds what all ranks have alike; the others hold only their shards.
+        is_coordinator: Whether this rank writes what is the same on all ranks; the others write only their shards.
 
     Attributes:
-        parts: By name: all but the tensors, as JSON.
-        tensors: By name: what this rank holds of each, where it lies.
-        is_sharded: Whether other ranks hold a part of any; the same on every rank.
+        parts: By name: everything except the tensors, as JSON.
+        tensors: By name: the part of each tensor that this rank holds; not copied.
+        is_sharded: Whether any tensor is divided among the ranks; the same on every rank.
     """
 
     def __init__(self, *, is_coordinator: bool) -> None:
@@ -94,7 +95,7 @@ class TreePacker:
         self._packed: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def pack(self, value: Any, place: str) -> Any:
-        """Return ``value`` as JSON in which tensors are named by their place.
+        """Return ``value`` as JSON in which each tensor is replaced by its name.
 
         Raises:
             UnfitValueError: It holds more than numbers, strings, bytes, lists, tuples, dicts and tensors.
@@ -112,18 +113,18 @@ class TreePacker:
             items = [self.pack(item, f"{place}.{number}") for number, item in enumerate(value)]
             return {"tuple": items} if kind is tuple else items
         if isinstance(value, dict):
-            # Pairs, as a JSON object would make 1 and "1" the same key.
+            # Pairs, because in a JSON object the keys 1 and "1" would be the same.
             return {"dict": [[_pack_key(key, place), self.pack(item, f"{place}.{key}")] for key, item in value.items()]}
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
     def writers(self, world_size: int) -> range:
-        """Return which ranks write a shard file: where nothing is sharded rank zero alone."""
+        """Return the ranks that write a shard file: only rank zero if nothing is sharded."""
         return range(world_size if self.is_sharded else 1)
 
     def _pack_tensor(self, value: Tensor | TensorChunks, place: str) -> dict[str, str]:
         if isinstance(value, TensorChunks) or is_sharded(value):
             self.is_sharded = True
-            # The same object under two names, such as of tied parameters, is the same on every rank.
+            # An object that has two names, such as tied parameters, has the same two names on every rank.
             if (id(value),) not in self._packed:
                 held = value if isinstance(value, TensorChunks) else TensorChunks.of(value)
                 self._packed[(id(value),)] = self._add(held, place)
@@ -131,7 +132,7 @@ class TreePacker:
         if type(value) not in {Tensor, torch.nn.Parameter} or value.layout != torch.strided:
             raise UnfitValueError(f"{type(value).__qualname__} of layout {value.layout} at {place}")
         value = value.detach().resolve_conj().resolve_neg()
-        # Tied tensors are written once. Memory of shards is not compared: empty ones would be other ties on each rank.
+        # Tied tensors are written once. Shards are not compared by memory: empty shards would seem tied.
         memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() == 0 or memory not in self._packed:
             held = TensorChunks.of(value)
@@ -139,11 +140,10 @@ class TreePacker:
         return self._packed[memory]
 
     def _add(self, held: TensorChunks, place: str) -> dict[str, str]:
-        # Such as a model that was built without memory and never filled.
         on_meta = any(chunk.is_meta for chunk in held.chunks.values())
         if held.dtype not in SAFETENSORS_DTYPES or on_meta:
             raise UnfitValueError(f"tensor of {held.dtype}{' on meta' if on_meta else ''} at {place}")
-        # A name goes into the file's header, whose reader knows no half characters.
+        # The name is written to the header of the file, which must be valid UTF-8.
         place = place.encode("utf-8", "backslashreplace").decode()
         name, number = place, 1
         while name in self.tensors:  # such as the keys 1 and "1" of one dict
@@ -163,16 +163,16 @@ def _pack_key(key: Any, place: str) -> Any:
 
 
 def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> TreePacker:
-    """Return what took ``parts`` apart: the tensors by name, where they lie, and the rest as JSON.
+    """Return a `TreePacker` that holds ``parts``.
 
     Raises:
-        UnfitValueError: They hold what cannot be written.
+        UnfitValueError: They contain a value that cannot be written.
     """
     packer = TreePacker(is_coordinator=is_coordinator)
     try:
         packer.parts = {name: packer.pack(part, name) for name, part in parts.items()}
     except RecursionError:
-        raise UnfitValueError("what holds itself or is nested too deep") from None
+        raise UnfitValueError("a value that contains itself or is nested too deeply") from None
     return packer
 
 
@@ -186,7 +186,7 @@ _UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return what `TreePacker.pack` took apart; what it raises for another form is among `_OTHER_FORM`."""
+    """Undo `TreePacker.pack`. Raises one of `_OTHER_FORM` if the input has another format."""
     if type(packed) is list:
         return [_unpack(item, tensors) for item in packed]
     if type(packed) is not dict:
@@ -196,16 +196,16 @@ def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.device) -> list[dict[str, Any]]:
-    """Return what each rank has of its own, by rank: tensors as chunks, which only their rank holds.
+    """Return the private state of each rank, by rank: tensors as chunks that only their own rank holds.
 
-    All ranks return the same but for that, and rank zero writes it into the checkpoint.
+    Apart from these chunks all ranks return the same, and rank zero writes it to the checkpoint.
 
     Collective: every rank. Blocks.
 
     Args:
-        mine: Of this rank.
+        mine: The private state of this rank.
         group: The ranks.
-        device: Where messages lie while they travel.
+        device: Device for messages.
     """
     own = pack_parts(mine, is_coordinator=True)
     sizes = {name: [SAFETENSORS_DTYPES[held.dtype], list(held.size)] for name, held in own.tensors.items()}
@@ -221,11 +221,11 @@ def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.devi
 
 
 def write_shard(folder: Place, token: str, rank: int, tensors: Mapping[str, TensorChunks]) -> None:
-    """Write what this rank holds of ``tensors`` as one safetensors file, and a record of what is in it.
+    """Write the parts of ``tensors`` that this rank holds to a safetensors file, and a record of its content.
 
-    Blocks until both are on disk; communicates nothing. DCP's own loop is not used: it pickles the plans of all ranks
-    over their group, and would do so in a thread, beside the collectives of the steps. Plans need not meet: rank zero
-    alone holds what is not sharded, and what the others hold is in their records.
+    Blocks until both are on disk. Not collective. DCP's own save is not used: it exchanges pickled plans over the
+    group, which here would happen in a thread, at the same time as the collectives of the steps. The exchange is not
+    needed: only rank zero writes what is not sharded, and each rank records what it writes.
 
     Raises:
         OSError: It cannot be written.
@@ -234,25 +234,27 @@ def write_shard(folder: Place, token: str, rank: int, tensors: Mapping[str, Tens
     chunks: dict[str, list[Any]] = {}
     for name, held in tensors.items():
         for offsets, chunk in held.chunks.items():
-            # Whole tensors keep their name, so that the file of an unsharded model is one that others can read.
+            # Whole tensors keep their names, so that other programs can read the file of an unsharded model.
             key = name if chunk.shape == held.size else f"{name} from {list(offsets)}"
             content[key] = chunk
             chunks.setdefault(name, []).append([rank, key, offsets, list(chunk.shape)])
     file = f"shard-{rank:05d}-{token}.safetensors"
     entry = _write_file(folder / file, safetensors_pieces(content))
-    # Rank zero waits for the record: it is there once the shard file is on disk, and in whole.
-    _put(part_file(folder, token, rank), token, json.dumps({"entry": entry, "chunks": chunks}).encode())
+    # Rank zero waits for the record, which is written after the complete shard file is on disk.
+    _put(part_file(folder, token, rank), json.dumps({"entry": entry, "chunks": chunks}).encode())
 
 
 def part_file(folder: Place, token: str, rank: int) -> Place:
-    """Return where the record of what ``rank`` has written is."""
+    """Return the path of the record of what ``rank`` has written."""
     return folder / f"part-{rank:05d}-{token}.json"
 
 
 def _write_file(path: Place, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file; return its name, size and digest. Blocks until it is on disk."""
     digest, num_bytes = hashlib.blake2b(digest_size=32), 0
-    with _new_file(path) as write:
+    # Exclusive: an existing file of this name belongs to another save, and a link must not lead out of the folder.
+    # After an error a part of an object may remain, which no manifest names.
+    with path.open("xb" if isinstance(path, Path) else "wb") as file:
         for piece in content:
             view = memoryview(piece)
             # In steps, so that what was just hashed is written while it is in the processor's cache.
@@ -260,50 +262,28 @@ def _write_file(path: Place, content: Iterable[bytes | memoryview]) -> dict[str,
                 chunk = view[start : start + _WRITE_BYTES]
                 digest.update(chunk)
                 num_bytes += len(chunk)
-                write(chunk)
+                file.write(chunk)
+        if isinstance(path, Path):
+            file.flush()
+            os.fsync(file.fileno())
     return {"file": path.name, "bytes": num_bytes, "blake2b": digest.hexdigest()}
 
 
-@contextlib.contextmanager
-def _new_file(path: Place) -> Iterator[Callable[[memoryview], object]]:
-    """Give what writes to a new file, which is on disk once the block is left."""
-    if isinstance(path, ObjectPath):
-        # After an error half of the object may be there: no manifest names it.
-        with path.open("wb") as file:
-            yield file.write
-        return
-    # Exclusive: a name that is there already is of another save, and a link must not lead out of the folder.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    def write(chunk: memoryview) -> None:
-        while len(chunk):
-            chunk = chunk[os.write(descriptor, chunk) :]
-
-    try:
-        yield write
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put(path: Place, token: str, content: bytes) -> None:
-    """Write a file that is there in whole or not at all, maybe in the place of another. Blocks until it is on disk."""
+def _put(path: Place, content: bytes) -> None:
+    """Create or replace a file in one step. Blocks until it is on disk."""
     if isinstance(path, ObjectPath):
         path.write_bytes(content)
         return
-    temporary = path.with_name(f"{path.stem}-{token}.tmp")
-    _write_file(temporary, [content])
-    sync(path.parent)  # all names must be on disk before the manifest that lists them
-    temporary.replace(path)
-    sync(path.parent)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(content)
 
 
-# --- what rank zero does before and after ---
+# --- before and after a save, on rank zero ---
 
 
 def remove_leftover_files(folder: Place, token: str | None = None) -> None:
-    """Remove what saves into ``folder`` have left that did not come to their end; not what save ``token`` writes."""
-    # A manifest that cannot be read now may be one that can be read later, or by a later version: then nothing goes.
+    """Remove the files of unfinished saves from ``folder``, except those of save ``token``."""
+    # A manifest that cannot be read now may become readable, or be of a later version: then nothing is removed.
     with contextlib.suppress(CheckpointError):
         entries = read_manifest(folder).entries if (folder / MANIFEST).exists() else {}
         kept = {entry["file"] for entry in entries.values()}
@@ -313,15 +293,15 @@ def remove_leftover_files(folder: Place, token: str | None = None) -> None:
 
 
 def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about: Mapping[str, Any]) -> None:
-    """Make what the ranks have written the checkpoint ``folder``. Blocks until that is on disk.
+    """Turn the files that the ranks have written into the checkpoint ``folder``. Blocks until it is on disk.
 
-    Until the manifest is in its place the folder is what it was before.
+    The previous checkpoint in the folder stays valid until the new manifest replaces its manifest.
 
     Args:
-        folder: Where the ranks have written their parts, all of which are there.
-        token: Of the save.
-        packer: What took the state apart.
-        world_size: How many ranks there are.
+        folder: Folder that contains the parts of all ranks.
+        token: Token of the save.
+        packer: The packed state.
+        world_size: Number of ranks.
         about: Small numbers and strings for the manifest.
 
     Raises:
@@ -338,13 +318,13 @@ def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about
         for name, chunks in part["chunks"].items():
             index[name]["chunks"] += chunks
     for name, each in index.items():
-        # Ranks may hold the same chunk, as they do on a mesh that also replicates: one of them counts.
+        # Several ranks may hold the same chunk, as on a mesh that also replicates: one copy is listed.
         each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
         _check_cover(name, each, entries)
     content = json.dumps({"state": packer.parts, "tensors": index}).encode()
     entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
-    _put(folder / MANIFEST, token, f"{_digest(body)}\n".encode() + body + b"\n")
+    _put(folder / MANIFEST, f"{_digest(body)}\n".encode() + body + b"\n")
     if isinstance(folder, Path):
         sync(folder.parent)
     remove_leftover_files(folder)
@@ -359,8 +339,8 @@ class Manifest:
 
     Attributes:
         entries: ``file``, ``bytes`` and ``blake2b`` of the state and of each rank's shard.
-        about: What the writer added.
-        digest: Of the manifest; no two checkpoints have the same.
+        about: Numbers and strings that the writer added.
+        digest: Digest of the manifest; different for any two checkpoints.
     """
 
     entries: Mapping[str, Any]
@@ -374,31 +354,31 @@ def _damaged(path: Place, why: str) -> CheckpointError:
 
 @contextlib.contextmanager
 def _reading(path: Place) -> Iterator[None]:
-    """Name the file of a checkpoint in which something is not what was written.
+    """Turn errors while reading a file of a checkpoint into one that names the file.
 
     Raises:
-        CheckpointError: For any error of the file system, and what a content of another form raises.
+        CheckpointError: The file system or the object store failed, or the content has another format.
     """
     try:
         yield
     except CheckpointError:
         raise
     except FileNotFoundError:
-        # In an object store a save that was killed leaves files without a manifest, which are no checkpoint.
+        # In an object store a save that was killed leaves files without a manifest, which are not a checkpoint.
         is_folder = isinstance(path, Path) and path.parent.is_dir()
         has_others = is_folder and any(_OURS.fullmatch(other.name) for other in path.parent.iterdir())
         if path.name == MANIFEST and not has_others:
-            text = f"There is no checkpoint {path.parent}.\nIt must be a folder that every rank sees."
+            text = f"There is no checkpoint {path.parent}.\nName a folder that every rank can read."
             raise CheckpointError(text) from None
-        raise _damaged(path, "is not there") from None
+        raise _damaged(path, "is missing") from None
     except Exception as error:
         why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
         if isinstance(error, _OTHER_FORM) or (isinstance(path, Path) and isinstance(error, OSError)):
             raise _damaged(path, f"cannot be read: {why}") from error
         if isinstance(path, Path):
             raise
-        # Another checkpoint must not be loaded, and this one removed, because the network is down.
-        raise CheckpointError(f"{NO_ANSWER} {path}: {why}.\nStart again once it does.") from error
+        # If the network is down, the run must not load an older checkpoint and remove this one.
+        raise CheckpointError(f"{NO_ANSWER} {path}: {why}.\nStart again when the store responds.") from error
 
 
 def _digest(content: bytes) -> str:
@@ -406,10 +386,10 @@ def _digest(content: bytes) -> str:
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """Return the manifest in ``folder``; its files are not read.
+    """Return the manifest in ``folder``. The files that it lists are not read.
 
     Raises:
-        CheckpointError: There is no manifest, or it is damaged, or of another version.
+        CheckpointError: There is no manifest, or it is damaged, or it is of another version.
     """
     path = folder / MANIFEST
     with _reading(path), path.open("rb") as file:
@@ -419,10 +399,10 @@ def read_manifest(folder: Place) -> Manifest:
         manifest = json.loads(body)
         if manifest["format"] != FORMAT:
             found = manifest["format"]
-            raise _damaged(path, f"is of the format {found!r} of another version of Lockstep, not {FORMAT!r}")
+            raise _damaged(path, f"has the format {found!r} of another version of Lockstep, not {FORMAT!r}")
         entries = manifest["files"]
         for entry in (entries[_STATE], *entries.values()):
-            if not _OURS.fullmatch(entry["file"]):  # no names that point out of the folder
+            if not _OURS.fullmatch(entry["file"]):  # a name must not lead out of the folder
                 raise ValueError(f"it names the file {entry['file']}")
         return Manifest(entries, manifest["about"], digest.decode())
 
@@ -431,7 +411,7 @@ def verify_files(folder: Place, manifest: Manifest, *, rank: int = 0, world_size
     """Compare size and digest of each file with the manifest; each rank takes its share of the shards.
 
     Raises:
-        CheckpointError: A file is not what was written; names it.
+        CheckpointError: A file differs from what was written; names it.
     """
     for number, (name, entry) in enumerate(manifest.entries.items()):
         if number % world_size == rank or name == _STATE:
@@ -447,15 +427,15 @@ def verify_files(folder: Place, manifest: Manifest, *, rank: int = 0, world_size
 
 
 def read_parts(folder: Place, manifest: Manifest) -> dict[str, Any]:
-    """Return the parts of a state, with tensors that are read when somebody wants them. Runs no code from the files.
+    """Return the parts of a state, whose tensors are read on demand. Runs no code from the files.
 
     Raises:
-        CheckpointError: They are not of the form that Lockstep writes.
+        CheckpointError: The files do not have the format of Lockstep.
     """
     shards = {}
     for part, entry in manifest.entries.items():
         path = folder / entry["file"]
-        if part != _STATE:  # open from here on: a save that replaces the checkpoint removes its files
+        if part != _STATE:  # kept open: a save that replaces the checkpoint removes its files
             with _reading(path):
                 shards[part] = path, safe_open(path, "pt") if isinstance(path, Path) else _ObjectShard(path)
     path = folder / manifest.entries[_STATE]["file"]
@@ -468,12 +448,12 @@ def read_parts(folder: Place, manifest: Manifest) -> dict[str, Any]:
             tensors[name] = StoredTensor(torch.Size(stored["size"]), _DTYPES[stored["dtype"]], load)
         parts = {name: _unpack(packed, tensors) for name, packed in content["state"].items()}
         if type(parts["state"]) is not dict:
-            raise ValueError("it holds no state")
+            raise ValueError("it has no state")
     return parts
 
 
 class _ObjectShard:
-    """A safetensors file in an object store, of which ranges are read."""
+    """A safetensors file in an object store, which is read in ranges."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path, self._ahead_at, self._ahead = path, 0, b""
@@ -481,12 +461,12 @@ class _ObjectShard:
         self._entries = json.loads(self._read(8, min(self._start, _MAX_HEADER_BYTES) - 8))
 
     def _read(self, start: int, num_bytes: int) -> bytes:
-        """Return a range of the file. If it is short, more is read: what is wanted next often follows."""
+        """Return a range of the file. After a short range more is read ahead: the next read often follows it."""
         at = start - self._ahead_at
         if at >= 0 and at + num_bytes <= len(self._ahead):
             return self._ahead[at : at + num_bytes]
         content = self._path.read_bytes(start, start + max(num_bytes, _AHEAD_BYTES))
-        if num_bytes < _AHEAD_BYTES:  # there may be many files, and not so much memory
+        if num_bytes < _AHEAD_BYTES:  # large ranges are not kept: many files may be open
             self._ahead_at, self._ahead = start, content
         return content[:num_bytes]
 
@@ -498,7 +478,7 @@ class _ObjectShard:
             raise ValueError(f"{key} has another shape than in the state")
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         sizes = [each.stop - each.start for each in window]
-        # From the first element of the box to the last: for rows, and parts of a row, nothing else lies between.
+        # All bytes from the first element of the box to the last. Rows and parts of a row have no others in between.
         first = sum(each.start * stride for each, stride in zip(window, strides, strict=True))
         numel = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         at = self._start + entry["data_offsets"][0] + first * dtype.itemsize
@@ -507,7 +487,7 @@ class _ObjectShard:
 
 
 def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any], wanted: TensorChunks) -> None:
-    """Read the chunks that this rank wants of a tensor, out of those that the ranks of the save have written."""
+    """Read the chunks of a tensor that this rank needs from the chunks that the ranks of the save have written."""
     boxes = [dcp.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for _, _, at, sizes in chunks]
     saved = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=wanted.dtype), wanted.size, boxes)
     mine = [dcp.ChunkStorageMetadata(torch.Size(at), each.shape) for at, each in wanted.chunks.items()]
@@ -516,7 +496,7 @@ def _load(shards: Mapping[str, tuple[Place, Any]], name: str, chunks: list[Any],
         rank, key, _, _ = chunks[item.storage_index.index]
         path, shard = shards[str(rank)]
         target = wanted.chunks[tuple(item.dest_index.offset or ())][_window(item.dest_offsets, item.lengths)]
-        # A range of an object is in memory once more while it is copied: it is read in pieces.
+        # Read in pieces, because a range of an object takes memory a second time while it is copied.
         rows = max(1, _READ_BYTES // max(1, target[:1].nbytes)) if target.dim() else 1
         for at, piece in enumerate(target.split(rows) if target.dim() else [target]):
             offsets = [start + at * rows * (dim == 0) for dim, start in enumerate(item.storage_offsets)]
@@ -533,10 +513,10 @@ def _window(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
 
 
 def _check_cover(name: str, stored: Mapping[str, Any], shards: Mapping[str, Any]) -> None:
-    """Check that the chunks of a tensor fill it: DCP leaves holes as they are, in memory that was never written.
+    """Check that the chunks of a tensor fill it: DCP does not check this and would leave memory uninitialised.
 
     Raises:
-        ValueError: They do not.
+        ValueError: They do not fill it.
     """
     size, num_elements = stored["size"], 0
     if any(type(length) is not int or length < 0 for length in size) or stored["dtype"] not in _DTYPES:

@@ -1,17 +1,18 @@
-"""The full state dict of model and optimizer as a checkpoint has it: without wrappers, each rank's shards, and back.
+"""The state dict of model and optimizer in a checkpoint: collect it without wrappers, in shards, and load it.
 
 [Note: shards]
-What ranks hold of a sharded tensor is boxes of it by their offsets (`TensorChunks`; DCP calls them chunks), and a
-checkpoint keeps those. So any number of ranks and any strategy can read what they need of it, and nothing is gathered:
+A rank holds boxes of a sharded tensor, identified by their offsets (`TensorChunks`; DCP calls them chunks), and a
+checkpoint contains these boxes. Any number of ranks and any strategy can read the parts that they need. Nothing is
+gathered.
     fsdp        a DTensor has one box: rows of the parameter
-    ddp-zero1   a rank has neighbouring elements of a parameter in memory: a part of a row, rows, a part of a row; of
-                parameters, which all ranks have, it writes those whose state it has
-    others      rank zero has all, the others nothing
+    ddp-zero1   a rank has adjacent elements of a parameter: a part of a row, whole rows, a part of a row. It writes the
+                optimizer state of these elements and, although all ranks have all parameters, only these elements
+    others      rank zero has everything, the others nothing
 
 [Note: residuals in a checkpoint]
-Residuals of compressed gradients differ between ranks. They are rows of one tensor for each parameter, a row a rank. On
-as many ranks each takes its own, and goes on with the same bits. On n others, rank r takes the rows r, r + n, r + 2n,
-... and adds them up: what counts is the sum over all ranks, which stays as it is.
+Residuals of compressed gradients differ between ranks. A checkpoint has one tensor for each parameter, with one row per
+rank. With the same number of ranks, each rank takes its own row and continues with the same bits. With another number
+n, rank r takes the sum of the rows r, r + n, r + 2n, ...: only the sum over all ranks matters, and it does not change.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,21 +41,20 @@ from lockstep.parallel.flat import flatten_like
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import SCALARS, ShardRange
 
-# Where ``torch.compile`` keeps the module that it compiles.
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
-_COMPILED = "_orig_mod"
+_COMPILED = "_orig_mod"  # the name under which ``torch.compile`` stores the original module
 
 Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorChunks:
-    """What this rank holds of a tensor; nothing, if other ranks do.
+    """The part of a tensor that this rank holds; may be empty.
 
     Attributes:
-        size: Of the whole tensor.
-        dtype: Of the whole tensor.
-        chunks: Boxes of it by their offsets: views, so what is written to them is written to what they were cut from.
+        size: Size of the whole tensor.
+        dtype: Its dtype.
+        chunks: Boxes of it by their offsets. They are views: writing to them writes to the tensor itself.
     """
 
     size: torch.Size
@@ -62,17 +63,17 @@ class TensorChunks:
 
     @classmethod
     def of(cls, tensor: Any) -> TensorChunks:
-        """Return this rank's chunk of a sharded tensor; of any other, all."""
+        """Return this rank's chunk of a sharded tensor, or the whole of any other tensor."""
         offsets, local = local_chunk(tensor) if is_sharded(tensor) else ((0,) * tensor.dim(), tensor)
         return cls(tensor.shape, tensor.dtype, {offsets: local.detach()} if local.numel() else {})
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a checkpoint that was not read yet.
+    """A tensor in a checkpoint that has not been read yet.
 
     Attributes:
-        load: Reads the chunks that it is given.
+        load: Reads into the given chunks.
     """
 
     size: torch.Size
@@ -80,7 +81,7 @@ class StoredTensor:
     load: Callable[[TensorChunks], None]
 
     def read(self, like: Any = None) -> Tensor:
-        """Return it on the CPU; sharded as ``like`` is, if that is sharded and of its shape. Blocks."""
+        """Return it on the CPU; sharded like ``like`` if ``like`` is sharded and has the same shape. Blocks."""
         if is_sharded(like) and like.shape == self.size:
             tensor = torch.empty_like(like, dtype=self.dtype, requires_grad=False)
         else:
@@ -89,10 +90,10 @@ class StoredTensor:
         return tensor
 
 
-def read_tensors(value: Any) -> Any:
-    """Return a state with all its tensors read."""
+def read_tensors(value: Any, like: Any = None) -> Any:
+    """Return a state with all its tensors read; for ``like`` see `StoredTensor.read`."""
     if isinstance(value, StoredTensor):
-        return value.read()
+        return value.read(like)
     if type(value) in (list, tuple):
         return type(value)(read_tensors(item) for item in value)
     return {key: read_tensors(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -102,8 +103,8 @@ def read_tensors(value: Any) -> Any:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model in data-parallel wrappers and in what ``torch.compile`` returns."""
-    # Imported by whoever compiles; the import itself is slow, and models that are not compiled do not need it.
+    """Return the model without data-parallel wrappers and without the wrapper of ``torch.compile``."""
+    # Not imported here, because the import is slow. If the model is compiled, it has been imported.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     while True:
         if isinstance(model, _WRAPPERS):
@@ -115,26 +116,26 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a name of a model's state as if no part of the model were compiled."""
+    """Return the name of an entry of a model's state in the model that is not compiled."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's state under the names that it has where nothing is compiled."""
+    """Return a model's state under the names that it has in the model that is not compiled."""
     return {plain_name(name): value for name, value in state.items()}
 
 
-# --- what a rank holds ---
+# --- collect the part of a rank ---
 
 
 def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return what this rank holds of the state of model and optimizer: shards as they are, everything else whole.
+    """Return this rank's part of the state of model and optimizer: its shards, and everything that is not sharded.
 
-    Collective with `ZeroRedundancyOptimizer`: every rank. Blocks then.
+    With `ZeroRedundancyOptimizer`: collective, every rank, and blocks.
     """
     state: dict[str, Any] = {}
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait()  # it may still be gathering the parameters that other ranks have updated
+        optimizer.wait()  # it may still gather the parameters that other ranks have updated
     if model is not None:
         state["model"] = plain_names(unwrap(model).state_dict())
     if (compressed := _compressed(model)) is not None:
@@ -149,14 +150,14 @@ def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> di
 
 
 def _compressed(model: nn.Module | None) -> DistributedDataParallel | None:
-    """Return the wrapper of ``model`` that compresses gradients, if it is one."""
+    """Return the wrapper of ``model`` that compresses gradients, or None."""
     while model is not None and not isinstance(model, DistributedDataParallel) and unwrap(model) is not model:
         model = model._modules.get("module", model._modules.get(_COMPILED))
     return model if isinstance(model, DistributedDataParallel) and model.compression is not None else None
 
 
 def compression_state(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return what this rank holds of the residuals of compressed gradients; see [Note: residuals in a checkpoint]."""
+    """Return this rank's residuals of compressed gradients; see [Note: residuals in a checkpoint]."""
     rank, num_ranks = model.process_group.rank(), model.process_group.size()
     state: dict[str, Any] = model.compression_state_dict()
     rows = {}
@@ -167,23 +168,23 @@ def compression_state(model: DistributedDataParallel) -> dict[str, Any]:
 
 
 def _own_parts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, TensorChunks]:
-    """Return of each parameter that ``optimizer`` divides, by name, what this rank updates: all write alike much."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the elements of each parameter that this rank updates, by name: so all ranks write equally much."""
+    parameters = _parameters_of(optimizer)
     chunks: list[dict[Offsets, Tensor]] = [{} for _ in parameters]
     for index, start, stop, _ in optimizer.local_ranges():
         parameter = parameters[index].detach()
         chunks[index] |= boxes_in_memory(flatten_like(parameter, parameter)[start:stop], parameter, start)
-    # One for each parameter: under which names it is tied shows on every rank, whatever it holds.
+    # One object for each parameter, also if it is empty: tied parameters must be recognised on every rank.
     parts = {
         id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)
     }
-    state = model.state_dict(keep_vars=True)  # which a hook may fill with something else
+    state = model.state_dict(keep_vars=True)  # a hook may have replaced some of the values
     return {plain_name(name): parts[id(value)] for name, value in state.items() if id(value) in parts}
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """Return the state of an optimizer in torch's format, shards as `TensorChunks`. Collective: every rank. Blocks."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters_of(optimizer)
     held: dict[tuple[int, str], Any] = {}
     for shard, entries in optimizer.local_shards():
         for name, value in entries.items():
@@ -193,7 +194,7 @@ def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
                 chunks = dict(held[key].chunks) if key in held else {}
                 chunks |= boxes_in_memory(value, parameter, shard.start)
                 held[key] = TensorChunks(parameter.shape, value.dtype, chunks)
-            else:  # the same for all elements of the parameter
+            else:  # one value for the whole parameter
                 held[key] = TensorChunks.of(value) if isinstance(value, Tensor) else value
     state = _name_all(held, optimizer)
     return {"state": state, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
@@ -202,8 +203,8 @@ def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
 def _name_all(held: Mapping[tuple[int, str], Any], optimizer: ZeroRedundancyOptimizer) -> dict[int, dict[str, Any]]:
     """Return the state of all parameters, of which this rank holds ``held``. Collective: every rank. Blocks.
 
-    A rank knows the state of the parameters of which it has elements only. But rank zero describes the whole state in a
-    checkpoint, so it needs the name and size of what any rank holds; all ranks build the same description.
+    A rank only knows the state of the parameters whose elements it has. Rank zero writes the description of the whole
+    state, so it needs names and sizes from all ranks. All ranks build the same description.
     """
     mine = [
         [*key, str(value.dtype).removeprefix("torch."), list(value.size)]
@@ -220,14 +221,14 @@ def _name_all(held: Mapping[tuple[int, str], Any], optimizer: ZeroRedundancyOpti
 
 
 def boxes_in_memory(flat: Tensor, parameter: Tensor, start: int) -> dict[Offsets, Tensor]:
-    """Return ``flat``, the elements of ``parameter`` from ``start`` on as they lie in memory, as boxes of its shape.
+    """Divide ``flat``, elements of ``parameter`` from ``start`` on in memory order, into boxes of its shape.
 
-    The boxes are views. A contiguous parameter's are parts of rows and whole rows; one in channels_last is cut in the
-    order of its strides.
+    The boxes are views. For a contiguous parameter they are parts of rows and whole rows. A parameter in channels_last
+    is divided in the order of its strides.
     """
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     if not parameter.permute(order).is_contiguous():
-        order = list(range(parameter.dim()))  # has gaps: its state lies as if it had none
+        order = list(range(parameter.dim()))  # the parameter has gaps; its state does not
     back = [order.index(dim) for dim in range(parameter.dim())]
     boxes, done = {}, 0
     for offsets, sizes in _boxes([parameter.shape[dim] for dim in order], start, start + flat.numel()):
@@ -239,7 +240,7 @@ def boxes_in_memory(flat: Tensor, parameter: Tensor, start: int) -> dict[Offsets
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """Yield offsets and sizes of boxes that hold the elements from ``start`` to ``stop`` in their order."""
+    """Yield offsets and sizes of the boxes that contain the elements from ``start`` to ``stop``, in order."""
     if len(shape) < 2:
         if start < stop:
             yield ((start,), (stop - start,)) if shape else ((), ())
@@ -258,25 +259,25 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Offset
             start = end
 
 
-# --- and back ---
+# --- load a state ---
 
 
 def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
-    """Give model and optimizer a state of any strategy and number of ranks. Each rank reads what it needs. Blocks.
+    """Load a state of any strategy and number of ranks into model and optimizer. Each rank reads its part. Blocks.
 
     Raises:
         CheckpointError: It cannot be read.
-        RuntimeError, ValueError: It is of another model or optimizer.
+        RuntimeError, ValueError: It belongs to another model or optimizer.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.wait()  # or what it still gathers would be written over what is read
+        optimizer.wait()  # otherwise gathered parameters would overwrite what is loaded
     if model is not None:
-        # The model and the one that was saved may be compiled, in whole or in parts.
+        # Both this model and the saved one may be compiled, completely or in part.
         bare = unwrap(model)
         mine = bare.state_dict()
         names = {plain_name(name): name for name in mine}
         theirs = {names.get(plain_name(name), name): value for name, value in state["model"].items()}
-        # Into the model's own memory, a tensor at a time: there may be no room for another copy of its part.
+        # Directly into the model's memory, one tensor at a time: there may be no memory for a second copy.
         stored = {name: value for name, value in theirs.items() if isinstance(value, StoredTensor)}
         fits = theirs.keys() == mine.keys() and all(
             isinstance(mine[name], Tensor) and value.size == mine[name].shape for name, value in stored.items()
@@ -293,7 +294,7 @@ def load_state_dict(model: nn.Module | None, optimizer: Optimizer | None, state:
 
 
 def load_compression_state(model: DistributedDataParallel, state: Mapping[str, Any] | None) -> None:
-    """Give this rank its residuals of a run on any number of ranks; None: it compressed nothing. Blocks."""
+    """Load this rank's residuals from a run on any number of ranks; None: that run did not compress. Blocks."""
     if state is None:
         model.load_compression_state_dict()
         return
@@ -310,10 +311,10 @@ def load_compression_state(model: DistributedDataParallel, state: Mapping[str, A
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
+    parameters = dict(enumerate(_parameters_of(optimizer)))
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         entries = {
-            index: {name: _read(value, parameters.get(index)) for name, value in each.items()}
+            index: {name: read_tensors(value, parameters.get(index)) for name, value in each.items()}
             for index, each in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": entries})
@@ -323,28 +324,28 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         parameter, entries = parameters[shard.parameter], state["state"].get(shard.parameter)
         if entries is None:
             return None
-        if not optimizer.is_elementwise:  # a rank has whole parameters, and their state as it is
-            return {name: _read(value) for name, value in entries.items()}
+        if not optimizer.is_elementwise:  # each rank has the state of whole parameters
+            return {name: read_tensors(value) for name, value in entries.items()}
         return {name: _read_range(name, value, parameter, shard) for name, value in entries.items()}
 
     optimizer.load_shards(read, state["param_groups"])
 
 
-def _read(value: Any, like: Any = None) -> Any:
-    return value.read(like) if isinstance(value, StoredTensor) else value
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _read_range(name: str, value: Any, parameter: Tensor, shard: ShardRange) -> Any:
-    """Return the elements of ``shard`` if ``value`` has one for each of the parameter; anything else whole."""
+    """Return the elements of ``shard`` if ``value`` has the shape of the parameter, otherwise the whole value."""
     if not isinstance(value, StoredTensor) or value.size != parameter.shape or (not value.size and name in SCALARS):
-        return _read(value)
-    # What is read lands in boxes that are views of the flat range: nothing is copied a second time.
+        return read_tensors(value)
+    # The boxes are views of the flat range, so nothing is copied a second time.
     flat = torch.empty(shard.numel, dtype=value.dtype)
     value.load(TensorChunks(value.size, value.dtype, boxes_in_memory(flat, parameter, shard.start)))
     return flat
 
 
-# --- safetensors files; the weights alone, as one that other programs read ---
+# --- safetensors files, and the export of weights for other programs ---
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
@@ -357,13 +358,13 @@ SAFETENSORS_DTYPES = {
 def safetensors_pieces(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: each tensor from where it lies, if that is on the host in one piece.
+    """Yield the content of a safetensors file, without a copy of tensors that are contiguous and on the host.
 
-    The safetensors package wants all as objects of bytes: a large state would be in memory once more.
+    The safetensors package requires all tensors as bytes objects, which would be a second copy of a large state.
 
-    Collective if some are sharded: every rank. Each is then whole on every rank while it is yielded.
+    Collective if some are sharded: every rank. Each sharded tensor is whole on every rank while it is yielded.
     """
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that each lies at a multiple of its width
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # aligns each tensor to its element size
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
@@ -372,7 +373,7 @@ def safetensors_pieces(
         dtype = SAFETENSORS_DTYPES[tensor.dtype]
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # by the format data begin at a multiple of 8, so that they can be mapped
+    text += b" " * (-len(text) % 8)  # the format requires data to begin at a multiple of 8, for mapping
     yield len(text).to_bytes(8, "little") + text
     for name in order:
         if tensors[name].numel():
@@ -382,14 +383,15 @@ def safetensors_pieces(
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path to write to; what was written there is ``path`` once the block is left, and on disk.
+    """Yield a temporary path, which replaces ``path`` at the end of the block. Blocks until it is on disk.
 
-    An error in the block, or the end of the process, leaves ``path`` as it was.
+    An error in the block, or the end of the process, leaves ``path`` unchanged.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary = path.with_name(f"{path.name}-{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
         sync(temporary)
+        sync(path.parent)  # the names of all files must be on disk before a manifest that lists them
         os.replace(temporary, path)
         sync(path.parent)
     finally:
@@ -397,7 +399,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Block until a file, or the names in a folder, are on disk."""
+    """Block until the content of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -409,32 +411,34 @@ def check_export(path: Path) -> None:
     """Check before the training that the file can be written after it.
 
     Raises:
-        ConfigurationError: Its folder is not there, or it is a folder itself.
+        ConfigurationError: Its folder does not exist or is read-only, or it is a folder itself.
     """
     if not path.parent.is_dir():
-        raise ConfigurationError(f"There is no folder {path.parent} to export the weights to.\nMake it first.")
+        raise ConfigurationError(f"There is no folder {path.parent} to export the weights to.\nCreate it first.")
     if path.is_dir():
         raise ConfigurationError(f"export={path} is a folder.\nName a file.")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigurationError(f"export={path} cannot be written: its folder is read-only.\nName another one.")
 
 
 def export_weights(model: nn.Module, path: Path, *, writes: bool = True) -> None:
-    """Write the parameters and buffers of ``model`` to ``path``, whole or not at all.
+    """Write the parameters and buffers of ``model`` to ``path``, completely or not at all.
 
-    The same weights are the same bytes. Tensors that share their memory, such as tied weights, are written once, under
-    the first of their names in the alphabet; ``safetensors.torch.load_model`` puts them back in every place.
+    The same weights give the same bytes. Tensors that share memory, such as tied weights, are written once, under the
+    alphabetically first of their names; ``safetensors.torch.load_model`` restores all of them.
 
-    Collective if ranks hold parts of the model: every rank. No rank ever has more than two whole tensors.
+    Collective if the model is sharded: every rank. No rank has more than two whole tensors at a time.
 
     Args:
-        model: Bare.
-        path: A file.
+        model: The model without wrappers.
+        path: Path of the file.
         writes: Whether this rank writes it.
     """
-    # ``safetensors.torch.save_model`` would also list the other names, in an order that differs from call to call.
+    # ``safetensors.torch.save_model`` also writes the other names, in an order that can differ between calls.
     found: set[object] = set()
     tensors: dict[str, Tensor] = {}
     for name, value in sorted(plain_names(model.state_dict(keep_vars=True)).items()):
-        # Where a rank's part is empty, its memory would show ties that other ranks do not see.
+        # Shards are not compared by memory: empty ones would seem tied on some ranks only.
         is_part = is_sharded(value)
         tensor = value if is_part else (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         if value.numel() == 0 or tensor not in found:
@@ -447,6 +451,6 @@ def export_weights(model: nn.Module, path: Path, *, writes: bool = True) -> None
                 for piece in pieces:
                     file.write(piece)
     finally:
-        if any(map(is_sharded, tensors.values())):  # also after an error: the other ranks gather with this one
+        if any(map(is_sharded, tensors.values())):  # also after an error: the other ranks wait in collectives
             for _ in pieces:
                 pass

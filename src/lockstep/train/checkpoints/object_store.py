@@ -1,13 +1,13 @@
-"""Checkpoints in object stores, such as ``s3://bucket/run``: objects by fsspec, and a lease that is their lock.
+"""Checkpoints in object stores, such as ``s3://bucket/run``: access by fsspec, and a lease that serves as a lock.
 
 [Note: object stores]
-An object is there in whole or not at all, and from then on everybody sees it: S3, GCS and Azure promise that. There are
-no folders, no renames, and no locks that end with their process. So a save writes its objects under the checkpoint's
-own name, where each has the token of the save in its name; and the manifest, a single object, makes them the
-checkpoint, or takes the place of the manifest of the one before. What has the name of a checkpoint but no manifest is
-of a save that did not come to its end: it counts as nothing, and the next save removes it.
+S3, GCS and Azure guarantee that an object is either complete and visible to everybody, or absent. They have no folders,
+no renames, and no locks that end with their process. A save writes its objects under the name of the checkpoint, each
+with the token of the save in its name. The manifest, a single object, then turns them into the checkpoint, or replaces
+the manifest of the previous one. Objects under the name of a checkpoint without a manifest belong to a save that was
+interrupted: they are ignored, and the next save removes them.
 
-DCP's ``FsspecWriter`` is not used: it pickles, has no digests, and renames its metadata into place.
+DCP's ``FsspecWriter`` is not used: it pickles, has no digests, and renames its metadata.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lockstep.comm.hierarchy import machine_id
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.launcher.reaper import start_time
 
-# Seconds between two renewals of a lease, and without one until somebody else may take it.
+# Seconds between two renewals of a lease, and seconds without a renewal after which another process may take it.
 RENEW_S, LEASE_S = 10.0, 40.0
 
 _POLL_S = 1.0
 _LEASE = re.compile(r"lock-(\d{10})")
 _RELEASED = b"released"
 
-# What is read ahead of what was asked for: a request costs as much time as some MiB.
+# Number of bytes read ahead: a request takes as long as the transfer of some MiB.
 _BLOCK_BYTES = 1 << 24
 
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
@@ -43,11 +43,11 @@ _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A place in an object store: as much of `pathlib.Path` as checkpoints need. What is read is never a cached state.
+    """A path in an object store, with the methods of `pathlib.Path` that checkpoints need. Listings are never cached.
 
     Args:
-        url: Such as ``s3://bucket/run``.
-        store: fsspec's file system.
+        url: The URL, such as ``s3://bucket/run``.
+        store: The file system of fsspec.
     """
 
     url: str
@@ -70,46 +70,42 @@ class ObjectPath:
         return ObjectPath(self.url.rpartition("/")[0], self.store)
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: there are no folders. A bucket that is not there is an error of the first write."""
+        """Do nothing: there are no folders. If the bucket does not exist, the first write fails."""
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """Yield what is one level below; nothing, if there is nothing."""
+        """Yield the paths one level below."""
         self.store.invalidate_cache()  # other processes write as well
         own = self.store._strip_protocol(self.url)
         with suppress(FileNotFoundError):
             for path in self.store.ls(self.url, detail=False):
-                if path.rstrip("/") != own:  # an object, or an empty one that stands for the folder
+                if path.rstrip("/") != own:  # the object itself, or an empty object that represents the folder
                     yield self / path.rstrip("/").rpartition("/")[2]
 
     def exists(self) -> bool:
-        """Return whether there is such an object, or something below."""
-        # By a listing: the ``exists`` of fsspec takes any error for a no.
+        """Return whether there is such an object, or any object below."""
+        # By a listing: fsspec's ``exists`` returns False after any error.
         return any(each.name == self.name for each in self.parent.iterdir())
 
     def open(self, mode: str) -> BinaryIO:
-        """Open for ``rb``, or for ``wb``: the object is there once the file is closed."""
+        """Open in mode ``rb`` or ``wb``. A written object becomes visible when the file is closed."""
         how = {"block_size": _BLOCK_BYTES} if mode == "rb" else {}
         self.store.invalidate_cache()
         return cast(BinaryIO, self.store.open(self.url, mode, **how))
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the content, or a range of it, which may end behind its end."""
+        """Return the content, or a range of it; the range may extend beyond the end."""
         return bytes(self.store.cat_file(self.url, start=start, end=stop))
 
     def write_bytes(self, content: bytes, *, exclusive: bool = False) -> None:
-        """Make this object in one request.
+        """Write this object in one request.
 
         Raises:
-            FileExistsError: ``exclusive``, and it is there; if two processes try at once, one of them gets this.
+            FileExistsError: ``exclusive``, and it exists. If two processes try at once, one of them gets this error.
         """
         self.store.pipe_file(self.url, content, **({"mode": "create"} if exclusive else {}))
 
-    def touch(self) -> None:
-        """Make an object without much content."""
-        self.write_bytes(b"\n")  # some stores take an empty object for a folder
-
     def unlink(self, *, missing_ok: bool = True) -> None:
-        """Remove the object, if it is there."""
+        """Remove the object, if it exists."""
         with suppress(FileNotFoundError):
             self.store.rm_file(self.url)
 
@@ -125,10 +121,10 @@ Place = Path | ObjectPath
 
 
 def place_of(path: str | os.PathLike[str] | Place) -> Place:
-    """Return the folder, or the place in an object store, that ``path`` names.
+    """Return the folder, or the path in an object store, that ``path`` names.
 
     Raises:
-        ConfigurationError: It is a URL that cannot be used, such as of a store that no installed package knows.
+        ConfigurationError: It is a URL that cannot be used, for example because the package for it is not installed.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -152,19 +148,20 @@ def place_of(path: str | os.PathLike[str] | Place) -> Place:
 
 
 class Lease:
-    """The right to write below a place in an object store, until it is closed; or this process ends, and a while after.
+    """The right to write below a path in an object store. It ends with `close`, or `LEASE_S` after this process ends.
 
     [Note: leases]
-    Objects ``lock-N`` are leases, of which the highest N counts. Its holder writes it anew every `RENEW_S`. Who wants
-    it watches it: if it stays as it is for `LEASE_S`, or its process is known to be gone, the next number is created,
-    exclusively, so that one of several gets it. Clocks of machines are not compared. A holder that was stopped for so
-    long finds the higher number: at its next renewal, and before it makes a checkpoint (`check`). What is left is the
-    moment between that and the manifest, and stores that cannot create exclusively, where two that begin within the
-    same moment find out at the next renewal. A save of both at once can then lose a checkpoint, but not mix two: their
-    objects have different tokens.
+    Objects ``lock-N`` are leases. The one with the highest N is valid. Its holder rewrites it every `RENEW_S`. A
+    process that wants the lease polls it. If it has not changed for `LEASE_S`, or the process of its holder has ended,
+    the next number is created exclusively, so that only one process gets it. Clocks of machines are not compared. A
+    holder that was stopped for longer than `LEASE_S` finds the higher number at its next renewal, and before it commits
+    a checkpoint (`check`). Two cases are not covered: the moment between this check and the manifest, and stores
+    without exclusive creation, where two processes that start at the same moment notice each other only at the next
+    renewal. If both then save at once, a checkpoint can be lost, but two are never mixed: their objects have different
+    tokens.
 
     Args:
-        folder: Where.
+        folder: The path that it protects.
     """
 
     def __init__(self, folder: ObjectPath) -> None:
@@ -174,7 +171,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lockstep-lease", daemon=True)
 
     def take(self) -> bool:
-        """Return whether this process has the lease now. Blocks up to `LEASE_S`, until another one has renewed it."""
+        """Try to get the lease; return whether this process has it. Blocks until it is known, at most `LEASE_S`."""
         found, since = self._newest(), time.monotonic()
         while not _is_free(found[1]) and time.monotonic() - since < LEASE_S:
             time.sleep(min(_POLL_S, RENEW_S))
@@ -184,8 +181,8 @@ class Lease:
             found = now
         self._number = found[0] + 1
         try:
-            self._place.write_bytes(self._content(), exclusive=True)
-            self.check()  # some stores do not know exclusive writes
+            self._place_of(self._number).write_bytes(self._content(), exclusive=True)
+            self.check()  # some stores do not support exclusive writes
         except (FileExistsError, CheckpointError):
             return False
         for number in self._numbers():
@@ -195,29 +192,25 @@ class Lease:
         return True
 
     def check(self) -> None:
-        """Check that nobody else has taken the lease.
+        """Check that no other process has taken the lease.
 
         Raises:
-            CheckpointError: Somebody has.
+            CheckpointError: Another process has taken it.
         """
         number, content = self._newest()
         if number != self._number or self._token.encode() not in content:
             raise CheckpointError(
-                f"Another process has taken over the checkpoint {self._folder}, as this one had not renewed its lease "
-                f"for {LEASE_S:g} s.\nGive each run a place of its own."
+                f"Another process has taken over the checkpoint {self._folder}, because this process had not renewed "
+                f"its lease for {LEASE_S:g} s.\nUse a separate folder for each run."
             )
 
     def close(self) -> None:
-        """Let others have it at once. Blocks for some requests."""
+        """Release the lease. Blocks for some requests."""
         self._closed.set()
         self._thread.join(LEASE_S)
-        with suppress(Exception):  # then it ends by itself
+        with suppress(Exception):  # then it expires
             self.check()
-            self._place.write_bytes(_RELEASED)
-
-    @property
-    def _place(self) -> ObjectPath:
-        return self._place_of(self._number)
+            self._place_of(self._number).write_bytes(_RELEASED)
 
     def _place_of(self, number: int) -> ObjectPath:
         return self._folder / f"lock-{number:010d}"
@@ -226,9 +219,9 @@ class Lease:
         return [int(match[1]) for each in self._folder.iterdir() if (match := _LEASE.fullmatch(each.name))]
 
     def _newest(self) -> tuple[int, bytes]:
-        """Return the number and content of the lease that counts; 0 if there has been none."""
+        """Return the number and content of the valid lease; number 0 if there is none."""
         while number := max(self._numbers(), default=0):
-            with suppress(FileNotFoundError):  # removed by who has just taken the next one
+            with suppress(FileNotFoundError):  # removed by the process that has just taken the next one
                 return number, self._place_of(number).read_bytes()
         return 0, _RELEASED
 
@@ -241,18 +234,18 @@ class Lease:
             try:
                 self.check()
                 self._num_renewals += 1
-                self._place.write_bytes(self._content())
+                self._place_of(self._number).write_bytes(self._content())
             except CheckpointError:
-                return  # the next save finds out as well
+                return  # the next save raises the same error
             except Exception:
                 continue
 
 
 def _is_free(content: bytes) -> bool:
-    """Return whether a lease was released, or is of a process of this machine that is gone."""
+    """Return whether a lease was released, or belongs to a process of this machine that has ended."""
     if content == _RELEASED:
         return True
-    with suppress(ValueError, LookupError, TypeError):  # not written by this version: it is watched
+    with suppress(ValueError, LookupError, TypeError):  # written by another version: it has to expire
         machine, pid, started = json.loads(content)["process"]
         return bool(machine == machine_id() and started is not None and start_time(pid) != started)
     return False

@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import refuse_difference, replica_of
-from lockstep.train.step import LossModule, Objective, Part, ShardedGradients
+from lockstep.train.step import GradientList, LossModule, Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 from lockstep.train.task import build_model, initialize
 
@@ -26,11 +26,11 @@ from lockstep.train.task import build_model, initialize
 class FullyShard(Strategy):
     """One process for each device; each rank keeps its part of the parameters, gradients and optimizer state.
 
-    What takes the loss is the root, so parameters outside of the units are whole while it is computed.
+    The root is the module that computes the loss, so parameters outside of the units are whole during that time.
     """
 
     buffers = "own"
-    can_replay = False  # what torch's engine has not reduced it would add to the gradients of the next step
+    can_replay = False  # torch's engine would add unreduced gradients to those of the next step
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
         self.group = world.group
@@ -54,7 +54,7 @@ class FullyShard(Strategy):
         def local_gradients() -> list[Tensor]:
             return [local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
 
-        self.gradients = ShardedGradients(local_gradients, local_part(trained[0]), world.group)
+        self.gradients = GradientList(local_gradients, local_part(trained[0]), world.group)
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:
@@ -73,14 +73,14 @@ class FullyShard(Strategy):
         """Collective: every rank, with samples.
 
         Raises:
-            ConfigurationError: On every rank: some are without samples.
+            ConfigurationError: On every rank: some have no samples.
         """
         if not how.all_have_samples():
             raise ConfigurationError(
-                "A batch leaves ranks without samples, who would not take part in fsdp's collectives.\n"
-                "Leave the last batch of an epoch out (drop_last=True in the task), or use strategy ddp-zero1."
+                "A batch leaves ranks without samples, which would not take part in fsdp's collectives.\n"
+                "Omit the last batch of an epoch (drop_last=True in the task), or use strategy ddp-zero1."
             )
-        # Set in each micro-batch: torch's engine keeps what it was told for the last one.
+        # Set in each micro-batch, because torch's engine keeps the setting of the last one.
         sum_gradients(self._module, over_ranks=how.sync)
         part: Part = self._module(micro.batches[0], micro.sizes[0])
         how.timer.lap("forward")
@@ -92,9 +92,9 @@ class FullyShard(Strategy):
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """Return what is divided as one: each child with parameters of the outermost ``ModuleList`` and ``Sequential``.
+    """Return the units of sharding: each child with parameters of the outermost ``ModuleList`` and ``Sequential``.
 
-    Blocks that share parameters with anything outside of them are left to the root.
+    Blocks that share parameters with other modules belong to the root.
     """
     uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     units = []

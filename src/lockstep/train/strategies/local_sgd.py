@@ -1,4 +1,4 @@
-"""Strategies ``local-sgd`` and ``diloco``: ranks or machines train by themselves, and exchange parameters at times."""
+"""Strategies ``local-sgd`` and ``diloco``: ranks or machines train independently and exchange parameters sometimes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SYNC_EVERY = {"local-sgd": 8, "diloco": 50}
 
 @final
 class LocalSteps(Strategy):
-    """Replicas of the model train by themselves, each on its share of every global batch.
+    """Replicas of the model train independently, each on its share of every global batch.
 
     A replica is a rank, or with ``across="machines"`` the ranks of a machine. Its gradient is the mean over its own
-    samples; in an exchange a replica counts by the samples, or tokens, that it has trained on since the last one.
+    samples. In an exchange, its weight is the number of samples, or tokens, that it has trained on since the last one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalSteps(Strategy):
             self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
         self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
         self.num_replicas = world.world_size // (1 if inside is None else inside.size())
-        # The ranks of a replica hold the same: the first of them keeps it.
+        # The ranks of a replica have the same state: the first of them saves it.
         self._replica_rank = world.rank - (0 if inside is None else inside.rank())
         every = settings.sync_every or _SYNC_EVERY[name]
         schedule = ExchangeSchedule(every, settings.fragments or 1, settings.sync_delay or 0)
@@ -69,7 +69,7 @@ class LocalSteps(Strategy):
         self._averaging = PeriodicAveraging(model, None, outer, schedule, settings.compression, world.group)
         self._weight: float | Tensor = 0.0
         who = "ranks" if inside is None else "machines"
-        self.note = f"{who} exchange parameters every {every} steps: by design another run than that of one device"
+        self.note = f"{who} exchange parameters every {every} steps: by design not the same run as on one device"
 
     @property
     @override
@@ -100,7 +100,7 @@ class LocalSteps(Strategy):
                 self._weight = self._weight + part.out_of
             how.after_forward(parts)
 
-        # Of the sum over all samples of the global batch a replica has its part only, and makes it its own mean.
+        # A replica has only its part of the sum over the global batch, and scales it to its own mean.
         self._inner.run(micro, replace(how, scale=how.scale * self.num_replicas, after_forward=after_forward))
 
     @override
@@ -109,7 +109,7 @@ class LocalSteps(Strategy):
 
     @override
     def end_step(self, step: int) -> bool:
-        """Exchange what is due after this step; after the last one of the run, all."""
+        """Exchange the parameters that are due after this step; all of them after the last step of the run."""
         weight, self._weight = self._weight, 0.0
         self._averaging.step(weight)
         if step + 1 == self._num_steps:
@@ -118,14 +118,14 @@ class LocalSteps(Strategy):
 
     @override
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Return what all ranks hold alike between exchanges, too: the outer parameters, and their optimizer."""
+        """Return the state that is equal on all ranks also between exchanges: outer parameters and outer optimizer."""
         outer = {f"outer {name}": value for name, value in self._averaging.outer_state().items() if value.numel()}
         return {**outer, **replica_of(nn.Module(), self._averaging.outer_optimizer, buffers="same")}
 
-    # --- checkpoints: the outer model, what all ranks have alike, and what each replica has of its own ---
+    # --- checkpoints: the outer model, which is equal on all ranks, and the state of each replica ---
 
     def _outer_model_state(self) -> dict[str, Any]:
-        """Return the state of the model with outer parameters; those that have several names under each."""
+        """Return the state of the model with outer parameters; tied parameters under each of their names."""
         outer, model = self._averaging.outer_state(), unwrap(self._model)
         names = {id(each): name for name, each in (*self._model.named_parameters(), *self._model.named_buffers())}
         return {
@@ -135,23 +135,23 @@ class LocalSteps(Strategy):
 
     @override
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the outer model, in place of this rank's, and ``replicas``. Collective: every rank. Blocks."""
+        """Return the outer model instead of this rank's model, and ``replicas``. Collective: every rank. Blocks."""
         state = self._averaging.state_dict()
         own, mine = state.pop("own"), {}
         if own["rank"] == self._replica_rank:
             mine = {**own, "model": plain_names(unwrap(self._model).state_dict())}
-            if own["rank"]:  # what rank 0 has is the checkpoint's ``optimizer``
+            if own["rank"]:  # the optimizer of rank 0 is the checkpoint's ``optimizer``
                 mine["optimizer"] = optimizer.state_dict()["state"]
         everyone = states_of_ranks(mine, group=self.group, device=self._device)
         return {"model": self._outer_model_state(), "replicas": {**state, "own": everyone}}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Go on from ``state``, whose outer model and optimizer of rank 0 were loaded. Blocks.
+        """Continue from ``state``, whose outer model and optimizer of rank 0 were loaded. Blocks.
 
-        Among as many ranks as before the run goes on in the same bits. Among others, all begin at the outer parameters;
-        the optimizer of a rank goes on with what the rank of its number had, and that of a rank which is new with what
-        rank 0 had. After a run with another strategy all begin with what that has left.
+        With the same number of ranks the run continues with the same bits. With another number, all replicas start
+        from the outer parameters; each rank gets the optimizer state of the rank of its number, and new ranks that of
+        rank 0. After a run with another strategy, all start from its state.
         """
         if "replicas" not in state:
             self._averaging.restart(state["num_steps_done"])
@@ -162,7 +162,7 @@ class LocalSteps(Strategy):
         load_state_dict(self._model, None, {"model": kept.get("model", state["model"])})
         if "optimizer" in kept:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": kept["optimizer"]})
-        # All ranks of a replica go on with what its first has kept.
+        # All ranks of a replica continue with the state of its first rank.
         own = {**kept, "rank": self.group.rank(), "world_size": len(everyone) if kept else 0}
         self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
 
@@ -173,11 +173,11 @@ def machine_group(world: World) -> Group:
     Raises:
         ConfigurationError: All ranks are on one machine.
     """
-    # A group of its own: those of a hierarchy carry the stages of its collectives, in an order that is theirs.
+    # A separate group: the groups of a hierarchy run the stages of its collectives in their own order.
     inside = split_group(world.node_rank, group=world.group, device=world.device)
     if inside.size() == world.world_size > 1:
         raise ConfigurationError(
-            "across=machines is for several machines, but all ranks are on one.\nLeave across out, or use strategy ddp."
+            "across=machines needs several machines, but all ranks are on one.\nOmit across, or use strategy ddp."
         )
     return inside
 
@@ -186,6 +186,6 @@ def _refuse_sync_layers(model: nn.Module, name: StrategyName) -> None:
     """Raise a ConfigurationError if the model has layers that need all ranks in every forward."""
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise ConfigurationError(
-            f"SyncBatchNorm exchanges statistics in every step, which strategy {name} saves.\n"
-            "Use nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
+            f"SyncBatchNorm exchanges statistics in every step, but strategy {name} does not communicate in every step."
+            "\nUse nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
         )

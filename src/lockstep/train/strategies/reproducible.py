@@ -1,4 +1,4 @@
-"""The same bits on any number of devices: virtual shards, summed in one tree. Design: docs/design/reproducible.md."""
+"""The same bits on any number of devices: virtual shards, summed in a tree. Design: docs/design/reproducible.md."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy, scaled
 
-# --- what changes the bits of a sum: threads, kernels, the machine ----------------------------------------------------
+# --- the causes of different bits of a sum: threads, kernels, the machine ---------------------------------------------
 
 
 def use_threads(count: int) -> None:
     """Set the number of cores that an operation of the calling thread may use."""
-    # torch gives a thread the process's number at the first operation that asks for it, over the thread's own; asking
-    # for it first gets that behind us.
+    # The first query in a thread sets its number to that of the process, so query before setting.
     torch.get_num_threads()
     torch.set_num_threads(count)
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a process computes.
+    """Number of threads and choice of kernels of a process.
 
     Args:
-        threads: Cores that an operation on the CPU may use; as many as torch likes if None.
-        deterministic: Whether to take deterministic kernels wherever there are some; torch warns where there is none.
+        threads: Cores that an operation on the CPU may use; None: torch's default.
+        deterministic: Whether to use deterministic kernels where they exist; otherwise torch warns.
     """
 
     threads: int | None
@@ -56,12 +55,12 @@ class Arithmetic:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Compute this way inside, and as before afterwards."""
+        """Apply these settings within the block, and restore the previous ones."""
         threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
         deterministic = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         if self.deterministic:
-            # cuBLAS reads it when it is first used in the process.
+            # cuBLAS reads this at its first use in the process.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=not deterministic or warn_only)
             torch.backends.cudnn.benchmark = False
@@ -78,7 +77,7 @@ class Arithmetic:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Return what the bits of a sum depend on besides program and data, by name."""
+    """Return the properties of the machine that the bits of a sum depend on, by name."""
     machine = {"torch": torch.__version__.partition("+")[0]}
     if device.type != "cpu":
         name = torch.get_device_module(device).get_device_name(device)
@@ -90,7 +89,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 
 def differences(first: dict[str, str], other: dict[str, str]) -> list[str]:
-    """Return in words in what ``other`` differs from ``first``."""
+    """Return the differences of ``other`` from ``first`` as texts."""
     return [
         f"{name} {other.get(name, 'none')} instead of {first.get(name, 'none')}"
         for name in dict.fromkeys([*first, *other])
@@ -102,19 +101,19 @@ def differences(first: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 class ShardBuffers:
-    """What the virtual shards of this process leave in the buffers of ``model``, and what becomes of it.
+    """Combines the buffers of ``model`` that the virtual shards have changed.
 
     Each virtual shard starts from the buffers that the step started with. Afterwards a floating-point buffer that any
-    of them changed becomes the mean of what they all left in it, weighted by samples and summed in the tree in float64;
-    so batch norm's statistics see every sample. Any other buffer that was changed becomes what the first shard with
-    samples left in it: a counter counts steps.
+    shard changed is set to the mean over all shards, weighted by samples and summed in the tree in float64, so batch
+    norm's statistics contain every sample. Any other changed buffer is set to its value after the first shard with
+    samples, so a counter counts steps.
 
     Args:
-        model: With all of its buffers.
+        model: The model.
         leaves: The virtual shards of this process.
-        placement: Of the shards over the ranks.
+        placement: Placement of the shards on the ranks.
         exchange: Sums between the ranks.
-        group: The ranks, or None if it is only this process.
+        group: The ranks; None: only this process.
 
     Raises:
         ConfigurationError: A buffer requires a gradient.
@@ -133,21 +132,22 @@ class ShardBuffers:
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
                 raise ConfigurationError(
-                    f"The buffer {name} requires a gradient, which reproducible does not sum.\nMake it a parameter."
+                    f"The buffer {name} requires a gradient, but reproducible sums gradients of parameters only.\n"
+                    "Make it a parameter."
                 )
-        self._left: dict[int, list[Tensor | None]] = {}  # by shard and buffer; None: as the step started
+        self._left: dict[int, list[Tensor | None]] = {}  # values by shard and buffer; None: not changed
 
     def begin(self) -> None:
-        """Keep the buffers that the step starts with."""
+        """Take a snapshot of the buffers at the start of the step."""
         self._start.keep()
         self._left = {}
 
     def restore(self) -> None:
-        """Give the model the buffers that the step started with."""
+        """Restore the buffers of the start of the step."""
         self._start.restore()
 
     def record(self, leaf: int, module: nn.Module) -> None:
-        """Keep what a virtual shard left in the buffers of ``module``, which is the model or a replica of it.
+        """Keep the buffers of ``module``, the model or a replica of it, after a virtual shard.
 
         Raises:
             ConfigurationError: A buffer has another shape or dtype than before.
@@ -158,24 +158,24 @@ class ShardBuffers:
                 raise ConfigurationError(
                     f"The buffer {name} changed from {_shape_and_dtype(start)} "
                     f"to {_shape_and_dtype(value)} in forward.\n"
-                    "With reproducible, buffers keep their shape and dtype. Keep what grows in a plain attribute."
+                    "With reproducible, buffers must keep their shape and dtype. Store it in a plain attribute."
                 )
-            # Most buffers stay as they were, and need no copy.
+            # Most buffers do not change and need no copy.
             left.append(None if torch.equal(value.to(start.device), start) else value.detach().clone())
         self._left[leaf] = left
 
     def changed(self) -> list[bool]:
-        """Return for each buffer whether a shard of this process changed it."""
+        """Return whether a shard of this process changed it, for each buffer."""
         return [any(left[index] is not None for left in self._left.values()) for index in range(len(self._start.names))]
 
     def finish(self, changed: Sequence[bool], sizes: Mapping[int, int]) -> None:
-        """Set the buffers of the model, which are those that the step started with, to what the step makes of them.
+        """Set the buffers of the model to their values after the step.
 
         Collective if there is a group: every rank. Blocks until complete.
 
         Args:
-            changed: For each buffer whether any shard of any rank changed it; alike on all ranks.
-            sizes: The samples of every virtual shard that has any.
+            changed: For each buffer whether any shard of any rank changed it; the same on all ranks.
+            sizes: Number of samples of every virtual shard that has any.
         """
         floating = [i for i, start in enumerate(self._start.values) if changed[i] and start.is_floating_point()]
         others = [i for i, start in enumerate(self._start.values) if changed[i] and not start.is_floating_point()]
@@ -196,7 +196,7 @@ class ShardBuffers:
         numel, device = sum(numels), starts[0].device
         flats: dict[range, Tensor] = {}
         for leaf in self._leaves:
-            # Ranks share the sum, so it divides by their number.
+            # Padded: the ranks divide the sum among them.
             flat = torch.zeros(numel + -numel % num_ranks, dtype=torch.float64, device=device)
             if leaf in self._left:
                 pieces = [self._value(leaf, index).to(device, torch.float64).flatten() for index in indices]
@@ -209,7 +209,7 @@ class ShardBuffers:
             overwrite_buffer(self._start.objects[index], piece.view(start.shape))
 
     def _value(self, leaf: int, index: int) -> Tensor:
-        """Return what a shard left in a buffer, changed or not."""
+        """Return the value of a buffer after a shard."""
         left = self._left[leaf][index]
         return self._start.values[index] if left is None else left
 
@@ -218,7 +218,7 @@ def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-# --- what the ranks exchange besides gradients ------------------------------------------------------------------------
+# --- other data that the ranks exchange -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ class Table:
 
     Args:
         rows: For each virtual shard, on the host in float64: number of samples, total and count of its loss, and
-            whether that is a mean over samples; zeros for those without samples, and for those of other ranks.
-        used: For each parameter.
-        changed: For each buffer.
+            whether the loss is a mean over samples; zeros for shards without samples, and for those of other ranks.
+        used: Whether it received a gradient, for each parameter.
+        changed: Whether it changed, for each buffer.
     """
 
     rows: Tensor
@@ -237,10 +237,10 @@ class Table:
     changed: list[bool]
 
     def over_ranks(self, group: Group, device: torch.device) -> Table:
-        """Return what all ranks have. Collective: every rank. Blocks until complete."""
+        """Return the table of all ranks. Collective: every rank. Blocks until complete."""
         flags = torch.tensor([*self.used, *self.changed], dtype=torch.float64)
         everything = torch.cat([self.rows.flatten(), flags]).to(device)
-        # A shard is of one rank, and the others add zeros to what it reports: no bit of it changes.
+        # Each shard belongs to one rank, and the others add zeros, which does not change any bit.
         all_reduce(everything, group=group)
         rows, flags = everything.cpu().split([self.rows.numel(), len(flags)])
         found = [flag > 0 for flag in flags.tolist()]
@@ -248,11 +248,11 @@ class Table:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """The samples of each shard that has any."""
+        """Number of samples of each shard that has any."""
         return {leaf: int(size) for leaf, size in enumerate(self.rows[:, 0].tolist()) if size}
 
     def loss(self, tree: trees.ReductionTree) -> Part:
-        """Return the parts of the loss, summed in the tree in float64."""
+        """Return the loss, summed in the tree in float64."""
         rows: list[list[float]] = self.rows.tolist()
         total, count = (
             tree.combine({range(leaf, leaf + 1): row[column] for leaf, row in enumerate(rows)}, float.__add__)
@@ -290,37 +290,37 @@ class Shard(NamedTuple):
     num_samples: int
 
 
-# What came of it: its loss, and a gradient for each parameter of the model.
+# The loss of a virtual shard, and a gradient for each parameter of the model.
 ShardResult = tuple[Part, Sequence[Tensor | None]]
 
 
 def _shared_state() -> tuple[object, ...]:
-    """Return the state of the generators that all threads share, to see whether anybody drew from them."""
+    """Return the state of the generators that all threads share."""
     numpy_state = pickle.dumps(np.random.get_state())
     return random.getstate(), numpy_state, torch.get_rng_state().numpy().tobytes()
 
 
 @final
 class Reproducible(Strategy):
-    """Runs the virtual shards of this process, and sums what comes of all of them in one tree.
+    """Runs the virtual shards of this process, and sums the gradients of all shards in one tree.
 
-    Shards are computed on the model itself, or on several devices by the threads of `DataParallel`. Random numbers come
-    from generators that belong to the process (Python's, numpy's, torch's for the CPU) or to a device. Threads that
-    draw from the same one at the same time get what their timing gives them, so replicas that share one take turns: on
-    the CPU always, and elsewhere from the first step on in which a shared one was drawn from.
+    Shards are computed on the model itself, or on several devices by the threads of `DataParallel`. Generators of
+    random numbers belong to the process (Python, NumPy, torch on the CPU) or to a device. The numbers that threads get
+    from the same generator depend on their timing, so replicas that use the same generator run one after the other:
+    on the CPU always, on devices from the first step on that used a generator of the process.
 
-    Collective if there is a group: every rank, which all take over the model of rank 0.
+    Collective if there is a group: every rank. All ranks get the model of rank 0.
 
     Args:
-        model: The bare model, on the first of ``devices``.
+        model: The model without wrappers, on the first of ``devices``.
         objective: Its loss.
         shards: The virtual shards.
-        devices: Where those of this process are computed.
-        group: The ranks, with one device each; None if it is only this process.
-        arithmetic: How they compute.
+        devices: The devices of this process.
+        group: The ranks, with one device each; None: only this process.
+        arithmetic: Number of threads and choice of kernels.
 
     Raises:
-        ConfigurationError: The model has layers or buffers that this cannot sum.
+        ConfigurationError: The model has layers or buffers that are not supported.
         ModelMismatch: The model differs between ranks.
     """
 
@@ -336,14 +336,14 @@ class Reproducible(Strategy):
         arithmetic: Arithmetic,
     ) -> None:
         for name, layer in model.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):  # ours is one of these
+            if isinstance(layer, nn.SyncBatchNorm):  # the base class of ours, too
                 raise ConfigurationError(
                     f"The layer {name} is a SyncBatchNorm, which needs all samples of a batch at once.\n"
                     "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises "
-                    "over a virtual shard on any number of devices, or leave reproducible out."
+                    "over a virtual shard on any number of devices, or omit reproducible."
                 )
         if group is not None:
-            # There is no engine around the model that would do so.
+            # No engine wraps the model and does this.
             sync = ModelSync(model, set(), group, devices[0])
             sync.check(with_buffers=True)
             sync.broadcast(src=0, with_buffers=True)
@@ -362,20 +362,20 @@ class Reproducible(Strategy):
             self._exchange = trees.RankReduction(placement, group)
         self._mine = shards.mine
         self._buffers = ShardBuffers(model, shards.split.shares, placement, self._exchange, group)
-        self._in_use: trees.GradientRow | None = None  # that ``param.grad`` are views of
+        self._in_use: trees.GradientRow | None = None  # ``param.grad`` are views of it
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Run forward and backward of this process's virtual shards; leave the sum of all shards' gradients.
+        """Run forward and backward of this process's virtual shards; sum the gradients of all shards.
 
         Collective if there is a group and ``how.sync``: every rank, with or without samples.
         """
         items = zip(micro.numbers, micro.batches, micro.sizes, strict=True)
         shards = {leaf: Shard(leaf, batch, size) for leaf, batch, size in items}
         for parameter in self._parameters:
-            parameter.grad = None  # also of those that the optimizer does not have
+            parameter.grad = None  # also those that the optimizer does not have
         if self._in_use is not None:
-            # Nobody has views of it any more, now that no parameter's gradient is one.
+            # No gradient is a view of it now.
             self._sums[0].give_back([self._in_use])
         table = self._compute(shards, how)
         how.timer.name_phase("communication")
@@ -407,7 +407,7 @@ class Reproducible(Strategy):
             for replica, leaf in enumerate(leaves):
                 if leaf is None:  # this replica has fewer shards than others
                     continue
-                # A shard without samples takes its place in the tree, too.
+                # A shard without samples is also a leaf of the tree.
                 gradients: list[Tensor | None] = [None] * len(self._parameters)
                 if replica in results:
                     parts[leaf], of_all = results[replica]
@@ -415,8 +415,8 @@ class Reproducible(Strategy):
                 for index, gradient in enumerate(gradients):
                     if gradient is not None and gradient.layout is not torch.strided:
                         raise ConfigurationError(
-                            f"The gradient of {self._names[index]} is sparse, which reproducible does not sum.\n"
-                            "Make the embedding with sparse=False, and use an optimizer for dense gradients."
+                            f"The gradient of {self._names[index]} is sparse, which reproducible does not support.\n"
+                            "Create the embedding with sparse=False, and use an optimizer for dense gradients."
                         )
                     used[index] = used[index] or gradient is not None
                 self._sums[replica].push(leaf, gradients)
@@ -425,10 +425,10 @@ class Reproducible(Strategy):
         return Table(_rows(sizes, parts, self._tree.num_leaves, self._devices[0]), used, self._buffers.changed())
 
     def _compute_round(self, shards: Mapping[int, Shard], how: Pass) -> dict[int, ShardResult]:
-        """Run forward and backward of at most one shard a replica, all at the same time where that is safe.
+        """Run forward and backward of at most one shard per replica, all at the same time if that is safe.
 
-        Shards and results are by the number of the replica. ``param.grad`` of the model is None afterwards, and its
-        buffers are those that the step started with.
+        Shards and results are by the number of the replica. Afterwards ``param.grad`` of the model is None, and its
+        buffers are those of the start of the step.
         """
         if self._engine is None:
             return {0: self._compute_on_model(shards[0], how)}
@@ -438,7 +438,7 @@ class Reproducible(Strategy):
         for current in rounds:
             found = self._differentiate(self._engine, current, how)
             if before is not None and _shared_state() != before:
-                # That a shared generator was drawn from shows only now, so these shards are computed again.
+                # The use of a shared generator is only known now, so these shards are computed again.
                 self._take_turns = True
                 self._buffers.restore()
                 return self._compute_round(shards, how)
@@ -481,12 +481,12 @@ class Reproducible(Strategy):
             how.seed(shard.leaf, self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
         how.timer.name_phase("replicas")
-        found = engine.gradients(loss, items, [1.0] * len(items))  # the same roundings as in one replica
+        found = engine.gradients(loss, items, [1.0] * len(items))  # the same rounding as in one replica
         how.timer.lap("backward")
         return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
 
     def _sum_own(self) -> trees.GradientRow:
-        """Return the sum over this process's shards alone: enough to see where a NaN came from, in no fixed order."""
+        """Return the sum over this process's shards, in no fixed order: sufficient to find the origin of a NaN."""
         (_, total), *others = [(sums, row) for sums in self._sums for row in sums.take().values()]
         for sums, row in others:
             for mine, flat in zip(total.flats, row.flats, strict=True):
@@ -501,17 +501,17 @@ class Reproducible(Strategy):
 
 
 def refuse_reproducible(name: StrategyName) -> None:
-    """Raise a ConfigurationError if strategy ``name`` cannot train to the same bits on any number of devices."""
+    """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
     if name in ("single", "dp", "ddp"):
         return
-    why = "it works on slices, which end anywhere"
+    why = "it divides gradients into slices that depend on the number of ranks"
     if name.startswith("torch-"):
-        why = "torch's engine sums in an order of its own"
+        why = "torch's engine sums in a different order"
     elif name in ("local-sgd", "diloco"):
-        why = "what its ranks learn by themselves depends on how many there are"
+        why = "its ranks train independently, so the result depends on their number"
     instead = "dp" if "dp" in (name.removeprefix("torch-"), name.removesuffix("-zero1")) else "ddp"
     raise ConfigurationError(
-        f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or leave reproducible out."
+        f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or omit reproducible."
     )
 
 

@@ -1,7 +1,7 @@
-"""Who computes: one device, several in this process, or one in each process; ours and torch's.
+"""Strategies: one device, several devices in this process, or one device in each process; with our engines or torch's.
 
-A strategy runs forward and backward of a micro-batch and leaves in ``param.grad`` of the bare model the sum over all
-devices of ``grad(value * weight) * scale``. Everything else in the training step is the same for all of them.
+A strategy runs forward and backward of a micro-batch. Then ``param.grad`` of the model without wrappers is the sum over
+all devices of ``grad(value * weight) * scale``. Everything else in the training step is the same for all strategies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_opti
 from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import Gradients, LossModule, Objective, ParameterGradients, Part, ShardedGradients
+from lockstep.train.step import GradientList, Gradients, LossModule, Objective, Part
 from lockstep.train.timing import StepTimer
 
 if TYPE_CHECKING:  # imported by whoever uses it
@@ -45,9 +45,10 @@ class Pass:
         scale: Factor on the gradient of ``value * weight``.
         sync: Whether gradients are summed over the ranks at the end of backward.
         timer: Gets a lap for forward and one for backward.
-        after_forward: Called with the losses, if there are any, between the two; or after both where they are one.
-        seed: Gives the generators of this process and of a device the random numbers of a share.
-        all_have_samples: Whether every share has samples in it; the same on every rank, each of which calls it or none.
+        after_forward: Called with the losses after forward; after backward where both are one operation.
+        seed: Seeds the generators of this process and of a device for a share.
+        all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
+            none.
     """
 
     scale: float
@@ -59,36 +60,36 @@ class Pass:
 
 
 class Strategy(ABC):
-    """Runs micro-batches. Abstract; `Trainer` makes the one asked for."""
+    """Runs micro-batches. Abstract; `Trainer` creates the strategy by its name."""
 
-    # The ranks that take part, or None if it is only this process.
+    # The ranks that take part; None: only this process.
     group: Group | None = None
 
-    # Seconds of the last micro-batch in which devices only exchanged data, where the engine measures it itself.
+    # Seconds of the last micro-batch in which devices only exchanged data, if the engine measures it.
     exposed_s: float | None = None
 
-    # Whether the losses it reports are those of all ranks already.
+    # Whether the losses it reports are already summed over all ranks.
     sums_losses = False
 
-    # What backward leaves behind; None: the same gradients on every rank, read parameter by parameter.
+    # The gradients after backward; None: ``param.grad``, the same on every rank.
     gradients: Gradients | None = None
 
-    # How the ranks keep them alike.
+    # How the ranks keep buffers equal.
     buffers: Buffers = "same"
 
-    # Returns whether this rank's part of the last gradient was not finite, where that is looked at; blocks.
+    # Returns whether this rank's part of the last gradient was not finite, if that is monitored; blocks.
     part_was_bad: Callable[[], bool] | None = None
 
-    # The engine, if it compresses gradients: what it has not sent yet is a part of the state.
+    # The engine, if it compresses gradients: its residuals are a part of the state.
     compressed: DistributedDataParallel | None = None
 
-    # How many replicas a global batch is divided over whose gradients are not summed: each divides by its own count.
+    # Number of replicas whose gradients are not summed: each divides by the count of its own share of a global batch.
     num_replicas = 1
 
-    # What rank zero prints of it when a run begins.
+    # A line for rank zero to print when a run begins.
     note: str | None = None
 
-    # Whether a micro-batch can be computed again without exchanging gradients, to see where a NaN came from.
+    # Whether a micro-batch can be computed again without exchanging gradients, to find the origin of a NaN.
     can_replay = True
 
     @property
@@ -97,25 +98,25 @@ class Strategy(ABC):
         return self.group
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
-        """Return what is to step the parameters in the place of ``optimizer``, which has not made a step yet.
+        """Return the optimizer to use instead of ``optimizer``, which has not made a step yet.
 
         Collective if there is a group: every rank, before the first micro-batch.
         """
         return optimizer
 
     def whole(self, model: nn.Module) -> nn.Module:
-        """Return the bare ``model`` with all parameters as the last step left them; a copy if ranks have parts of it.
+        """Return ``model``, without wrappers, with all parameters after the last step; a copy if it is sharded.
 
-        Collective if they have: every rank. Blocks.
+        Collective if it is sharded: every rank. Blocks.
         """
         return model
 
     def weights(self, model: nn.Module) -> nn.Module:
-        """Return the bare ``model`` as `whole` does, but where ranks have parts of it, with these parts."""
+        """Return ``model`` as `whole` does, but a sharded model with the shards of this rank."""
         return self.whole(model)
 
     def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        """Have the reductions of buckets timed from now on; return whether there are any that can be."""
+        """Time the reductions of buckets from now on; return whether the engine supports it."""
         return False
 
     def agrees(self, step: int) -> bool:
@@ -123,25 +124,25 @@ class Strategy(ABC):
         return True
 
     def end_step(self, step: int) -> bool:
-        """Do what is to be done after the update of step ``step``; return whether there was anything.
+        """Finish step ``step`` after the update; return whether there was anything to do.
 
         Collective if the ranks agree in this step: every rank.
         """
         return False
 
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
-        """Return what this rank holds that all ranks of the group should."""
+        """Return the state that should be equal on all ranks of the group."""
         return replica_of(model, optimizer, buffers=self.buffers)
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the state of this rank's model and optimizer, or instead of it.
+        """Return entries of a checkpoint that add to the state of model and optimizer, or replace it.
 
         Collective if there is a group: every rank.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:  # noqa: B027 - most need nothing
-        """Go on from ``state`` of any strategy, after model and optimizer."""
+        """Continue from ``state`` of any strategy, after model and optimizer were loaded."""
 
     @abstractmethod
     def run(self, micro: MicroBatch, how: Pass) -> None:
@@ -152,14 +153,14 @@ class Strategy(ABC):
 
 
 def scaled(part: Part, scale: float) -> Tensor:
-    """Return what to differentiate for the gradient of ``value * weight * scale``."""
+    """Return ``value * weight * scale``, at least in float32."""
     factor = part.weight * scale
     value = part.value if part.value.dtype in (torch.float32, torch.float64) else part.value.float()
     return value if factor == 1.0 else value * factor
 
 
 class Single(Strategy):
-    """One device computes all; ``model`` may also be torch's DataParallel around the bare one."""
+    """One device computes everything; ``model`` may also be torch's DataParallel."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         self._model, self._objective = model, objective
@@ -175,7 +176,7 @@ class Single(Strategy):
 
 
 class Replicated(Strategy):
-    """Our `DataParallel`: a thread for each device, the loss computed inside it."""
+    """Our `DataParallel`: one thread per device, which also computes the loss."""
 
     def __init__(self, model: nn.Module, objective: Objective, devices: Sequence[torch.device]) -> None:
         from lockstep.parallel.dp.wrapper import DataParallel
@@ -189,7 +190,7 @@ class Replicated(Strategy):
         if not micro.batches:
             return
         places = list(range(len(micro.batches)))
-        if micro.numbers != places:  # a share in the middle has no samples; the engine fills replicas from the first
+        if micro.numbers != places:  # a share has no samples, but the engine uses the first replicas
             micro = to_device(micro._replace(numbers=places), self._places)
         parts: list[Part | None] = [None] * len(micro.batches)
         forward_ends: list[Mark] = []
@@ -214,12 +215,12 @@ class Distributed(Strategy):
     """One process for each device; ``wrap`` is our `DistributedDataParallel` or torch's.
 
     Args:
-        model: The bare model.
+        model: The model without wrappers.
         objective: Its loss.
         group: The ranks.
-        device: Of this rank.
-        wrap: Makes the engine.
-        overlap_optimizer: Whether parameters are stepped in backward, as soon as their bucket is reduced.
+        device: Device of this rank.
+        wrap: Creates the engine.
+        overlap_optimizer: Whether parameters are updated in backward, as soon as their bucket is reduced.
         shards_optimizer: Whether each rank updates its part of the parameters (ZeRO-1).
     """
 
@@ -243,17 +244,16 @@ class Distributed(Strategy):
         self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=group)
         self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
-        self.gradients: Gradients = ParameterGradients(model)
         if self._ours is not None:
             self.gradients = self._ours.flat_gradients
             if not shards_optimizer:
-                self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is there
-        # A step that has changed the parameters cannot be computed again to see where a NaN came from, so this rank's
-        # part is looked at while it is there. So it is on a device, where a step may be checked too late for that.
-        if self._ours is not None and (overlap_optimizer or device.type != "cpu"):
-            self.part_was_bad = self._ours.monitor_local_gradients()
-        if self._ours is not None and self._ours.compression is not None:
-            self.compressed = self._ours
+                self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is reduced
+            # A step cannot be computed again, to find the origin of a NaN, after the parameters have changed: with an
+            # optimizer in backward, and on a device, where gradients are checked later. So each rank checks its part.
+            if overlap_optimizer or device.type != "cpu":
+                self.part_was_bad = self._ours.monitor_local_gradients()
+            if self._ours.compression is not None:
+                self.compressed = self._ours
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     @override
@@ -264,15 +264,15 @@ class Distributed(Strategy):
         if self._shards_optimizer:
             assert self.group is not None
             optimizer = self._sharded = shard_optimizer(optimizer, group=self.group)
-            # In shared memory a copy keeps a core busy, so there is nothing that it could run beside.
+            # In shared memory a copy occupies a core, so overlapping it gains nothing.
             self._sharded.overlaps = reduces_on_its_own(self.group, self._device)
             like = self._sharded.param_groups[0]["params"][0]
-            self.gradients = ShardedGradients(self._sharded.local_gradients, like, self.group)
+            self.gradients = GradientList(self._sharded.local_gradients, like, self.group)
         return optimizer
 
     @override
     def whole(self, model: nn.Module) -> nn.Module:
-        """Return the model. Blocks until its parameters are there."""
+        """Return the model. Blocks until its parameters are gathered."""
         if self._sharded is not None:
             self._sharded.wait()
         return model
@@ -307,39 +307,39 @@ class Distributed(Strategy):
         """Return a context in which ranks without samples take part in the synchronised layers of the others.
 
         Raises:
-            ConfigurationError: On every rank: torch's engine is not able to do so.
+            ConfigurationError: On every rank: torch's engine does not support this.
         """
         if self._ours is None:
             raise ConfigurationError(
-                "A batch leaves ranks without samples, for which the model's SyncBatchNorm layers would wait for ever."
-                "\nUse strategy ddp, or leave the last batch of an epoch out (drop_last=True in the task)."
+                "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait forever.\n"
+                "Use strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
             )
         return self._ours.some_without_batch(has_batch=num_samples > 0)
 
 
 def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> BatchSplit:
-    """Return how strategy ``name`` divides a global batch, and what of it falls to this process.
+    """Return how strategy ``name`` divides a global batch, and the shares of this process.
 
     Raises:
-        ConfigurationError: It divides a batch evenly whatever ``settings.shares`` are.
+        ConfigurationError: ``settings.shares`` is given, but the strategy can only divide a batch evenly.
     """
     accumulate, shares = settings.accumulate, settings.shares
     if name in PER_PROCESS:
         return BatchSplit(world.world_size, range(world.rank, world.rank + 1), accumulate, shares)
     if name == "torch-dp" and shares is not None:
         raise ConfigurationError(
-            "Strategy torch-dp cannot follow shares: torch.nn.DataParallel divides a batch evenly.\n"
-            "Use strategy dp, or leave shares out."
+            "Strategy torch-dp does not support shares: torch.nn.DataParallel divides a batch evenly.\n"
+            "Use strategy dp, or omit shares."
         )
     num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
     return BatchSplit(num_shares, range(num_shares), accumulate, shares)
 
 
 def check_engine(name: StrategyName, settings: Settings) -> None:
-    """Refuse settings of one strategy with another.
+    """Refuse settings that belong to another strategy.
 
     Raises:
-        ConfigurationError: Names the setting.
+        ConfigurationError: There is one; names it.
     """
     owners: dict[str, tuple[StrategyName, ...]] = dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), ("ddp",))
     owners["compression"] = ("ddp", "local-sgd", "diloco")
@@ -348,5 +348,5 @@ def check_engine(name: StrategyName, settings: Settings) -> None:
     for setting, allowed in owners.items():
         if name not in allowed and getattr(settings, setting) not in (None, False):
             raise ConfigurationError(
-                f"{setting} is for strategy {', '.join(allowed)}, but the strategy is {name}.\nLeave {setting} out."
+                f"{setting} is for strategy {', '.join(allowed)}, but the strategy is {name}.\nOmit {setting}."
             )

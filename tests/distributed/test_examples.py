@@ -1,0 +1,73 @@
+"""The examples that use other libraries, and the one with a memory-mapped file, run as their first lines say."""
+
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from tests.distributed import commands
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    """A folder of its own, no GPU, nothing from the Hub; what the command changes in this process is put back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
+
+
+def test_workers_do_not_change_what_is_learnt_from_a_mapped_file(tmp_path, monkeypatch, capfd):
+    file, script = tmp_path / "images.npy", str(EXAMPLES / "mapped_images.py")
+    monkeypatch.setenv("MAPPED_IMAGES", str(file))
+    assert main(["train", script]) == 2
+    assert f"{file} does not exist.\n" in capfd.readouterr().err
+    monkeypatch.setattr(sys, "argv", [script, "--images", "200"])
+    sys.path.insert(0, str(EXAMPLES))
+    made = runpy.run_path(script, run_name="__main__")
+    assert file.stat().st_size // 200 == made["RECORD"].itemsize == 3 * 64 * 64 + 8
+    assert set(made["mapped"](file)["label"]) == set(range(5))
+    ends, train = [], ["train", script, "--strategy", "single", "--steps", "2", "--global-batch-size", "16"]
+    for workers in ("0", "2"):
+        assert main([*train, "--workers", workers]) == 0
+        out = capfd.readouterr().out
+        ends.append(re.findall(r"(?:evaluation: |last )loss [\d.]+", out))
+    assert ends[0] == ends[1] and len(ends[0]) == 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_an_adapter_has_the_same_bits_from_one_and_two_ranks_and_loads_again(monkeypatch):
+    pytest.importorskip("peft")
+    how = ["--precision", "bf16", "--clip", "1", "--reproducible", "4", "--steps", "3"]
+    for folder in ("1", "2"):
+        monkeypatch.setenv("ADAPTER", folder)
+        done = commands.lockstep("train", str(EXAMPLES / "finetune.py"), "--devices", folder, *how, timeout=280)
+        assert done.code == 0, done.err
+        evaluated = float(re.search(r"evaluation: loss ([\d.]+)", done.out)[1])
+        loaded = float(re.search(r"loaded again: perplexity ([\d.]+)", done.out)[1])
+        assert loaded == pytest.approx(math.exp(evaluated), rel=0.02), "bf16 against float32"
+    for file in ("adapter_model.safetensors", "tokenizer.json"):
+        assert Path("1", file).read_bytes() == Path("2", file).read_bytes()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
+def test_a_library_trains_alike_on_our_engine(library):
+    pytest.importorskip(library)
+    script = EXAMPLES / f"with_{library.replace('transformers', 'trainer')}.py"
+    losses = {}
+    for flag in ([], ["--adopt"]):
+        done = commands.lockstep("run", "--devices", "2", *flag, str(script), timeout=280)
+        assert done.code == 0, done.err
+        engine, loss = re.search(r"engine ([\w.]+), \w+ loss (\d\.\d{6})", done.out).groups()
+        losses[engine] = loss
+    assert set(losses) == {"torch.nn.parallel.distributed", "lockstep.parallel.ddp.wrapper"}
+    assert len(set(losses.values())) == 1
