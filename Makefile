@@ -39,9 +39,15 @@ $(DEVELOPED): $(INSTALLED)
 demo: $(INSTALLED)  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
+PYTEST = $(BIN)/python -m pytest --ignore tests/contract --durations 10
+
+# The tests that fail run once more, alone: what only failed as others had the cores passes then, and is reported.
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
 	@$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --ignore tests/contract
+	@rm -f .pytest_cache/v/cache/lastfailed
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
+		|| { [ $$? = 1 ] && echo "Those that failed run again, alone." \
+		&& $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 5; }
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'

@@ -466,6 +466,11 @@ ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).",
     ),
     (
+        ("could not create a primitive descriptor for the LSTM",),
+        "torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.",
+        "Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False).",
+    ),
+    (
         ("Expected to have finished reduction in the prior iteration",),
         "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.",
         "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.",
