@@ -43,7 +43,9 @@ PYTEST = $(BIN)/python -m pytest --ignore tests/contract --durations 10
 
 # The tests that fail run once more, alone: what only failed as others had the cores passes then, and is reported.
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
-	@$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'
+	@# While the simulated device is compiled, the other core compiles what the tests import: else each worker would.
+	@[ -d tests/__pycache__ ] || $(PYTEST) --collect-only -qq >/dev/null & \
+		$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'; built=$$?; wait; exit $$built
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
 		|| { [ $$? = 1 ] && echo "Those that failed run again, alone." \

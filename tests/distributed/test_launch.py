@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -184,13 +183,13 @@ def test_ctrl_c_while_ranks_are_being_started_leaves_none(monkeypatch, tmp_path)
                 time.sleep(0.02)
             signal.raise_signal(signal.SIGINT)
         start(self, *args, **kwargs)
-        started.append(self.proc.pid)
+        started.append(self.proc)
 
     monkeypatch.setattr(SubprocessHandler, "__init__", start_one)
     with pytest.raises(KeyboardInterrupt):
         lockstep.launch(work, devices=2)
     deadline = time.monotonic() + 5
-    (pid,) = started
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    (process,) = started
+    while process.poll() is None:
         time.sleep(0.02)  # the reaper has been told to end it; else it sleeps for a minute
         assert time.monotonic() < deadline

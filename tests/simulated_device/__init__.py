@@ -54,6 +54,8 @@ def build() -> Path:
             from torch.utils import cpp_extension
 
             done.unlink(missing_ok=True)
+            # torch's own lock, for which it would wait forever if whoever had it was killed.
+            (folder / "lock").unlink(missing_ok=True)
             cpp_extension.load(
                 NAME,
                 [str(file) for file in SOURCES],
