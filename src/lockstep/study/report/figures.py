@@ -285,7 +285,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
     """Return the bytes per second that a machine sent while buckets were exchanged; None if unknown."""
     settings = run.settings
-    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression") or settings.get("wire"))
+    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression"))
     if ratio is None or machines < 2:
         return None  # with other compression, the bytes depend on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
