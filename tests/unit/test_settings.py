@@ -56,7 +56,6 @@ def test_each_field_declares_its_kind():
         "profile": ("bool", False),
         "profile_steps": ("numbers", True),
         "profile_dir": ("path", True),
-        "nvtx": ("bool", False),
         "view": ("choice", False),
         "quiet": ("bool", False),
         "price": ("text", True),

@@ -131,7 +131,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "view": "lines",
         "price": "2.50 EUR",
     }
-    names = ("quiet", "keep_best", "checkpoint_blocking", "profile", "nvtx")
+    names = ("quiet", "keep_best", "checkpoint_blocking", "profile")
     switches = dict.fromkeys(names, True)
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     args += [f"--{name.replace('_', '-')}" for name in names]

@@ -273,7 +273,6 @@ class FitSettings(Settings):
     profile_dir: FilePath | None = setting(
         None, "Folder for these traces; profile/ in the folder of the run if not given.", "DIR"
     )
-    nvtx: bool = setting(False, "Name the phases of every step as NVTX ranges, for NVIDIA's tools.")
     log_to: str | Sequence[str] | None = setting(
         None,
         "Comma-separated sinks for metrics: tensorboard:DIR, prometheus:[HOST:]PORT, "

@@ -107,7 +107,7 @@ class BucketStamps:
 
 @final
 class BucketRanges:
-    """Names buckets in the traces of torch.profiler and NVIDIA's tools, while somebody looks; see telemetry/ranges."""
+    """Names buckets in the traces of torch.profiler while this process is profiled; see telemetry/ranges.py."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
