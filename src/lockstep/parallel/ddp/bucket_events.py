@@ -10,14 +10,12 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing, mark_on
@@ -129,8 +127,8 @@ class PaceClock:
     """Measures what each step of this rank takes by phase, so that ranks can be compared; see telemetry/stragglers.py.
 
     A rank's own work of a step ends when backward is over and all its buckets are ready, which is before the last of
-    them is launched. The loader has what lies between two steps, without the optimizer. Nothing is measured unless
-    somebody asks, and then in some steps only.
+    them is launched. The loader has what lies between two steps, the optimizer too. Nothing is measured unless somebody
+    asks, and then in some steps only.
 
     Args:
         device: Where the model is.
@@ -157,11 +155,6 @@ class PaceClock:
         elif kind is Event.BACKWARD_END or (kind is Event.BACKWARD and len(step.moments) == 1):
             step.note(self._device)
 
-    def on_optimizer(self, *, is_over: bool) -> None:
-        """Take note that an optimizer of this process begins a step, or has ended it."""
-        if self._step is not None and not self._step.moments:
-            self._step.optimizer.append((is_over, mark_on(self._device)))
-
     def _close(self) -> None:
         if not self._publishes():
             return
@@ -181,10 +174,6 @@ class PaceClock:
         global _publisher
         if not activity.callbacks.wants_pace:
             return False
-        # Hooks of optimizers are global, and stay: so once a process, and never where nobody asks.
-        if _publisher is None:
-            register_optimizer_step_pre_hook(lambda *_: _note_optimizer(is_over=False))
-            register_optimizer_step_post_hook(lambda *_: _note_optimizer(is_over=True))
         if _publisher is None or _publisher() is None:
             _publisher = weakref.ref(self)
         return _publisher() is self
@@ -203,20 +192,13 @@ class PaceClock:
 _publisher: weakref.ref[PaceClock] | None = None
 
 
-def _note_optimizer(*, is_over: bool) -> None:
-    clock = None if _publisher is None else _publisher()
-    if clock is not None:
-        clock.on_optimizer(is_over=is_over)
-
-
 @dataclass
 class _Step:
-    """The moments of one step: the end of the one before; forward, backward, own work done, end; and optimizers."""
+    """The moments of one step: the end of the one before; forward, backward, own work done, end."""
 
     before: Mark
     moments: list[Mark] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
-    optimizer: list[tuple[bool, Mark]] = field(default_factory=list)
 
     def note(self, device: torch.device) -> None:
         """Add a moment, and what this rank had waited in other collectives by then."""
@@ -226,15 +208,12 @@ class _Step:
     def times(self) -> StepTimes:
         """Return what the step took, once all its moments have come."""
         forward, backward, ready, end = self.moments
-        # A step that raised has a beginning without an end.
-        spans = [(begin, end) for (over, begin), (ends, end) in pairwise(self.optimizer) if ends and not over]
-        optimizer_s = sum(seconds_between(*span) for span in spans)
         in_forward_s, in_backward_s = (self.waited_s[i + 1] - self.waited_s[i] for i in range(2))
         return StepTimes(
-            loader=seconds_between(self.before, forward) - optimizer_s,
+            loader=seconds_between(self.before, forward),
             forward=seconds_between(forward, backward) - in_forward_s,
             backward=seconds_between(backward, ready) - in_backward_s,
-            optimizer=optimizer_s,
+            optimizer=0.0,
             waits=seconds_between(ready, end) + in_forward_s + in_backward_s,
         )
 
