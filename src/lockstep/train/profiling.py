@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,9 +11,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import Event
 from lockstep.train.plan import PER_PROCESS
@@ -142,12 +143,9 @@ def _folder(settings: FitSettings, world: World) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            problem = f"Cannot write traces to {folder}: Permission denied."
-    except OSError as failure:
-        problem = f"Cannot write traces to {folder}: {failure.strerror}."
-    for rank, each in enumerate(all_gather_object(problem, group=world.group, device=world.device)):
-        if each is not None:
-            raise ConfigurationError(
-                f"Rank {rank}: {each}\nName another folder with profile_dir=DIR (--profile-dir DIR)."
-            )
+            raise PermissionError(errno.EACCES, "Permission denied")
+    except OSError as error:
+        advice = "Name another folder with profile_dir=DIR (--profile-dir DIR)."
+        problem = f"Cannot write traces to {folder}: {error.strerror}.\n{advice}"
+    check_arguments_agree("", problem, group=world.group, device=world.device)
     return folder
