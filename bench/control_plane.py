@@ -244,7 +244,6 @@ class _Machine:
             store=InterNodeStore(f"127.0.0.1:{self.port}", "job"),
             resources=Resources(),
             on_report=lambda *_: True,
-            on_slow=lambda _: None,
         )
 
     def heartbeat(self) -> None:

@@ -12,7 +12,6 @@ stream's device the current one, but not if the stream is that device's current 
 
 import functools
 import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,11 +136,6 @@ def is_capturing(device: torch.device) -> bool:
     with torch's class, some steps are run before the capture, on a side stream in which the wrapper was made.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def nvtx(device: torch.device) -> Any:
-    """Return the module that names ranges for NVIDIA's tools, or None for other devices."""
-    return torch.cuda.nvtx if device.type == "cuda" else None
 
 
 def nccl_version() -> str:

@@ -1,15 +1,13 @@
 """What this process is doing just now, for other threads to read; standard library only.
 
-Two things live here. `now` is written by whoever does the work: plain attributes, so that a write costs nothing and
-nobody waits for anybody; the heartbeat reads them from a thread of its own. `callbacks` is the other direction: who
-wants to be called, or wants something measured that is not worth measuring otherwise.
+`now` is written by whoever does the work: plain attributes, so that a write costs nothing and nobody waits for anybody;
+the heartbeat reads them from a thread of its own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import get_ident, main_thread
 from types import TracebackType
-from typing import Any
 
 
 @dataclass(slots=True)
@@ -24,7 +22,7 @@ class Activity:
         num_calls: Calls of communication that went through groups which do not count them themselves.
         waited_s: Seconds that this rank has spent in collectives that block it, since it began.
         failure: The exception that ended this rank's part in the job, although its process may go on.
-        pace: What the last steps took by phase, for the launcher to compare the ranks; see telemetry/stragglers.py.
+        on_failure: Called with the exception of `fail`: the launcher is to learn of it before the peers fail.
     """
 
     step_counter: memoryview | None = None
@@ -34,7 +32,7 @@ class Activity:
     num_calls: int = 0
     waited_s: float = 0.0
     failure: str | None = None
-    pace: dict[str, Any] | None = None
+    on_failure: Callable[[BaseException], None] | None = None
     _step: int | None = None
     _num_steps: int = 0
 
@@ -63,28 +61,12 @@ class Activity:
     def fail(self, error: BaseException) -> None:
         """Record an exception after which this rank takes part in nothing any more, and report it at once."""
         self.failure = one_line(error)
-        if callbacks.on_failure is not None:
-            callbacks.on_failure(error)
-
-
-@dataclass(slots=True)
-class Callbacks:
-    """Who wants to be called, and what is measured only on request.
-
-    Attributes:
-        on_failure: Called with the exception that ends this rank: the launcher is to learn of it before the peers fail.
-        wants_pace: Whether somebody reads `Activity.pace`.
-    """
-
-    on_failure: Callable[[BaseException], None] | None = None
-    wants_pace: bool = False
+        if self.on_failure is not None:
+            self.on_failure(error)
 
 
 # That of this process.
 now = Activity()
-
-# Those of this process.
-callbacks = Callbacks()
 
 _MAIN_THREAD = main_thread().ident
 

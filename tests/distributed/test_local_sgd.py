@@ -354,8 +354,8 @@ def errors_of(ranks, run, *args, num_ranks=2):
         (
             {"sync_every": 4},
             {"sync_every": 5},
-            "The ranks have different settings: rank 0 has sync_every=4, fragments=1, sync_delay=0, "
-            "compression=None, outer_lr=0.7, outer_momentum=0.9, rank 1 has sync_every=5, fragments=1, sync_delay=0, "
+            "The arguments differ between ranks: rank 0 has sync_every=4, fragments=1, sync_delay=0, "
+            "compression=None, outer_lr=0.7, outer_momentum=0.9; rank 1 has sync_every=5, fragments=1, sync_delay=0, "
             "compression=None, outer_lr=0.7, outer_momentum=0.9.\nGive the same arguments on every rank.",
         ),
     ],

@@ -61,6 +61,7 @@ COMMANDS = {
     ],
     "nan": ["rehearse", "both.py", "--inject", "nan:rank=1,step=4", "--inject", "nan:rank=1,step=8"],
     "hang": ["rehearse", "train.py", "--inject", "hang:rank=1,step=3,in=loader", "--watchdog", "2", "--", "x"],
+    "slow": ["rehearse", "train.py", "--inject", "straggler:rank=1,ms=40", "--", "same"],
     "network": [
         *("rehearse", "train.py", "--inject", "slowlink:mbit=1", "--inject", "drop:rank=1,seconds=1"),
         *("--inject", "oom:rank=0,step=99", "--", "same"),
@@ -151,6 +152,18 @@ def test_a_script_with_torchs_ddp_that_hangs(run):
     )
     assert message.startswith("rank 1 is in DataLoader.__next__ (train.py:7) for ")
     shutil.rmtree(re.search(r"/\S*lockstep-hang-\w+", hang.out).group())
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_rank_of_a_script_is_found_in_its_record(run):
+    slow, _ = run("slow")
+    ((injected, _, message, outcome),) = rows(slow.out)
+    assert (injected, outcome, slow.code) == (
+        "straggler:rank=1,ms=40 rank 1, step 1",
+        "reported, the run went on",
+        0,
+    )
+    assert re.match(r"rank 1 is slow: it loses \d+", message)
 
 
 @pytest.mark.timeout(300)

@@ -380,8 +380,8 @@ def test_ranks_that_differ_are_refused_on_all(ranks):
         ZeroRedundancyOptimizer(given, torch.optim.SGD, lr=0.1)
 
     text = (
-        "The optimizers differ between ranks: rank 0 has SGD, param groups of 2 parameters; rank 1 has SGD, param "
-        "groups of 1, 1 parameters.\nMake the optimizer on every rank with the same arguments."
+        "The arguments differ between ranks: rank 0 has SGD, param groups of 2 parameters; rank 1 has SGD, param "
+        "groups of 1, 1 parameters.\nGive the same arguments on every rank."
     )
     refused(ranks, groups, ConfigurationError, text)
 

@@ -64,7 +64,7 @@ def session(num_ranks=2, **changes):
         "task": "digits",
         "command": "lockstep train digits.py --devices 2",
         "working_directory": "/somewhere",
-        "settings": {"strategy": "ddp", "wire": None, "workers": 0, "accumulate": 1},
+        "settings": {"strategy": "ddp", "compression": None, "workers": 0, "accumulate": 1},
         "global_batch_size": 64,
         "gradient_bytes": 2**20,
         "workers": 0,

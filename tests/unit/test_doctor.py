@@ -70,7 +70,6 @@ SOUND = {
         (LO, ETH, DOCKER),
         gloo="eth0",
         environ={},
-        has_infiniband=False,
         host="node1",
         addresses=("10.0.0.1",),
         own_address="10.0.0.1",
@@ -83,11 +82,8 @@ SOUND = {
 }
 CPU_HEAVY = replace(SOUND["task"], weight_bytes=8 * GIB, trained_bytes=8 * GIB)
 GPU_PLAN = replace(ALONE, on_gpus=True)
+BUSY = replace(SOUND["machine"].gpus[1], used_bytes=30 * GIB)
 ONE_RANK = replace(ALONE, devices=1, workers=None)
-
-
-def one_gpu(**changed):
-    return {"gpus": (SOUND["machine"].gpus[0], replace(SOUND["machine"].gpus[1], **changed))}
 
 
 def second_rank(**changed):
@@ -97,8 +93,7 @@ def second_rank(**changed):
 FAULTS = [
     ("machine", {"num_usable": 0, "torch_cuda": None}, "gpu-unusable", SLOW, "it has no CUDA"),
     ("machine", {"num_usable": 2}, "gpus-too-few", HANG, "4 ranks on this machine, but torch finds 2 GPUs."),
-    ("machine", one_gpu(name="NVIDIA A100-40GB", memory_bytes=40 * GIB), "gpus-differ", SLOW, "GPU 1 NVIDIA A100-40GB"),
-    ("machine", one_gpu(used_bytes=30 * GIB), "gpu-busy", SLOW, "GPU 1 has 30.0 GiB of 80.0 GiB in use already."),
+    ("machine", {"gpus": (BUSY,)}, "gpu-busy", SLOW, "GPU 1 has 30.0 GiB of 80.0 GiB in use already."),
     (
         "network",
         {"environ": {"GLOO_SOCKET_IFNAME": "eno1"}, "gloo": "eno1"},
@@ -115,7 +110,6 @@ FAULTS = [
     ),
     ("network", {"gloo": "lo"}, "interface-local", HANG, "Gloo will use lo, which leads to this machine only"),
     ("network", {"gloo": "docker0"}, "interface-local", HANG, "a bridge to containers"),
-    ("network", {"interfaces": (LO, replace(ETH, speed_mbps=1000))}, "interface-slow", SLOW, "a speed of 1000 Mbit/s"),
     (
         "network",
         {"addresses": ("127.0.1.1",)},
@@ -253,12 +247,6 @@ def test_a_planted_fault_is_found(topic, changed, kind, severity, found):
     assert finding.cost.endswith(".")
     assert finding.fix.endswith(".")
     assert finding.paste
-
-
-def test_a_tiny_last_batch_matters_to_batchnorm_only():
-    tiny = replace(SOUND["task"], num_samples=64 * 3 + 5)
-    assert judge(tiny) == []
-    assert [finding.kind for finding in judge(replace(tiny, batchnorms=("n",)))][1:] == ["last-batch-tiny"]
 
 
 def test_every_check_is_documented_and_says_cost_and_fix():

@@ -102,7 +102,6 @@ GOOD = {
     "handles": "",
     "failure": "",
     "uses_gpu": False,
-    "pace": None,
     "devices": [],
     "num_bytes": 0,
 }
@@ -127,7 +126,7 @@ def watched(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PERIOD_S", 0.05)
     monkeypatch.setattr(module, "keep_stacks", lambda *_: str(tmp_path / "none"))
     options = {"is_strict": True, "num_nodes": 1, "store": None, "resources": Resources()}
-    dog = Watchdog(tmp_path, 1.0, **options, on_report=on_report, on_slow=print)
+    dog = Watchdog(tmp_path, 1.0, **options, on_report=on_report)
     return dog, reports, reported
 
 

@@ -73,7 +73,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     assert rarer.change.startswith("exchanging gradients once")
     apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_machines=2, device="cpu"))
     assert apart[0].change == "rounding gradients for the exchange (--compression bf16)"
-    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, wire=True))
+    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, is_compressed=True))
     assert [advice.keeps_run for advice in rounded] == [False]
 
 

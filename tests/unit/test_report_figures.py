@@ -59,6 +59,9 @@ def test_time_between_steps_is_other(tmp_path):
     found = figures(tmp_path, steps(interval_s=0.015))
     assert found.critical.other_s == pytest.approx(0.004)
     assert found.critical.total_s == pytest.approx(found.step_s)
+    quick, late = steps(interval_s=0.025, exposed_s=0.013), steps(interval_s=0.025, exposed_s=0.001)
+    slow = figures(tmp_path, quick, late).straggler
+    assert (slow.rank, slow.phase, slow.lost_s) == (1, "other", pytest.approx(0.012))
 
 
 def test_an_engine_that_does_not_tell_what_it_waits_for_has_no_such_parts(tmp_path):

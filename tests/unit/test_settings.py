@@ -27,7 +27,6 @@ def test_each_field_declares_its_kind():
         "shares": ("numbers", True),
         "reproducible": ("int", True),
         "compression": ("text", True),
-        "wire": ("choice", True),
         "bucket_cap_mb": ("float", True),
         "overlap_optimizer": ("bool", False),
         "sync_every": ("int", True),
@@ -57,7 +56,6 @@ def test_each_field_declares_its_kind():
         "profile": ("bool", False),
         "profile_steps": ("numbers", True),
         "profile_dir": ("path", True),
-        "nvtx": ("bool", False),
         "view": ("choice", False),
         "quiet": ("bool", False),
         "price": ("text", True),
@@ -89,8 +87,6 @@ def test_each_field_declares_its_kind():
             "compression='powersgd:0' needs a rank of at least 1.\n"
             "Give powersgd:4, or a higher rank for a smaller error.",
         ),
-        ({"compression": "int8", "wire": "bf16"}, "Both compression=int8 and wire=bf16 are given.\nOmit wire."),
-        ({"wire": "fp8"}, "wire='fp8' is not allowed.\nGive one of bf16, fp16."),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not allowed.\nGive a size in MiB above 0."),
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number."),
         (
@@ -112,7 +108,7 @@ def test_each_field_declares_its_kind():
             "Omit one of the two.",
         ),
         (
-            {"wire": "bf16", "reproducible": 4},
+            {"compression": "bf16", "reproducible": 4},
             "compression cannot be combined with reproducible: reproducible uses its own exchange of gradients.\n"
             "Omit one of the two.",
         ),

@@ -3,13 +3,12 @@
 import pytest
 
 from lockstep.telemetry.stragglers import (
-    PaceKeeper,
     StepTimes,
+    StragglerReporter,
     describe,
     ends_window,
     find_stragglers,
     is_looked_at,
-    note_of,
     pace_of,
 )
 
@@ -68,16 +67,12 @@ def test_which_steps_are_looked_at():
     assert [step for step in range(120) if ends_window(step)] == [11, 21, 49, 99]
 
 
-def test_the_launcher_says_it_once_when_all_ranks_have_told():
+def test_it_is_said_once_and_again_if_it_gets_worse():
     reported = []
-    keeper = PaceKeeper(reported.append)
-    for window, by_s in ((11, 0.05), (21, 0.06), (49, 0.2)):
-        keeper.take(0, note_of(window, pace()))
-        keeper.judge(2)
-        keeper.take(1, note_of(window, pace(slow="loader", by_s=by_s)))
-        keeper.judge(2)
+    reporter = StragglerReporter(reported.append)
+    for by_s in (0.05, 0.06, 0.2):
+        reporter.judge({0: pace(), 1: pace(slow="loader", by_s=by_s)})
     assert [text.partition(" in each")[0] for text in reported] == [
         "rank 1 is slow: it loses 50.0 ms",
         "rank 1 is slow: it loses 200 ms",
     ]
-    keeper.take(1, None)  # a rank without a pace

@@ -131,7 +131,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "view": "lines",
         "price": "2.50 EUR",
     }
-    names = ("quiet", "keep_best", "checkpoint_blocking", "profile", "nvtx")
+    names = ("quiet", "keep_best", "checkpoint_blocking", "profile")
     switches = dict.fromkeys(names, True)
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     args += [f"--{name.replace('_', '-')}" for name in names]
@@ -139,7 +139,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
     others += ["--workers", "2"]
     assert main(["train", "mine.py", *others]) == 0
-    assert main(["train", "mine.py", "--wire", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
+    assert main(["train", "mine.py", "--compression", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
     assert main(["train", "mine.py", "--compression", "powersgd:4"]) == 0
     local = {"strategy": "diloco", "sync_every": 6, "fragments": 2, "sync_delay": 1, "across": "machines"}
     local |= {"outer_lr": 0.5, "outer_momentum": 0.8}
@@ -152,7 +152,7 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         FitSettings(compression="powersgd:4"),
         FitSettings(**local),
     ]
-    rest = {"epochs", "resume", "reproducible", "threads", "compression", "wire", "bucket_cap_mb", "overlap_optimizer"}
+    rest = {"epochs", "resume", "reproducible", "threads", "compression", "bucket_cap_mb", "overlap_optimizer"}
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *local, *rest}
 
 

@@ -491,8 +491,10 @@ def rehearse(
     check_ranks(rules, devices)
     command = [sys.executable, "-m", "lockstep"]
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
-    command += ["train", file, *flags, *args] if runner.is_task(file) else ["run", *flags, file, *args]
+    is_task = runner.is_task(file)
+    command += ["train", file, *flags, *args] if is_task else ["run", *flags, file, *args]
+    records = not is_task and any(rule.kind == "straggler" for rule in rules)
     # A job of its own, not one of this process: what is broken may be the launcher.
-    rehearsal = runner.rehearse(command, rules, num_ranks=devices, shows=not quiet)
+    rehearsal = runner.rehearse(command, rules, num_ranks=devices, records=records, shows=not quiet)
     console().print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1

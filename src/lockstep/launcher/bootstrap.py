@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
     sys.argv = [target, *args]
-    activity.callbacks.on_failure = record_failure
+    activity.now.on_failure = record_failure
     runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
 
     def program() -> None:
@@ -120,7 +120,7 @@ def start_heartbeat(run_dir: str, watchdog_s: float) -> None:
         record_failure(error)
         heartbeat.write()  # peers are released at once, not at the next beat
 
-    activity.callbacks.on_failure = record
+    activity.now.on_failure = record
     heartbeat.start()
 
 

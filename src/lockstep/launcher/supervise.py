@@ -141,7 +141,6 @@ def supervise(
         store=store,
         resources=job.resources,
         on_report=on_report,
-        on_slow=log,
     )
     stop = GracefulShutdown(reaper, job)
     # torch makes handler and agent in one function that takes neither from outside.

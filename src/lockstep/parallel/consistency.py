@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.errors import ModelMismatch, ReplicasDiffer
+from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten
 
 # --- the same layout on every rank ------------------------------------------------------------------------------------
@@ -44,6 +44,33 @@ def check_models_agree(
     models = all_gather_different(mine, compared=layout, group=group, device=device)
     if len(models) > 1:
         raise ModelMismatch(_explain_mismatch(models))
+
+
+def check_arguments_agree(
+    arguments: str, problem: str | None = None, *, group: Group, device: torch.device | str = "cpu"
+) -> None:
+    """Make sure that all ranks have the same arguments, and that no rank has found a problem with them.
+
+    Collective: every rank. Blocks until complete.
+
+    Args:
+        arguments: In words, so that the same text is compared and reported.
+        problem: What is wrong on this rank, and what to do.
+        group: The ranks.
+        device: Where the bytes lie while they travel.
+
+    Raises:
+        ConfigurationError: On every rank: the first rank's problem or difference.
+    """
+    ranks = all_gather_object([problem, arguments], group=group, device=device)
+    for rank, (found, theirs) in enumerate(ranks):
+        if found is not None:
+            raise ConfigurationError(found if rank == 0 else f"Rank {rank}: {found}")
+        if theirs != ranks[0][1]:
+            raise ConfigurationError(
+                f"The arguments differ between ranks: rank 0 has {ranks[0][1]}; rank {rank} has {theirs}.\n"
+                "Give the same arguments on every rank."
+            )
 
 
 def _describe_layout(kind: str, name: str, tensor: Tensor) -> tuple[str, str, str]:

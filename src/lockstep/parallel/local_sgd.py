@@ -27,7 +27,6 @@ from torch.optim import SGD, Optimizer
 from lockstep.accelerator import check_float64
 from lockstep.comm.collectives import (
     Group,
-    all_gather_object,
     all_reduce,
     all_reduce_work,
     broadcast_coalesced,
@@ -40,7 +39,7 @@ from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
-from lockstep.parallel.consistency import check_models_agree
+from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import total, view_like
 
@@ -302,7 +301,7 @@ class PeriodicAveraging:
         arguments = f"{schedule}, compression={compression}"
         if isinstance(outer_optimizer, OuterSGD):
             problem, arguments = problem or outer_optimizer.problem, f"{arguments}, {outer_optimizer}"
-        self._refuse_on_all_ranks(problem, arguments)
+        check_arguments_agree(arguments, problem, group=self._group, device=self._device)
         check_models_agree(model.named_parameters(), model.named_buffers(), group=self._group, device=self._device)
         tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
         broadcast_coalesced(tensors, group=self._group, src=0)
@@ -331,18 +330,6 @@ class PeriodicAveraging:
         self._under_way: list[Exchange] = []
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._count_step)
         self._is_open = True
-
-    def _refuse_on_all_ranks(self, problem: str | None, arguments: str) -> None:
-        """Raise the first rank's problem on every rank, or that arguments differ. Collective: every rank. Blocks."""
-        ranks = all_gather_object([problem, arguments], group=self._group, device=self._device)
-        for rank, (found, theirs) in enumerate(ranks):
-            if found is not None:
-                raise ConfigurationError(found if rank == 0 else f"Rank {rank}: {found}")
-            if theirs != ranks[0][1]:
-                raise ConfigurationError(
-                    f"The ranks have different settings: rank 0 has {ranks[0][1]}, rank {rank} has {theirs}."
-                    "\nGive the same arguments on every rank."
-                )
 
     # --- steps ---
 

@@ -104,7 +104,6 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
-        activity.callbacks.wants_pace = True
         self.write()
         thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         thread.start()
@@ -147,7 +146,6 @@ class Heartbeat:
             "handles": _handled_exception(ident),
             "failure": now.failure or "",
             "uses_gpu": uses_gpu(),
-            "pace": now.pace,
             "devices": self._devices,
             "num_bytes": self._num_bytes,
         }

@@ -8,16 +8,15 @@ the additional wait of another rank is waiting for its *peers*. Clocks of differ
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median, median_low, quantiles
-from typing import Any
 
 from lockstep.telemetry.metrics import milliseconds
 
-PHASES = ("loader", "forward", "backward", "optimizer", "core")
+PHASES = ("loader", "forward", "backward", "optimizer", "core", "other")
 
 # Names of phases in messages, if they differ.
-PHASE_NAMES = {"loader": "loading data", "core": "waiting for a core"}
+PHASE_NAMES = {"loader": "loading data", "core": "waiting for a core", "other": "code between steps"}
 
 # A slow rank loses at least this share of a step ...
 _MIN_SHARE = 0.1
@@ -35,11 +34,12 @@ class StepTimes:
     optimizer: float
     waits: float
     core: float = 0.0
+    other: float = 0.0
 
     @property
     def own_s(self) -> float:
         """Seconds of its own work, including waiting for a core."""
-        return self.loader + self.forward + self.backward + self.optimizer + self.core
+        return float(sum(getattr(self, phase) for phase in PHASES))
 
 
 @dataclass(frozen=True)
@@ -148,30 +148,3 @@ class StragglerReporter:
             if straggler.phase != phase or straggler.lost_s > 2 * lost_s:
                 self._reported[straggler.rank] = straggler.phase, straggler.lost_s
                 self._report(describe(straggler))
-
-
-class PaceKeeper:
-    """In the launcher: compares the paces in the heartbeats of the ranks."""
-
-    def __init__(self, on_slow: Callable[[str], None]) -> None:
-        self._reporter = StragglerReporter(on_slow)
-        self._windows: dict[int, dict[int, Pace]] = {}
-        self._judged = -1
-
-    def take(self, rank: int, note: dict[str, Any] | None) -> None:
-        """Add the pace in the heartbeat of a rank, if there is one; see `note_of`."""
-        if note is not None and note["window"] > self._judged:
-            self._windows.setdefault(note["window"], {})[rank] = Pace(**note["pace"])
-
-    def judge(self, num_ranks: int) -> None:
-        """Report slow ranks of each window in which the paces of all ``num_ranks`` are known."""
-        for window in sorted(self._windows):
-            if len(self._windows[window]) >= num_ranks > 1:
-                self._reporter.judge(self._windows[window])
-                self._judged = window
-        self._windows = {window: paces for window, paces in self._windows.items() if window > self._judged}
-
-
-def note_of(window: int, pace: Pace) -> dict[str, Any]:
-    """Return a pace as JSON for a heartbeat; ``window`` is the number of its last step."""
-    return {"window": window, "pace": asdict(pace)}

@@ -29,7 +29,6 @@ from lockstep.telemetry import rank_state
 from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, read_heartbeat
 from lockstep.telemetry.rank_state import STOPPED, WAKES_UP, Liveness, RankState, operation, place, user_frame, where_of
 from lockstep.telemetry.resources import Resources
-from lockstep.telemetry.stragglers import PaceKeeper
 
 # --- whether the job hangs --------------------------------------------------------------------------------------------
 
@@ -417,7 +416,6 @@ class Watchdog:
         resources: Records the memory of the ranks.
         on_report: Called from the thread of the watchdog with each report, the verdict, and the processes by rank of
             this machine's ranks that keep the others waiting; returns whether to continue watching.
-        on_slow: Called with a sentence about a rank that is slow in every step.
     """
 
     def __init__(
@@ -430,13 +428,11 @@ class Watchdog:
         store: InterNodeStore | None,
         resources: Resources,
         on_report: Callable[[str, Verdict, dict[int, int]], bool],
-        on_slow: Callable[[str], None],
     ) -> None:
         self._run_dir, self._patience_s, self._is_strict = run_dir, patience_s, is_strict
         self._num_nodes = num_nodes
         self._shared = None if store is None else SharedJudgement(store, num_nodes, self._judgement)
         self._resources, self._on_report = resources, on_report
-        self._pace = PaceKeeper(on_slow)
         self._over = threading.Event()
         self._liveness: dict[int, Liveness] = {}
         self._failed_since_s: dict[int, float] = {}
@@ -549,8 +545,6 @@ class Watchdog:
             pids[rank] = pid
             self._resources.devices[rank] = heartbeat["devices"]
             found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
-            self._pace.take(rank, heartbeat["pace"])
-        self._pace.judge(len(pids))
         return found, pids
 
     def _state(self, rank: int, heartbeat: Mapping[str, Any], *, is_stopped: bool) -> RankState:

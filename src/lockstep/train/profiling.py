@@ -1,19 +1,19 @@
-"""Profiling of some steps with torch.profiler, one Chrome trace per rank; names of phases for NVIDIA's tools."""
+"""Profiling of some steps with torch.profiler, one Chrome trace per rank."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from lockstep.accelerator import nvtx
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import Event
 from lockstep.train.plan import PER_PROCESS
@@ -32,7 +32,7 @@ PauseFor = Callable[[Event, Callable[[], str]], None]
 def profiled(
     settings: FitSettings, world: World, steps: range, pause_for: PauseFor
 ) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
-    """Yield a function from the number of a step to its context: with profiler or names, as set in ``settings``.
+    """Yield a function from the number of a step to its context, which profiles the steps set in ``settings``.
 
     Collective: every rank, and each step as well.
 
@@ -43,36 +43,24 @@ def profiled(
         pause_for: Pauses the training for a function, and logs what it returns.
 
     Raises:
-        ConfigurationError: On every rank: a rank cannot write its traces; or ``nvtx`` is set without CUDA.
+        ConfigurationError: On every rank: a rank cannot write its traces.
     """
-    module = nvtx(world.device)
-    if settings.nvtx and module is None:
-        raise ConfigurationError(
-            f"NVTX ranges need NVIDIA GPUs, but this run is on {world.device.type.upper()}s.\n"
-            "Omit nvtx (--nvtx), or use profile (--profile)."
-        )
-    names = ranges.Ranges(nvtx=module)
-    # Phases and buckets are named only while this is set; otherwise it costs nothing.
-    ranges.now = names if settings.nvtx else None
+    if not settings.profile:
+        yield nullcontext
+        return
+    profiling = Profiling(settings, world, steps, pause_for)
     try:
-        if settings.profile:
-            with Profiling(settings, world, steps, pause_for, names) as profiling:
-                yield profiling.step
-        elif settings.nvtx:
-            yield lambda number: ranges.around(f"step {number}")
-        else:
-            yield nullcontext
+        yield profiling.step
+        profiling.finish()
     finally:
-        ranges.now = None
+        profiling.stop()
 
 
 class Profiling:
     """Runs some steps under torch.profiler. Collective: every rank creates one. For arguments see `profiled`."""
 
-    def __init__(
-        self, settings: FitSettings, world: World, steps: range, pause_for: PauseFor, names: ranges.Ranges
-    ) -> None:
-        self._settings, self._world, self._pause_for, self._names = settings, world, pause_for, names
+    def __init__(self, settings: FitSettings, world: World, steps: range, pause_for: PauseFor) -> None:
+        self._settings, self._world, self._pause_for = settings, world, pause_for
         self._folder = _folder(settings, world)
         # The last steps of a short run.
         first, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
@@ -80,9 +68,6 @@ class Profiling:
         self._first = steps.start - 1 + int(first)
         self._last = self._first + int(count) - 1
         self._profiler: profile | None = None
-
-    def __enter__(self) -> Profiling:
-        return self
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -95,14 +80,11 @@ class Profiling:
         if number == self._last:
             self._pause_for("profile", self._write)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Write a trace that the end of the run or an error interrupts; report if no step was profiled."""
-        if self._profiler is not None and kind is not None:
-            with suppress(Exception):  # which would hide the first error
-                self._write()
-        elif self._profiler is not None:
+    def finish(self) -> None:
+        """Write the trace at the end of the run, if it ends earlier; report if no step was profiled."""
+        if self._profiler is not None:
             self._pause_for("profile", self._write)
-        elif kind is None and self._number < self._first:
+        elif self._number < self._first:
             first, had = self._first - self._begin + 1, self._number - self._begin + 1
             text = f"no step was profiled: profiling begins at step {first} of this start, which had {had}"
             self._pause_for("remark", lambda: text)
@@ -123,16 +105,20 @@ class Profiling:
         # Preparing takes a different time on each rank: traces should not contain the wait for the slowest.
         self._world.barrier()
         profiler.start_trace()
-        self._profiler, ranges.now = profiler, self._names
+        self._profiler, ranges.now = profiler, True
+
+    def stop(self) -> None:
+        """Stop the profiler, if it is running. Blocks for the device."""
+        ranges.now = False
+        if self._profiler is not None:
+            self._profiler.stop_trace()
+            self._profiler = None
 
     def _write(self) -> str:
         """Stop the profiler and write its trace; return a text for the log. Blocks for the device."""
-        assert self._profiler is not None
-        # Our trace ends here, so names are only needed for NVIDIA's tools.
-        ranges.now = self._names if self._settings.nvtx else None
-        profiler, self._profiler = self._profiler, None
-        first, last = self._first, self._number
-        profiler.stop_trace()
+        profiler, first, last = self._profiler, self._first, self._number
+        assert profiler is not None
+        self.stop()
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         path = self._folder / f"rank-{self._world.rank}.steps-{first}-{last}.pt.trace.json"
         part = path.with_suffix(".part")
@@ -157,12 +143,9 @@ def _folder(settings: FitSettings, world: World) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            problem = f"Cannot write traces to {folder}: Permission denied."
-    except OSError as failure:
-        problem = f"Cannot write traces to {folder}: {failure.strerror}."
-    for rank, each in enumerate(all_gather_object(problem, group=world.group, device=world.device)):
-        if each is not None:
-            raise ConfigurationError(
-                f"Rank {rank}: {each}\nName another folder with profile_dir=DIR (--profile-dir DIR)."
-            )
+            raise PermissionError(errno.EACCES, "Permission denied")
+    except OSError as error:
+        advice = "Name another folder with profile_dir=DIR (--profile-dir DIR)."
+        problem = f"Cannot write traces to {folder}: {error.strerror}.\n{advice}"
+    check_arguments_agree("", problem, group=world.group, device=world.device)
     return folder

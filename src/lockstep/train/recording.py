@@ -14,7 +14,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep import activity
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
 from lockstep.comm.clocks import measure_clock_offsets
@@ -97,7 +96,6 @@ class RunRecord:
         self._is_over = self._has_ended = False
         self._num_taken = 0
         self._window: list[run_record.RecordedStep] = []  # steps whose times the ranks compare
-        self._launcher_asked = activity.callbacks.wants_pace
         if restarts:
             self.event("restart", f"start {restarts + 1} of this run")
         if first_step:
@@ -105,8 +103,6 @@ class RunRecord:
 
     def deliver(self, display: SnapshotSink | None, sinks: Iterable[SnapshotSink] = ()) -> None:
         """Start to measure, and to send snapshots to ``display`` and ``sinks`` if this is rank zero."""
-        # The launcher's comparison of ranks covers only our own engine and has no record. It is off until `close`.
-        activity.callbacks.wants_pace = False
         if self._world.is_rank_zero:
             shown = [*sinks] if display is None else [display, *sinks]
             self._aggregator.deliveries += [aggregator.SinkThread(each) for each in shown]
@@ -224,7 +220,6 @@ class RunRecord:
 
     def close(self) -> None:
         """Deliver the rest. Blocks, for some seconds at most, until the device has finished; not after an error."""
-        activity.callbacks.wants_pace = self._launcher_asked
         self._stop()
         self._aggregator.close()
 

@@ -156,7 +156,6 @@ Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
 BadSamplesRule = Literal["stop", "skip"]
 NanRule = Literal["raise", "skip"]
-Wire = Literal["bf16", "fp16"]
 ViewName = Literal["auto", "live", "lines", "none"]
 Across = Literal["ranks", "machines"]
 StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "local-sgd", "diloco", "torch-dp", "torch-ddp"]
@@ -204,7 +203,6 @@ class Settings:
         "Compression of gradients between ranks: bf16, fp16, int8, int4 or powersgd:RANK; for slow networks.",
         "METHOD",
     )
-    wire: Wire | None = setting(None, "Deprecated: use compression.")
     bucket_cap_mb: float | None = setting(None, "Size of a gradient bucket; default: 25, and 1 for the first.", "MIB")
     overlap_optimizer: bool = setting(False, "Update each bucket of parameters as soon as it is reduced.")
     sync_every: int | None = setting(
@@ -228,7 +226,10 @@ class Settings:
             each.check(getattr(self, each.name))
         if self.shares is not None:
             object.__setattr__(self, "shares", tuple(self.shares))  # immutable
-        self._check_compression()
+        if self.compression is not None:
+            from lockstep.parallel.compression import check_method
+
+            check_method(self.compression)
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip={self.clip} is not allowed.\nGive a number above 0, or omit it.")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
@@ -236,19 +237,6 @@ class Settings:
         for one, other, why in _CONFLICTS:
             if _is_given(self, one) and _is_given(self, other):
                 raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
-
-    def _check_compression(self) -> None:
-        if self.wire is not None:
-            if self.compression not in (None, self.wire):
-                raise ConfigurationError(
-                    f"Both compression={self.compression} and wire={self.wire} are given.\nOmit wire."
-                )
-            object.__setattr__(self, "compression", self.wire)
-            object.__setattr__(self, "wire", None)  # so that a copy can have another compression
-        if self.compression is not None:
-            from lockstep.parallel.compression import check_method
-
-            check_method(self.compression)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +273,6 @@ class FitSettings(Settings):
     profile_dir: FilePath | None = setting(
         None, "Folder for these traces; profile/ in the folder of the run if not given.", "DIR"
     )
-    nvtx: bool = setting(False, "Name the phases of every step as NVTX ranges, for NVIDIA's tools.")
     log_to: str | Sequence[str] | None = setting(
         None,
         "Comma-separated sinks for metrics: tensorboard:DIR, prometheus:[HOST:]PORT, "

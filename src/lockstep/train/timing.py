@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._range: ExitStack | None = None
+        self._range: AbstractContextManager[object] | None = None
         self.wall_s, self.began_at = time.time(), time.perf_counter()
         self.begin = self.end = mark_on(device)
         self.spans: list[tuple[str, Mark, Mark, float]] = []
@@ -65,7 +65,7 @@ class StepTimer:
         self._core_use = env.core_use()
         self._waited_s = activity.now.waited_s
         activity.now.phase = "loader"
-        if ranges.now is not None:
+        if ranges.now:
             self.name_phase("data_wait")
 
     def lap(self, phase: str, *, at: Mark | None = None) -> None:
@@ -78,7 +78,7 @@ class StepTimer:
         self.core_uses.append((before, self._core_use))
         follows = _NEXT.get(phase, "")
         activity.now.phase = "loader" if follows == "data_wait" else follows
-        if at is None and (ranges.now is not None or self._range is not None):
+        if at is None and (ranges.now or self._range is not None):
             # The next samples are requested right after a backward, and waited for when the next lap begins.
             asked_ahead = phase == "data_wait" and len(self.spans) > 1 and self.spans[-2][0] != "data_wait"
             self.name_phase("data_wait" if asked_ahead else follows)
@@ -91,8 +91,11 @@ class StepTimer:
     def name_phase(self, name: str) -> None:
         """End the profiler range of the previous phase and begin another; none if ``name`` is empty."""
         if self._range is not None:
-            self._range.close()
-        self._range = ranges.now.open(name) if name and ranges.now is not None else None
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if name and ranges.now:
+            self._range = ranges.around(name)
+            self._range.__enter__()
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ class Trainer:
         self._has_counts = metrics.has_counts
 
         # Agree. The sums contain the loss of the global batch, and the flags of the ranks.
-        if ranges.now is not None:
+        if ranges.now:
             timer.name_phase("communication")
         replicas = self.strategy.num_replicas
         sums = metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)

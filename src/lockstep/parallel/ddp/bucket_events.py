@@ -1,4 +1,4 @@
-"""Observers of a reducer's bucket events: times of buckets and steps, norms of gradients, an optimizer in backward."""
+"""Observers of a reducer's bucket events: times of buckets, norms of gradients, an optimizer in backward."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import ctypes
 import inspect
 import math
 import time
-import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import activity
-from lockstep.accelerator import is_capturing, mark_on
+from lockstep.accelerator import mark_on
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.reducer import Event, Reducer
 from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 from lockstep.telemetry import ranges
-from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction, seconds_between
-from lockstep.telemetry.stragglers import StepTimes, ends_window, is_looked_at, note_of, pace_of
+from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction
 
 
 @final
@@ -107,7 +102,7 @@ class BucketStamps:
 
 @final
 class BucketRanges:
-    """Names buckets in the traces of torch.profiler and NVIDIA's tools, while somebody looks; see telemetry/ranges."""
+    """Names buckets in the traces of torch.profiler while this process is profiled; see telemetry/ranges.py."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -122,121 +117,6 @@ class BucketRanges:
             self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position} wait"))
         elif kind in (Event.LAUNCHED, Event.WAIT_END):
             self._open.close()
-
-
-@final
-class PaceClock:
-    """Measures what each step of this rank takes by phase, so that ranks can be compared; see telemetry/stragglers.py.
-
-    A rank's own work of a step ends when backward is over and all its buckets are ready, which is before the last of
-    them is launched. The loader has what lies between two steps, without the optimizer. Nothing is measured unless
-    somebody asks, and then in some steps only.
-
-    Args:
-        device: Where the model is.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._number = 0
-        self._step: _Step | None = None  # the one that is measured, from the end of the one before
-        self._steps: list[_Step] = []
-
-    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
-        step = self._step
-        if kind is Event.CLOSED:
-            self._close()
-        elif step is None:
-            return
-        elif kind is Event.FORWARD:
-            if not step.moments and self._publishes():
-                step.note(self._device)
-            elif len(step.moments) > 1:
-                self._step = None  # its backward failed; with one moment this is another forward before a backward
-        elif kind is Event.BACKWARD_END or (kind is Event.BACKWARD and len(step.moments) == 1):
-            step.note(self._device)
-
-    def on_optimizer(self, *, is_over: bool) -> None:
-        """Take note that an optimizer of this process begins a step, or has ended it."""
-        if self._step is not None and not self._step.moments:
-            self._step.optimizer.append((is_over, mark_on(self._device)))
-
-    def _close(self) -> None:
-        if not self._publishes():
-            return
-        step, self._step = self._step, None
-        if step is not None:
-            step.note(self._device)
-            if len(step.moments) == 4:  # fewer where a backward reached no output of ours, more where one failed
-                self._steps.append(step)
-        if ends_window(self._number):
-            self._publish()
-        self._number += 1
-        if is_looked_at(self._number) and not is_capturing(self._device):
-            self._step = _Step(mark_on(self._device))
-
-    def _publishes(self) -> bool:
-        """Return whether the launcher asks for this rank's pace, and this is the first wrapper in it that trains."""
-        global _publisher
-        if not activity.callbacks.wants_pace:
-            return False
-        # Hooks of optimizers are global, and stay: so once a process, and never where nobody asks.
-        if _publisher is None:
-            register_optimizer_step_pre_hook(lambda *_: _note_optimizer(is_over=False))
-            register_optimizer_step_post_hook(lambda *_: _note_optimizer(is_over=True))
-        if _publisher is None or _publisher() is None:
-            _publisher = weakref.ref(self)
-        return _publisher() is self
-
-    def _publish(self) -> None:
-        """Write the pace of the steps that were measured. Blocks on a device until the last of them is over."""
-        steps, self._steps = self._steps, []
-        if len(steps) < 2:
-            return
-        last = steps[-1].moments[-1]  # recorded last, so the others are over, too
-        if isinstance(last, torch.Event):
-            last.synchronize()
-        activity.now.pace = note_of(self._number, pace_of([step.times() for step in steps]))
-
-
-_publisher: weakref.ref[PaceClock] | None = None
-
-
-def _note_optimizer(*, is_over: bool) -> None:
-    clock = None if _publisher is None else _publisher()
-    if clock is not None:
-        clock.on_optimizer(is_over=is_over)
-
-
-@dataclass
-class _Step:
-    """The moments of one step: the end of the one before; forward, backward, own work done, end; and optimizers."""
-
-    before: Mark
-    moments: list[Mark] = field(default_factory=list)
-    waited_s: list[float] = field(default_factory=list)
-    optimizer: list[tuple[bool, Mark]] = field(default_factory=list)
-
-    def note(self, device: torch.device) -> None:
-        """Add a moment, and what this rank had waited in other collectives by then."""
-        self.moments.append(mark_on(device))
-        self.waited_s.append(activity.now.waited_s)
-
-    def times(self) -> StepTimes:
-        """Return what the step took, once all its moments have come."""
-        forward, backward, ready, end = self.moments
-        # A step that raised has a beginning without an end.
-        spans = [(begin, end) for (over, begin), (ends, end) in pairwise(self.optimizer) if ends and not over]
-        optimizer_s = sum(seconds_between(*span) for span in spans)
-        in_forward_s, in_backward_s = (self.waited_s[i + 1] - self.waited_s[i] for i in range(2))
-        return StepTimes(
-            loader=seconds_between(self.before, forward) - optimizer_s,
-            forward=seconds_between(forward, backward) - in_forward_s,
-            backward=seconds_between(backward, ready) - in_backward_s,
-            optimizer=optimizer_s,
-            waits=seconds_between(ready, end) + in_forward_s + in_backward_s,
-        )
 
 
 # --- what works on the gradients of whole buckets ---------------------------------------------------------------------

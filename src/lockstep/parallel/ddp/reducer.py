@@ -43,8 +43,7 @@ _IDLE, _ARMED, _COLLECTING, _ = Phase
 class Event(Enum):
     """What observers of a step get, in this order; those with a bucket once for each bucket."""
 
-    FORWARD = "forward"  # a forward begins whose backward will be synchronised
-    BACKWARD = "backward"  # that backward has reached the model
+    BACKWARD = "backward"  # a backward that is synchronised has reached the model
     READY = "ready"  # bucket: all its gradients are there
     GATHERED = "gathered"  # bucket: it holds this rank's gradients, and is about to be launched
     LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when it is
@@ -228,7 +227,6 @@ class Reducer:
             self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
         if will_sync:
             self.num_forwards += 1
-            self._notify(Event.FORWARD)
 
     def begin_alone(self) -> bool:
         """Take note of a forward on the only rank; return False, and do nothing, if its gradients are watched."""

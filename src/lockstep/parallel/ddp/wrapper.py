@@ -14,7 +14,6 @@ from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep import activity
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, default_group
 from lockstep.comm.process import keep_freed_memory
@@ -247,7 +246,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         """Begin a training step that has nothing to exchange and nobody to tell; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
         is_plain = self._input_device is None and not self._model_sync.has_buffers and not self._join_config.enable
-        is_profiled = ranges.now is not None or torch.autograd._profiler_enabled()
+        is_profiled = ranges.now or torch.autograd._profiler_enabled()
         if not is_plain or is_profiled or not self.require_backward_grad_sync or not torch.is_grad_enabled():
             return False
         self._wrapped_parameters.check()
@@ -258,7 +257,9 @@ class DistributedDataParallel(Wrapper, Joinable):
         is_training = torch.is_grad_enabled()
         if is_training:
             self._wrapped_parameters.check()
-        self._add_asked_observers()
+        observers = self.reducer.observers
+        if ranges.now and not any(isinstance(each, bucket_events.BucketRanges) for each in observers):
+            observers.append(bucket_events.BucketRanges())
         # In this order, and the same in `DDPJoinHook`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_joining = self._join_config.enable
@@ -331,15 +332,6 @@ class DistributedDataParallel(Wrapper, Joinable):
                 f"gradients. If that is what you want, write `.module.{name}`."
             )
         return value
-
-    def _add_asked_observers(self) -> None:
-        """Let those observe the steps that somebody in this process has asked for since."""
-        observers = self.reducer.observers
-        if ranges.now is not None and not any(isinstance(each, bucket_events.BucketRanges) for each in observers):
-            observers.append(bucket_events.BucketRanges())
-        wants_pace = activity.callbacks.wants_pace and not self.reducer.is_alone  # nobody to compare it with
-        if wants_pace and not any(isinstance(each, bucket_events.PaceClock) for each in observers):
-            observers.append(bucket_events.PaceClock(self.device))
 
     # --- accumulation and weights -------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from lockstep.comm.collectives import (
 )
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.consistency import check_models_agree
+from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
@@ -440,14 +440,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             + ", shard_gradients" * self._shard_gradients
             + f", param groups of {', '.join(str(len(group['params'])) for group in self.param_groups)} parameters"
         )
-        # In words, so that the same text is compared and reported.
-        everybody: list[str] = collectives.all_gather_object(described, group=group, device=device)
-        for rank, theirs in enumerate(everybody):
-            if theirs != everybody[0]:
-                raise ConfigurationError(
-                    f"The optimizers differ between ranks: rank 0 has {everybody[0]}; rank {rank} has {theirs}.\n"
-                    "Make the optimizer on every rank with the same arguments."
-                )
+        check_arguments_agree(described, group=group, device=device)
 
     # --- Uneven inputs
 

@@ -133,8 +133,6 @@ def merge(reports: Sequence[Report], job: Job) -> Report:
     disproved = {"master-address", "hostname-loopback"}
     if not job.plan.on_gpus:
         disproved |= {"interface-local", "interface-missing"}
-    if job.link is not None:
-        disproved.add("interface-slow")
     seen = job.seen
     # A finding on several machines is shown once, with the names of all.
     places: dict[Finding, list[str]] = {}

@@ -22,7 +22,7 @@ import torch
 from lockstep import env
 from lockstep.comm.shm.communicator import library
 from lockstep.study.common import MIB
-from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time, listed
+from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time
 from lockstep.study.doctor.task import TaskFacts
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import free_and_total_bytes
@@ -264,24 +264,6 @@ def gpus_too_few(machine: Machine) -> Iterator[Problem]:
     if 0 < machine.num_usable < machine.plan.devices:
         ranks, usable = plural(machine.plan.devices, "rank"), plural(machine.num_usable, "GPU")
         yield Problem(f"{ranks} on this machine, but torch finds {usable}.")
-
-
-@check(Machine, SLOW)
-def gpus_differ(machine: Machine) -> Iterator[Problem]:
-    """The GPUs of the run differ in model or memory.
-
-    ``--shares`` gives each device a part of the batch that fits its speed; ``fit`` weighs the parts so that the
-    gradient stays exact.
-
-    Cost: Every step takes as long as on the slowest GPU, and the batch must fit the smallest.
-    Fix: Use equal GPUs only, or give the fast ones a larger part of the batch: --shares 2,1 in the order of the GPUs.
-    """
-    used = machine.gpus[: machine.plan.devices]
-    kinds = [(gpu.memory_bytes, gpu.name) for gpu in used]
-    if len(set(kinds)) > 1:
-        alike = ",".join(str(gpu.index) for gpu, kind in zip(used, kinds, strict=True) if kind == max(kinds))
-        described = [f"GPU {gpu.index} {gpu.name} with {format_bytes(gpu.memory_bytes)}" for gpu in used]
-        yield Problem(f"The GPUs differ: {listed(described)}.", paste=f"export CUDA_VISIBLE_DEVICES={alike}")
 
 
 @check(Machine, SLOW)

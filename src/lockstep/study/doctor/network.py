@@ -5,7 +5,6 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -14,7 +13,7 @@ from lockstep.accelerator import default_device, nccl_version
 from lockstep.comm.network import GLOO_INTERFACE, is_local, reachable_address
 from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
 from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time, listed
-from lockstep.study.links import Link, cable_bytes, format_rate, given_link
+from lockstep.study.links import Link, cable_bytes, format_rate
 from lockstep.telemetry import provenance
 
 _RESOLVE_S = 2.0
@@ -22,7 +21,6 @@ _RESOLVE_S = 2.0
 _ANYWHERE = "192.0.2.1"
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-_INFINIBAND = Path("/sys/class/infiniband")
 _SLOW_MBPS = 1000
 # The gradients of 100 million parameters as float32.
 _EXAMPLE_BYTES = 400_000_000
@@ -53,7 +51,6 @@ class Network:
         interfaces: Those that are up, in the system's order.
         gloo: Gloo's interface; empty if unknown.
         environ: The variables that name interfaces, if set.
-        has_infiniband: Whether a port of an InfiniBand or RoCE card is active.
         host: The name of this host, which Gloo and torchrun give to the other machines.
         addresses: The addresses of that name, in the resolver's order; empty if it has none.
         own_address: This machine's address for others; ``ADDRESS`` if it has none.
@@ -66,7 +63,6 @@ class Network:
     interfaces: tuple[Interface, ...]
     gloo: str
     environ: Mapping[str, str]
-    has_infiniband: bool
     host: str
     addresses: tuple[str, ...]
     own_address: str
@@ -144,12 +140,11 @@ def read_network(plan: Plan, environ: Mapping[str, str]) -> tuple[Network, list[
     gloo = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
     gloo = gloo or next((one.name for one in interfaces if own in one.addresses), "")
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
-    has_infiniband = any("ACTIVE" in state.read_text() for state in _INFINIBAND.glob("*/ports/*/state"))
     problem, missed = read_port(plan)
     with socket.create_server(("", 0)) as free:
         free_port = free.getsockname()[1]
     own = own or "ADDRESS"
-    network = Network(plan, interfaces, gloo, named, has_infiniband, host, addresses, own, master, problem, free_port)
+    network = Network(plan, interfaces, gloo, named, host, addresses, own, master, problem, free_port)
     return network, missed
 
 
@@ -226,31 +221,6 @@ def interface_local(facts: Network) -> Iterator[Problem]:
         yield Problem(f"{backend} will use {chosen.name}, {where}.")
     elif chosen.name.startswith(_VIRTUAL):
         yield Problem(f"{backend} will use {chosen.name}: by its name, a bridge to containers or a tunnel.")
-
-
-@check(Network, SLOW)
-def interface_slow(facts: Network) -> Iterator[Problem]:
-    """The interface runs at 1 Gbit/s or less.
-
-    The time is that of a ring between the machines: ``2 (n-1)/n`` times the bytes, divided by 90 % of the speed. It may
-    take longer: the card does not know the speed of the rest of the network. As the ranks of a job, doctor measures it.
-
-    Cost: Each step waits for the gradients of all machines.
-    Fix: Use a faster network, or follow the advice of `lockstep predict` for this one.
-    """
-    chosen, machines = facts.chosen, facts.plan.machines
-    if chosen is None or chosen.is_loopback or (facts.plan.on_gpus and facts.has_infiniband):
-        return
-    # Virtual machines often do not know the speed, and report 0.
-    if 0 < chosen.speed_mbps <= _SLOW_MBPS:
-        takes = _takes(given_link(f"{chosen.speed_mbps}Mb"), machines)
-        found = f"{chosen.name} reports a speed of {chosen.speed_mbps} Mbit/s: {takes}."
-        yield Problem(found, paste=f"lockstep predict TASK.py --machines {machines} --link {chosen.speed_mbps}Mb")
-
-
-def _takes(link: Link, machines: int) -> str:
-    seconds = cable_bytes(_EXAMPLE_BYTES, machines) / link.bytes_per_s
-    return f"averaging the gradients of 100 million parameters takes {seconds:.2g} s of each step"
 
 
 @check(Network, HANG)
@@ -359,15 +329,17 @@ def read_versions() -> dict[str, str]:
 def link_slow(job: Job) -> Iterator[Problem]:
     """As the ranks of a job on several machines without GPUs: all-reduces between them run at 1 Gbit/s or less.
 
-    Measured with messages of up to 64 MB for about three seconds, whatever speed the cards report: a switch, a cable or
-    a virtual network may be slower.
+    Measured with messages of up to 64 MB for about three seconds. The time is that of a ring between the machines:
+    ``2 (n-1)/n`` times the bytes, divided by the rate.
 
     Cost: Each step waits for the gradients of all machines.
     Fix: Use a faster network, or follow the advice of `lockstep predict` for this one.
     """
     if job.link is not None and job.link.bytes_per_s * 8 <= _SLOW_MBPS * 1e6:
         rate, machines = job.link.bytes_per_s, job.plan.machines
-        found = f"All-reduces between the machines run at {format_rate(rate)}: {_takes(job.link, machines)}."
+        seconds = cable_bytes(_EXAMPLE_BYTES, machines) / rate
+        takes = f"averaging the gradients of 100 million parameters takes {seconds:.2g} s of each step"
+        found = f"All-reduces between the machines run at {format_rate(rate)}: {takes}."
         yield Problem(found, paste=f"lockstep predict TASK.py --machines {machines} --link {rate / 1e6:.3g}MB/s")
 
 

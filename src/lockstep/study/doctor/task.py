@@ -197,18 +197,3 @@ def batchnorm_not_synchronised(facts: TaskFacts) -> Iterator[Problem]:
         own = f"the {plural(facts.share, 'sample')} of their own device, of {facts.global_batch_size}"
         severity = WRONG if facts.share < _FEW_FOR_STATISTICS else NOTE
         yield Problem(f"{layers} will normalise with {own}.", severity=severity)
-
-
-@check(TaskFacts, WRONG)
-def last_batch_tiny(facts: TaskFacts) -> Iterator[Problem]:
-    """The last batch of an epoch has fewer than two samples for each device, and the model has BatchNorm.
-
-    Without BatchNorm, ``fit`` trains on such a batch exactly.
-
-    Cost: BatchNorm on a single sample is an error, or its statistics mean nothing.
-    Fix: Leave that batch out.
-    Paste: drop_last=True,  # in lockstep.Task(...)
-    """
-    rest, devices = (facts.num_samples or 0) % facts.global_batch_size, facts.world_size
-    if facts.batchnorms and devices > 1 and 0 < rest < 2 * devices and not facts.drop_last:
-        yield Problem(f"The last batch of an epoch has {plural(rest, 'sample')} for {plural(devices, 'device')}.")

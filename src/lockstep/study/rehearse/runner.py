@@ -27,6 +27,9 @@ from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
+from lockstep.study.report.figures import find_figures
+from lockstep.study.report.run_reader import read_run
+from lockstep.telemetry.stragglers import describe
 
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -77,23 +80,32 @@ class Rehearsal:
         return all(finding.is_good for finding in self.findings)
 
 
-def rehearse(command: Sequence[str], rules: Sequence[Rule], *, num_ranks: int, shows: bool = True) -> Rehearsal:
+def rehearse(
+    command: Sequence[str], rules: Sequence[Rule], *, num_ranks: int, records: bool, shows: bool = True
+) -> Rehearsal:
     """Run ``command``, in whose ranks the faults strike, on the CPU, to its end.
 
     Args:
         command: Starts the job: ``lockstep run`` or ``lockstep train`` in a process of its own.
         rules: The faults.
         num_ranks: How many ranks the job has.
+        records: Whether to record the job, a script, and look for a slow rank in the record, as `fit` does by itself.
         shows: Whether what the job logs is passed on.
     """
     with Reaper() as reaper:  # clears its folder away, however this process ends
         # By environment, because the launcher passes nothing else on to the ranks.
         arguments = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
-        setup = json.dumps([["lockstep.study.rehearse.injection:activate", *arguments]])
-        environ = {**os.environ, RANK_SETUP: setup, **dict.fromkeys(_HIDES_GPUS, "")}
+        setups, record = [["lockstep.study.rehearse.injection:activate", *arguments]], reaper.run_dir / "record"
+        if records:
+            setups.append(["lockstep.observe.monitor:attach", str(record)])
+        environ = {**os.environ, RANK_SETUP: json.dumps(setups), **dict.fromkeys(_HIDES_GPUS, "")}
         began = time.monotonic()
         code, lines = _run(command, environ, shows=shows)
         seconds = time.monotonic() - began
+        with contextlib.suppress(ConfigurationError):  # nothing was recorded
+            figures = find_figures(read_run(record))
+            if figures is not None and figures.straggler is not None:
+                lines.append(Line(time.time_ns(), describe(figures.straggler)))
         struck = [fault_rules.read(reaper.run_dir, number) for number in range(len(rules))]
     # Where there is but one rank, nobody names it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules

@@ -29,7 +29,7 @@ class Facts:
         num_machines: Number of machines.
         network: The traffic between them; None for one machine, or if it was not recorded.
         gradient_bytes: Of all gradients together.
-        wire: Whether gradients are compressed.
+        is_compressed: Whether gradients are compressed.
         strategy: The strategy of the run.
         accumulate: Micro-batches per step.
         paused_share: By event (checkpoint or evaluation), the share of the run in which training paused.
@@ -45,7 +45,7 @@ class Facts:
     num_machines: int = 1
     network: Network | None = None
     gradient_bytes: int = 0
-    wire: bool = False
+    is_compressed: bool = False
     strategy: str = "ddp"
     accumulate: int = 1
     paused_share: Mapping[str, float] | None = None
@@ -246,7 +246,7 @@ def _pauses(facts: Facts) -> list[Advice]:
 
 def _rounding(facts: Facts) -> Advice | None:
     # Half the bytes take half the time, unless most of it is latency.
-    if facts.gradient_bytes < LARGE_BYTES or facts.wire or facts.strategy != "ddp":
+    if facts.gradient_bytes < LARGE_BYTES or facts.is_compressed or facts.strategy != "ddp":
         return None
     if facts.device == "cpu" and facts.num_machines == 1:
         return None  # in shared memory, rounding takes as long as adding
@@ -259,7 +259,7 @@ def _rounding(facts: Facts) -> Advice | None:
 
 def _quantizing(facts: Facts) -> Advice | None:
     change = "rounding gradients to 8 bits, with error feedback (--compression int8)"
-    return None if facts.wire else _over_network(facts, Method("int8", cost=Cost(0.25)), change)
+    return None if facts.is_compressed else _over_network(facts, Method("int8", cost=Cost(0.25)), change)
 
 
 def _local_steps(facts: Facts) -> Advice | None:
@@ -298,7 +298,7 @@ def find_facts(run: Recorded, device: str, figures: Figures, network: Network | 
         straggler=figures.straggler,
         workers=_whole(session.get("workers", settings.get("workers"))),
         gradient_bytes=_whole(session.get("gradient_bytes")) or 0,
-        wire=(settings.get("compression") or settings.get("wire")) is not None,
+        is_compressed=settings.get("compression") is not None,
         strategy=str(settings.get("strategy", "ddp")),
         accumulate=_whole(settings.get("accumulate")) or 1,
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},

@@ -86,7 +86,7 @@ class AlignedStep:
             wire_s=wire_s,
             peers_s=exposed_s - wire_s,
             optimizer_s=step.optimizer_s,
-            other_s=max(0.0, max(step.total_s, step.lasted_s) - step.own_s - exposed_s),  # between steps, too
+            other_s=_other_s(step, exposed_s),
             core_wait_s=step.core_wait_s,
         )
 
@@ -142,8 +142,13 @@ def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
 
 
 def _times(step: Step) -> StepTimes:
-    work = step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s
-    return StepTimes(*work, waits=step.exposed_s or 0.0, core=step.core_wait_s)
+    work, waits_s = (step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s), step.exposed_s or 0.0
+    return StepTimes(*work, waits=waits_s, core=step.core_wait_s, other=_other_s(step, waits_s))
+
+
+def _other_s(step: Step, exposed_s: float) -> float:
+    """Return the seconds of what no phase accounts for, in a step and until the next."""
+    return max(0.0, max(step.total_s, step.lasted_s) - step.own_s - exposed_s)
 
 
 # The figures.
@@ -285,7 +290,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
     """Return the bytes per second that a machine sent while buckets were exchanged; None if unknown."""
     settings = run.settings
-    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression") or settings.get("wire"))
+    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression"))
     if ratio is None or machines < 2:
         return None  # with other compression, the bytes depend on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)

@@ -73,8 +73,7 @@ def view_run(folder: Path) -> View:
 
 # Settings that change the results of training.
 _ALIKE = (
-    *("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares"),
-    *("compression", "wire"),
+    *("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"),
 )
 
 # A good share of linear scaling.
