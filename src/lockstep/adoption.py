@@ -1,4 +1,4 @@
-"""``adopt()``: put our classes where torch's names are, so that existing scripts run on them unchanged."""
+"""``adopt()``: replace torch's names by our classes, so that existing scripts run on them unchanged."""
 
 import sys
 from types import ModuleType
@@ -34,7 +34,7 @@ def adopt() -> None:
         id(torch.nn.SyncBatchNorm): SyncBatchNorm,
         id(torch.utils.data.DistributedSampler): DistributedSampler,
     }
-    # A copy of the list: to read an attribute of a module may import another.
+    # A copy of the list: reading an attribute of a module may import another module.
     for module_name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and _may_change(module_name):
             for name, value in list(vars(module).items()):
@@ -45,7 +45,7 @@ def adopt() -> None:
 def _may_change(module_name: str) -> bool:
     """Return whether names in a module are replaced.
 
-    torch's internal modules that are loaded already may rely on the internals of torch's class, and recognise ours by
-    isinstance where they must: our engine registers itself with torch's class. Those loaded later find ours.
+    torch's internal modules that are already loaded may rely on the internals of torch's class. They recognise ours by
+    isinstance, because our engine registers itself with torch's class. Modules loaded later get ours.
     """
     return module_name in _PUBLIC_HOMES or module_name.split(".")[0] not in ("torch", "lockstep")
