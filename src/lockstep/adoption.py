@@ -19,7 +19,7 @@ _PUBLIC_HOMES = {
 
 
 def adopt() -> None:
-    """Make torch's names for data-parallel training mean ours, in this process, for good.
+    """Make torch's names for data-parallel training refer to our classes, permanently in this process.
 
     Call it first thing in a script, or start the script with ``lockstep run --adopt``. Modules that have imported
     torch's classes by name already get ours too; objects and subclasses made before stay what they are. Libraries that

@@ -103,7 +103,7 @@ def allow_open_files(num_files: int, purpose: str) -> None:
 
 
 def set_keepalive() -> None:
-    """Have the kernel notice when a link to another machine is dead, for all connections of this process.
+    """Make the kernel detect dead links to other machines, for all connections of this process.
 
     A power failure or a cut cable closes no connection. A process that only receives would not notice: Gloo and torch's
     store do not enable keepalive probes. A link may be down for less than `LINK_TIMEOUT`: TCP sends the lost data
