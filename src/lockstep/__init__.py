@@ -60,15 +60,15 @@ _MODULES = {name: f"lockstep.{module}" for module, names in _HOMES.items() for n
 
 __all__ = sorted([*_MODULES, "errors"])
 
-# So that torch.distributed, once somebody imports it, knows the backend by its name.
+# So that torch.distributed, once imported, knows the backend by its name.
 register_when_needed()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    # What is imported stays. A full collection on the way would look through all of torch's objects for nothing, which
-    # takes longer than the import itself.
+    # Imported objects are not freed. A full garbage collection during the import would visit all of torch's objects for
+    # nothing, which takes longer than the import itself.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,13 +1,13 @@
-"""Work that a device does beside the host: its events, copies to the host, and what only CUDA has.
+"""Asynchronous work of a device: its events, copies to the host, and features that only CUDA has.
 
-``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` serve CUDA, ROCm, XPU and devices that plug in as
-PrivateUse1 alike, so the package uses these. On the CPU, whose ``device.type`` is tested where it matters, work is done
-when a call returns.
+``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` support CUDA, ROCm, XPU and PrivateUse1 devices in the same
+way, so the package uses these. On the CPU, work is done when a call returns; code checks ``device.type`` where this
+matters.
 
 [Note: streams and threads]
-A ``torch.Stream`` is a context manager that keeps what it replaced in the object itself. So threads that run at the
-same time must not enter one object: each asks ``torch.accelerator.current_stream`` for its own. Entering makes the
-stream's device the current one, but not if the stream is that device's current one already.
+A ``torch.Stream`` is a context manager that stores the stream it replaced in the object itself. So threads that run at
+the same time must not enter the same object: each gets its own from ``torch.accelerator.current_stream``. Entering
+makes the stream's device the current one, except if the stream is already that device's current stream.
 """
 
 import functools
@@ -42,7 +42,7 @@ def check_count(wanted: int) -> None:
 
 @functools.cache
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return in what to sum on ``device``: float64, or float32 where it has none, as Apple's and some of Intel's."""
+    """Return the dtype for sums on ``device``: float64, or float32 if it has no float64, as some GPUs."""
     try:
         torch.zeros((), dtype=torch.float64, device=device)
     except (RuntimeError, TypeError):
@@ -51,7 +51,7 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def check_float64(device: torch.device, name: str) -> None:
-    """Raise a ConfigurationError if ``device`` lacks float64, which what is called ``name`` needs."""
+    """Raise a ConfigurationError if ``device`` lacks float64, which the feature ``name`` needs."""
     if widest_dtype(device) is not torch.float64:
         raise ConfigurationError(
             f"{name} needs sums in float64, which {device} cannot compute.\nLeave it out, or use another device."
@@ -59,28 +59,28 @@ def check_float64(device: torch.device, name: str) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Block until a device has done all that it was given; return at once for the CPU."""
+    """Block until a device has done all queued work; return at once for the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Return an event that is over when the current stream of ``device`` gets here. Does not block."""
+    """Return an event that completes when the current stream of ``device`` reaches this point. Does not block."""
     event = torch.Event(device, enable_timing=timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def mark_on(device: torch.device) -> float | torch.Event:
-    """Return a mark of now, or of when the current stream of ``device`` gets here: nothing waits for it."""
+    """Return the current time, or an event for the time when the stream of ``device`` gets here. Does not block."""
     return time.perf_counter() if device.type == "cpu" else recorded_event(device, timing=True)
 
 
 class HostCopy:
-    """A tensor on its way to the host, where it may be read later without waiting for what came after it.
+    """A tensor that is being copied to the host, where it can be read later without waiting for later work.
 
     Attributes:
-        value: There, once ``arrived`` is over; not to be waited for if that is None.
+        value: Valid once ``arrived`` has completed; at once if that is None.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -92,14 +92,14 @@ class HostCopy:
             self.arrived = recorded_event(tensor.device)
 
     def read(self) -> Tensor:
-        """Return it, on the host. Blocks until it is there."""
+        """Return it, on the host. Blocks until it has arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.value
 
 
 def keeps_objects(device: torch.device | str) -> bool:
-    """Return whether ``module.to(device)`` gives parameters other memory; for PrivateUse1 it replaces them."""
+    """Return whether ``module.to(device)`` keeps parameter objects; for PrivateUse1 it replaces them."""
     return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
 
 
@@ -109,9 +109,9 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def move(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Return ``module``, moved to ``device``; a parameter that layers share stays one, whatever the device.
+    """Return ``module``, moved to ``device``; a parameter that layers share stays shared on any device.
 
-    What is on the meta device gets memory, without values.
+    Tensors on the meta device get memory, without values.
     """
     swaps, on_meta = torch.__future__.get_swap_module_params_on_conversion(), is_on_meta(module)
     torch.__future__.set_swap_module_params_on_conversion(swaps or on_meta or not keeps_objects(device))
@@ -123,17 +123,17 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-# --- what only CUDA has -----------------------------------------------------------------------------------------------
+# --- features that only CUDA has --------------------------------------------------------------------------------------
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether what goes to the current stream of ``device`` is recorded into a graph; see [Note: capture].
+    """Return whether the current stream of ``device`` is being captured into a graph; see [Note: capture].
 
     [Note: capture]
-    While a CUDA graph is recorded, hooks and callbacks run once, and everything they put on streams is recorded with
+    While a CUDA graph is captured, hooks and callbacks run once, and everything they put on streams is captured with
     it: the copies into the buckets, the all-reduces (NCCL joins the capture), the waits of streams for each other. In a
-    replay no Python runs, and the host must not look at the device. So by then the buckets must be the final ones: as
-    with torch's class, some steps are run before the capture, on a side stream in which the wrapper was made.
+    replay no Python runs, and the host must not read from the device. So the buckets must be final before the capture:
+    as with torch's class, run some steps before it, on a side stream on which the wrapper was created.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

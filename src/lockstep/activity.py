@@ -1,4 +1,4 @@
-"""What this process is doing just now, for other threads to read; standard library only.
+"""The current activity of this process, for other threads to read; standard library only.
 
 `now` is written by whoever does the work: plain attributes, so that a write costs nothing and nobody waits for anybody;
 the heartbeat reads them from a thread of its own.
@@ -12,15 +12,15 @@ from types import TracebackType
 
 @dataclass(slots=True)
 class Activity:
-    """What one process is doing.
+    """The activity of one process.
 
     Attributes:
-        step_counter: Where ``step`` and ``num_steps`` are written as well, for the launcher to find after a kill.
-        phase: What of the step runs: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
+        step_counter: A copy of ``step`` and ``num_steps`` in a file, for the launcher to read after a kill.
+        phase: The current part of the step: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
         bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
-        collective: What the main thread waits in, such as ``all_reduce``; empty if in nothing. See `waiting`.
-        num_calls: Calls of communication that went through groups which do not count them themselves.
-        waited_s: Seconds that this rank has spent in collectives that block it, since it began.
+        collective: The operation that the main thread waits in, such as ``all_reduce``; empty if none. See `waiting`.
+        num_calls: Communication calls on groups that do not count their calls themselves.
+        waited_s: Seconds that this rank has spent in blocking collectives since its start.
         failure: The exception that ended this rank's part in the job, although its process may go on.
         on_failure: Called with the exception of `fail`: the launcher is to learn of it before the peers fail.
     """
@@ -38,7 +38,7 @@ class Activity:
 
     @property
     def step(self) -> int | None:
-        """The step that runs, counted from 0; ``None`` in a loop of the user's own."""
+        """The current step, counted from 0; ``None`` in a user's own loop."""
         return self._step
 
     @step.setter
@@ -59,20 +59,20 @@ class Activity:
             self.step_counter[1] = value
 
     def fail(self, error: BaseException) -> None:
-        """Record an exception after which this rank takes part in nothing any more, and report it at once."""
+        """Record an exception after which this rank does not take part any more, and report it at once."""
         self.failure = one_line(error)
         if self.on_failure is not None:
             self.on_failure(error)
 
 
-# That of this process.
+# The activity of this process.
 now = Activity()
 
 _MAIN_THREAD = main_thread().ident
 
 
 class waiting:
-    """Mark, within, that the main thread waits for other ranks in ``operation``; the watchdog reports that name.
+    """Inside the block, mark that the main thread waits for other ranks in ``operation``, for the watchdog.
 
     Other threads mark nothing: if two of them left in another order than they entered, a mark would stay, and the
     rank would seem to wait forever.
@@ -86,7 +86,7 @@ class waiting:
     def __enter__(self) -> None:
         if get_ident() == _MAIN_THREAD:
             self._outer = now.collective
-            # A wait within another is a part of it: ranks in different parts of one exchange are in the same call.
+            # A nested wait is a part of the outer one: ranks in different parts of one exchange are in the same call.
             now.collective = self._outer or self._operation
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""``adopt()``: put our classes where torch's names are, so that existing scripts run on them unchanged."""
+"""``adopt()``: replace torch's names by our classes, so that existing scripts run on them unchanged."""
 
 import sys
 from types import ModuleType
@@ -19,7 +19,7 @@ _PUBLIC_HOMES = {
 
 
 def adopt() -> None:
-    """Make torch's names for data-parallel training mean ours, in this process, for good.
+    """Make torch's names for data-parallel training refer to our classes, permanently in this process.
 
     Call it first thing in a script, or start the script with ``lockstep run --adopt``. Modules that have imported
     torch's classes by name already get ours too; objects and subclasses made before stay what they are. Libraries that
@@ -34,7 +34,7 @@ def adopt() -> None:
         id(torch.nn.SyncBatchNorm): SyncBatchNorm,
         id(torch.utils.data.DistributedSampler): DistributedSampler,
     }
-    # A copy of the list: to read an attribute of a module may import another.
+    # A copy of the list: reading an attribute of a module may import another module.
     for module_name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and _may_change(module_name):
             for name, value in list(vars(module).items()):
@@ -45,7 +45,7 @@ def adopt() -> None:
 def _may_change(module_name: str) -> bool:
     """Return whether names in a module are replaced.
 
-    torch's internal modules that are loaded already may rely on the internals of torch's class, and recognise ours by
-    isinstance where they must: our engine registers itself with torch's class. Those loaded later find ours.
+    torch's internal modules that are already loaded may rely on the internals of torch's class. They recognise ours by
+    isinstance, because our engine registers itself with torch's class. Modules loaded later get ours.
     """
     return module_name in _PUBLIC_HOMES or module_name.split(".")[0] not in ("torch", "lockstep")

@@ -1,4 +1,4 @@
-"""Where this process runs: its rank, the cores it may use, and room for its sockets. Standard library only."""
+"""The environment of this process: its rank, usable cores, and the folder of its sockets. Standard library only."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _unreadable(variable: str, value: str) -> ConfigurationError:
 # The port that torchrun uses when none is given.
 DEFAULT_MASTER_PORT = 29500
 
-# Where ports derived from a job's id lie: below what Linux hands out to outgoing connections (32768 and up).
+# The range of ports derived from a job's id: below those that Linux uses for outgoing connections (32768 and up).
 _MASTER_PORT_RANGE = range(20000, 32000)
 
 
@@ -91,7 +91,7 @@ class Launcher(Enum):
 # index on its node, not the node's index.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-# What Kubernetes gives the pods of an indexed Job; the rest is for the manifest to set.
+# Set by Kubernetes for the pods of an indexed Job; the manifest must set the rest.
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 
 
@@ -253,7 +253,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     is_het = bool(groups) and env.get(hosts_name) not in groups
     hosts_name = first_group if is_het else hosts_name
     addr = env.get("MASTER_ADDR") or first_host(_value(env, hosts_name), variable=hosts_name)
-    # Two steps of one job may run side by side, so the step counts too.
+    # Two steps of one job may run at the same time, so the step is included.
     port = _port(env) or _port_of_job(f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}")
     if is_het:
         return RankEnv(rank, 0, world_size, 1, rank, addr, port, Launcher.ENV)
@@ -269,7 +269,7 @@ def _is_batch_shell(env: Mapping[str, str]) -> bool:
 
 
 def _port_of_job(job: str) -> int:
-    """Return a port that every rank of ``job`` finds alike, without communication."""
+    """Return a port that is the same for every rank of ``job``, without communication."""
     return _MASTER_PORT_RANGE[crc32(job.encode()) % len(_MASTER_PORT_RANGE)]
 
 
@@ -308,11 +308,11 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def group_folders(controller: str, root: Path | None = None, own: Path | None = None) -> list[Path]:
-    """Return the folders of this process's control groups, from the innermost to the root; some may not be there.
+    """Return the folders of this process's control groups, from the innermost to the root; some may not exist.
 
     Args:
-        controller: Whose hierarchy, in the first version of control groups; the second has one for all.
-        root: Where control groups are mounted.
+        controller: The hierarchy, in version 1 of control groups; version 2 has one hierarchy for all controllers.
+        root: The mount point of control groups.
         own: The list of this process's groups.
     """
     root, own = root or CGROUP_ROOT, own or OWN_CGROUPS
@@ -320,7 +320,7 @@ def group_folders(controller: str, root: Path | None = None, own: Path | None = 
     for line in own.read_text().splitlines() if own.exists() else ():
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
-            # Inside a container the path may be that of the host, which is not there: then its root is what counts.
+            # Inside a container the path may be that of the host, which does not exist here: then the root applies.
             inner = (Path(path) / "x").relative_to("/").parents
             bases = [root] if names == "" else [root / names, root / controller]
             folders += [base / part for base in bases for part in inner]
@@ -328,7 +328,7 @@ def group_folders(controller: str, root: Path | None = None, own: Path | None = 
 
 
 def read_groups(controller: str, file: str, root: Path | None = None, own: Path | None = None) -> list[str]:
-    """Return the texts of ``file``, such as ``cpu.max``, in those of `group_folders` where it is there."""
+    """Return the texts of ``file``, such as ``cpu.max``, in those `group_folders` that have it."""
     found = []
     for folder in group_folders(controller, root, own):
         with contextlib.suppress(OSError):
@@ -337,7 +337,7 @@ def read_groups(controller: str, file: str, root: Path | None = None, own: Path 
 
 
 def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None:
-    """Return the cores' worth of time that the tightest of this process's control groups allows, if one does."""
+    """Return the lowest CPU quota of this process's control groups, in cores; None without a quota."""
     texts = [text.split() for text in read_groups("cpu", "cpu.max", root, own)]
     periods = read_groups("cpu", "cpu.cfs_period_us", root, own)
     texts += map(list, zip(read_groups("cpu", "cpu.cfs_quota_us", root, own), periods, strict=False))
@@ -346,29 +346,29 @@ def cpu_quota(root: Path | None = None, own: Path | None = None) -> float | None
 
 
 def throttled_s(root: Path | None = None, own: Path | None = None) -> float:
-    """Return how long quotas have stopped this process's control groups so far, in seconds of single cores."""
+    """Return how long quotas have throttled this process's control groups so far, in core-seconds."""
     found = [0.0]
     for text in read_groups("cpu", "cpu.stat", root, own):
         stat = dict(line.split() for line in text.splitlines())
         # Microseconds in the second version, nanoseconds in the first.
         found.append(int(stat.get("throttled_usec", 0)) / 1e6 + int(stat.get("throttled_time", 0)) / 1e9)
-    return max(found)  # a group's time holds that of the groups within
+    return max(found)  # a group's time includes that of its subgroups
 
 
 def usable_cores() -> int:
-    """Return how many logical cores this process may keep busy: of those it may run on, what the quota allows."""
+    """Return how many logical cores this process may keep busy, by its CPU affinity and its quota."""
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     return cores if quota is None else min(cores, max(1, int(quota)))
 
 
 # --- Waiting for a core
 
-# The file of each thread that has asked, which stays open: to open it takes ten times as long as to read it.
+# The file of each thread that uses `core_use`. It stays open: opening it takes ten times as long as reading it.
 _schedstat = threading.local()
 
 
 def _forget_files() -> None:
-    """In a forked child: its thread has a file of its own."""
+    """In a forked child: its thread has another file."""
     global _schedstat
     with contextlib.suppress(AttributeError, OSError):
         os.close(_schedstat.file)
@@ -381,8 +381,8 @@ os.register_at_fork(after_in_child=_forget_files)
 def core_use() -> bytes:
     """Return how long this thread has had a core and has waited for one so far; see `core_wait_s`. Takes about 1 us.
 
-    These are nanoseconds, as the kernel has them in /proc/thread-self/schedstat (proc(5)). A thread that is stopped by
-    a quota waits, too. Where there is no such file, as on gVisor, it is the first of the two numbers alone.
+    The times are in nanoseconds, from /proc/thread-self/schedstat (proc(5)). A thread that is throttled by a quota also
+    waits. If there is no such file, as on gVisor, only the first of the two numbers is returned.
     """
     try:
         return os.pread(_schedstat.file, 64, 0)
@@ -399,11 +399,11 @@ def core_use() -> bytes:
 
 
 def core_wait_s(uses: Sequence[tuple[bytes, bytes]], working_s: float) -> float:
-    """Return how long a thread has waited for a core in one or more pieces of time, in seconds.
+    """Return how long a thread has waited for a core in one or more periods, in seconds.
 
     Args:
-        uses: What `core_use` gave in that thread at the beginning and at the end of each.
-        working_s: How long it had work meanwhile; where the kernel does not count, it waited when it did not run.
+        uses: The results of `core_use` in that thread at the beginning and at the end of each period.
+        working_s: How long it had work to do. If the kernel does not count, it waited in the rest of this time.
     """
     pairs = [zip(begin.split()[:2], end.split()[:2], strict=True) for begin, end in uses]
     differences = ([int(now) - int(before) for before, now in pair] for pair in pairs)
@@ -413,28 +413,28 @@ def core_wait_s(uses: Sequence[tuple[bytes, bytes]], working_s: float) -> float:
 
 # --- Sockets of loader processes
 #
-# A tensor travels as an open file, for which the loader process listens on a socket in a folder that `multiprocessing`
-# makes below that for temporary files. A socket's path must not be longer than 107 bytes. If it would be, the error is
-# printed by a thread that nobody waits for, and the rank waits for its first batch forever. Newer versions of Python
-# choose a shorter path themselves.
+# A tensor is sent as an open file, for which the loader process listens on a socket in a folder that `multiprocessing`
+# creates in the folder for temporary files. A socket's path must not be longer than 107 bytes. If it is, a background
+# thread prints the error, and the rank waits for its first batch forever. Newer versions of Python choose a shorter
+# path themselves.
 
 _MOST_BYTES = 107
 _FOLDER, _SOCKET = "/pymp-xxxxxxxx", "/listener-xxxxxxxx"
 
 
 def is_socket_folder_too_long(folder: str) -> bool:
-    """Return whether sockets of loader processes cannot be made below ``folder`` for temporary files."""
+    """Return whether the path of ``folder``, for temporary files, is too long for sockets of loader processes."""
     is_python_careful = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
     return not is_python_careful and len(os.fsencode(folder + _FOLDER + _SOCKET)) > _MOST_BYTES
 
 
 def check_socket_folder() -> None:
-    """Check that loader processes can make their sockets where this process and its children make theirs.
+    """Check that loader processes can create their sockets in the folder of this process.
 
     Raises:
-        ConfigurationError: The folder has too long a name.
+        ConfigurationError: The name of the folder is too long.
     """
-    # The one that the launcher has chosen for its ranks, or a new one in that for temporary files.
+    # The folder that the launcher has chosen for its ranks, or a new one in the folder for temporary files.
     folder = multiprocessing.util.get_temp_dir()
     if is_socket_folder_too_long(os.path.dirname(folder)):
         raise ConfigurationError(

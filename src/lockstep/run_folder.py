@@ -1,7 +1,7 @@
 """The files by which a launcher and its ranks communicate, in the folder of the run. Standard library only.
 
-Each kind of file has one writer and may be read at any moment, so every file is written beside its place and renamed
-into it, or written in one piece. The folder goes with the run: nothing in it is a record.
+Each kind of file has one writer and may be read at any moment, so every file is written under another name and then
+renamed, or written in one piece. The folder is removed after the run: nothing in it is a record.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from typing import Any
 # The environment variable that names the folder to the ranks.
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 
-# Kinds of files that each rank has one of: what it does now, the step that it is in, its Python stacks, the exception
-# that ended it, and the Python stack that a fatal signal left.
+# Kinds of files, one per rank: its current activity, its current step, its Python stacks, the exception that ended it,
+# and the Python stack at a fatal signal.
 HEARTBEAT = "heartbeat"
 STEP = "step"
 STACKS = "stacks"
 FAILURE = "failure"
 CRASH = "crash"
-# Of a rank of `lockstep.launch`: what its function returned, or raised.
+# Of a rank of `lockstep.launch`: the result or the exception of its function.
 RESULT, ERROR = "result", "error"
 
 
@@ -42,56 +42,56 @@ def rank_file(folder: str | os.PathLike[str], kind: str, rank: int | str) -> Pat
 
 
 def rank_files(folder: Path, kind: str) -> dict[int, Path]:
-    """Return the files of a kind that are there, by rank; not those that are being written."""
+    """Return the existing files of a kind, by rank; not those that are being written."""
     named = {path.name.partition("-")[2]: path for path in folder.glob(f"{kind}-*")}
     return {int(number): path for number, path in named.items() if number.isdigit()}
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a whole file at once: who reads meanwhile finds the old text or the new one."""
+    """Replace a whole file atomically: a reader finds the old text or the new one."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file is not there, or holds something else."""
+    """Return the JSON object in a file; empty if the file does not exist, or contains something else."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) else {}
     return {}
 
 
-# Failures: a rank writes why it ends, for the launcher to read even if the process goes on or is killed meanwhile.
+# Failures: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
 
 
 def write_failure(folder: str | os.PathLike[str], rank: int | str, failure: dict[str, Any]) -> None:
-    """Leave why a rank failed: ``message``, ``type`` and what else the launcher's report shows."""
+    """Write why a rank failed: ``message``, ``type`` and other fields of the launcher's report."""
     with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
         replace_file(rank_file(folder, FAILURE, rank), json.dumps(failure))
 
 
-# Graceful stop: a rank that can stop and save announces it; the launcher requests it; each rank then reports what it
-# did.
+# Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
+# its result.
 
-# What a run may be stopped with gracefully: schedulers can send SIGUSR1 ahead of time.
+# The signals for a graceful stop: schedulers can send SIGUSR1 ahead of time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 FIRST_CTRL_C_MESSAGE = b"lockstep: stopping after this step; Ctrl-C again stops at once\n"
 
-# What ranks are requested to stop for, if it is not a signal: they are started again with it.
+# The reason for a stop that is not a signal: the ranks are then started again together with that machine.
 ANOTHER_MACHINE = "another machine"
 
 _STOP, _CAN_STOP, _STOPPED = "stop", "stops", "stopped"
 
 
 def announce_graceful_stop(folder: Path, rank: int) -> None:
-    """Let the launcher know that this rank stops gracefully when requested."""
+    """Report to the launcher that this rank stops gracefully when requested."""
     rank_file(folder, _CAN_STOP, rank).touch()
 
 
 def withdraw_graceful_stop(folder: Path, rank: int) -> None:
-    """Let the launcher know that this rank no longer does."""
+    """Report to the launcher that this rank no longer stops gracefully."""
     with contextlib.suppress(OSError):
         rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
 
@@ -107,7 +107,7 @@ def request_stop(folder: Path, reason: str) -> None:
 
 
 def stop_reason(folder: Path) -> str | None:
-    """Return why the launcher wants the ranks to stop; ``None`` if it does not."""
+    """Return the reason of the launcher's request to stop; ``None`` without a request."""
     try:
         return (folder / _STOP).read_text()
     except OSError:
@@ -115,25 +115,25 @@ def stop_reason(folder: Path) -> str | None:
 
 
 def is_stopped_by_signal(folder: Path) -> bool:
-    """Return whether the launcher wants the ranks to stop and not to be restarted."""
+    """Return whether the launcher has requested the ranks to stop without a restart."""
     return stop_reason(folder) not in (None, ANOTHER_MACHINE)
 
 
 def report_stopped(folder: Path, rank: int, text: str) -> None:
-    """Let the launcher know that this rank has stopped gracefully, and what it saved."""
+    """Report to the launcher that this rank has stopped gracefully, and what it saved."""
     with contextlib.suppress(OSError):
         replace_file(rank_file(folder, _STOPPED, rank), text)
 
 
 def stop_reports(folder: Path) -> list[str]:
-    """Return what the ranks have reported, by rank."""
+    """Return the reports of the ranks, by rank."""
     return [path.read_text() for _, path in sorted(rank_files(folder, _STOPPED).items())]
 
 
 def forget_ranks(folder: Path) -> None:
-    """Remove what ranks that have ended wrote; there may be fewer of them after a restart.
+    """Remove the files of ranks that have ended; there may be fewer ranks after a restart.
 
-    A signal's request to stop concerns the next ones, too.
+    A signal's request to stop also applies to the next ranks.
     """
     for kind in (HEARTBEAT, STEP, FAILURE, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
         for path in rank_files(folder, kind).values():
@@ -151,10 +151,10 @@ _LOCK_S = 0.5
 
 
 class TerminalRegion:
-    """The rows of the terminal that the live view takes, as both of its writers know them.
+    """The rows of the terminal that the live view occupies, shared by its two writers.
 
-    The cursor rests at the start of the row below the view, so whoever is killed leaves a clean prompt. Before the
-    launcher prints, it erases the view; rank zero draws it again at its next refresh.
+    The cursor stays at the start of the row below the view, so a writer that is killed leaves a clean prompt. Before
+    the launcher prints, it erases the view; rank zero draws it again at its next refresh.
 
     Args:
         folder: Of the run.
@@ -169,7 +169,7 @@ class TerminalRegion:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Give the rows that the view takes now, which nobody else changes meanwhile; -1 while a line is unfinished.
+        """Yield the number of rows of the view, locked against changes; -1 while a line is unfinished.
 
         Blocks half a second at most: a rank that is stopped (SIGSTOP) during a refresh must not block the
         launcher.
@@ -202,9 +202,9 @@ def erase_rows(rows: int) -> str:
     return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""
 
 
-# Secrets: command lines are kept in records, which people share.
+# Secrets: command lines are kept in records, which users share.
 
-# Ends at a border of words: ``--hf-token`` and ``AWS_SECRET_ACCESS_KEY``, but neither ``--tokenizer`` nor ``--author``.
+# Ends at a word boundary: ``--hf-token`` and ``AWS_SECRET_ACCESS_KEY``, but neither ``--tokenizer`` nor ``--author``.
 _SECRET_NAME = re.compile(
     r"(?i)(?:token|passw(?:or)?d|passphrase|secret|credentials?|api[-_]?key|(?:access|private)[-_]?key"
     r"|(?:^|[-_])(?:auth|bearer|pwd))(?:$|[-_])"
@@ -217,7 +217,7 @@ def hide_secrets(command: Sequence[str]) -> str:
     """Return a command line for a record, without the values of flags and variables whose names look like secrets.
 
     Args:
-        command: Such as ``["train.py", "--api-key", "k", "HF_TOKEN=t", "--lr", "0.1"]``, of which ``k`` and ``t`` go.
+        command: Such as ``["train.py", "--api-key", "k", "HF_TOKEN=t", "--lr", "0.1"]``: this hides ``k`` and ``t``.
     """
     shown: list[str] = []
     hides_next = False

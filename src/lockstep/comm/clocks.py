@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks' machines are apart, and how surely that is known."""
+"""Measure how far apart the clocks of the ranks' machines are, with an error bound."""
 
 import time
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ class ClockOffset:
 
 
 def measure_clock_offsets(group: Group, device: torch.device) -> list[ClockOffset]:
-    """Return by rank how far its clock is ahead of rank zero's.
+    """Return, for each rank, how far its clock is ahead of rank zero's.
 
     Collective: every rank. Blocks until complete: a dozen small all-reduces.
 
     Args:
         group: The ranks.
-        device: Where this rank has tensors that the group can send.
+        device: A device whose tensors the group can send.
     """
     token = torch.zeros(1, device=device)
     rounds: list[Round] = []
-    # One more than counts: the first also waits for whoever comes late.
+    # The first round is not used: it also waits for ranks that are late.
     for _ in range(NUM_ROUNDS + 1):
         synchronize(device)
         entered = time.time()
         all_reduce(token, group=group)
-        token.tolist()  # on a device only now is it done
+        token.tolist()  # on a GPU the collective is complete only now
         rounds.append((entered, time.time()))
     mine = {"machine": machine_name(), "rounds": rounds[1:]}
     ranks = all_gather_object(mine, group=group, device=device)
@@ -56,10 +56,10 @@ def bound_offset(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
     """Return how far ``other``'s clock is ahead of ``zero``'s. A pure function.
 
     [Note: bounds]
-    Nobody leaves an all-reduce before everybody has entered it. So rank r's moment of leaving is later than rank zero's
-    moment of entering, and the other way round, whatever the network does. On r's clock, which is ahead by ``offset``:
-    ``left_r - offset >= entered_0`` and ``entered_r - offset <= left_0``. The middle is the estimate, half the width is
-    the error: a bound, not a guess. Ranks of one machine have one clock: there the offset is zero, exactly.
+    No rank leaves an all-reduce before every rank has entered it. So rank r leaves after rank zero has entered, and
+    rank zero leaves after rank r has entered, whatever the network does. Rank r's clock is ahead by ``offset``, so
+    ``left_r - offset >= entered_0`` and ``entered_r - offset <= left_0``. The middle of these bounds is the estimate,
+    and half their distance bounds the error. Ranks of one machine share a clock: their offset is exactly zero.
     """
     # Every round bounds the offset from both sides; the tightest bounds count.
     low = max(entered - left_zero for (entered, _), (_, left_zero) in zip(other, zero, strict=True))
@@ -68,5 +68,5 @@ def bound_offset(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
 
 
 def machine_name() -> str:
-    """Return what is the same for processes with one clock: the kernel's name for its own run."""
+    """Return the kernel's boot id: processes with the same id share a clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

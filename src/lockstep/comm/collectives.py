@@ -1,4 +1,4 @@
-"""The collective operations that the engines and ``fit`` need, on any process group. A ``src`` is a rank of it."""
+"""The collective operations that the engines and ``fit`` need, on any process group. ``src`` is a rank in the group."""
 
 import hashlib
 import io
@@ -29,7 +29,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 __all__ = ["CommonMemory", "Join", "JoinHook", "Joinable", "Pieces"]
 
 Group = dist.ProcessGroup
-# A collective under way. Who started it keeps the tensors that it reads: not every backend does.
+# A collective under way. The caller keeps its tensors alive: not every backend does.
 Work = dist.Work
 
 GradBucketType = dist.GradBucket
@@ -37,9 +37,9 @@ BuiltinCommHookType = dist.BuiltinCommHookType
 
 ReduceName = Literal["sum", "max", "min"]
 _OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# As torch's DistributedDataParallel: the buffer of a chunk comes on top of the tensors.
+# As in torch's DistributedDataParallel. The buffer of a chunk needs memory in addition to the tensors.
 _BROADCAST_CHUNK_BYTES = 250 * 2**20
-# c10d's word for "as long as the group's own time-out". Groups written in Python may require options and this argument.
+# In c10d this means "the group's own timeout". Groups written in Python may require options and this argument.
 NO_TIMEOUT = timedelta(0)
 
 
@@ -59,7 +59,7 @@ def default_group() -> Group:
             "Default process group has not been initialized, please make sure to call init_process_group.\n"
             "Start the script with `lockstep run` and put `with lockstep.init() as world:` around the training."
         )
-    # Also for groups that the script has made itself: its loaders may fork as soon as there is one.
+    # Also for groups that the script created itself: its data loaders may fork once there is a group.
     make_forks_safe()
     group = dist.group.WORLD
     assert group is not None
@@ -67,13 +67,13 @@ def default_group() -> Group:
 
 
 def split_group(color: int, *, group: Group, device: torch.device) -> Group:
-    """Return a new group of those ranks of ``group``, which is the default one, that gave the same ``color``.
+    """Return a new group of the ranks that passed the same ``color``. ``group`` is the default group.
 
-    Collective: every rank. Blocks until all have come.
+    Collective: every rank. Blocks until all ranks have called it.
     """
     colors = all_gather_object(color, group=group, device=device)
     mine = group
-    for each in sorted(set(colors)):  # c10d wants all ranks to make all groups, in the same order
+    for each in sorted(set(colors)):  # c10d requires every rank to create every group, in the same order
         made = dist.new_group([rank for rank, other in enumerate(colors) if other == each])
         mine = made if each == color else mine
     return mine
@@ -110,17 +110,17 @@ def in_backward_hooks(parameter: torch.nn.Parameter) -> list[Any]:
 
 
 def is_native(group: Group) -> bool:
-    """Return whether ``group`` is c10d's own class or ours; others written in Python may do anything, alone or not."""
+    """Return whether ``group`` is of c10d's own class or of ours; other groups written in Python may do anything."""
     return type(group) is dist.ProcessGroup or isinstance(group, CpuProcessGroup)
 
 
 def reduces_on_its_own(group: Group, device: torch.device) -> bool:
-    """Return whether something else than the ranks' cores sums tensors of ``device``: these compute meanwhile."""
+    """Return whether something other than the ranks' cores sums tensors of ``device``, while ranks can compute."""
     return device.type != "cpu" or not isinstance(group, ShmProcessGroup)
 
 
 def backend_name(group: Group) -> str:
-    """Return the backend's name, such as ``gloo`` or ``nccl``; in place of shm what serves: that, Gloo or both."""
+    """Return the backend's name, such as ``gloo`` or ``nccl``; for shm what is used in fact: shm, Gloo or both."""
     if isinstance(group, CpuProcessGroup):
         return group.name()
     try:
@@ -131,17 +131,17 @@ def backend_name(group: Group) -> str:
 
 
 def device_for(group: Group) -> torch.device:
-    """Return where small messages lie that ``group`` sends: on the CPU if it can be, else on the current device."""
-    # A group that is written in Python may name none.
+    """Return the device for small messages of ``group``: the CPU if the group supports it, else the current device."""
+    # A group written in Python may name no device types.
     types = [device.type for device in group._device_types] or ["cpu"]
     return torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a view that backends without complex numbers can sum and move; a flat one of a flat tensor."""
+    """Return a view that backends without complex numbers can sum and move; the view of a flat tensor is flat."""
     if not tensor.is_complex():
         return tensor
-    # Real and imaginary parts are summed on their own, so a sum of pairs is the sum of the numbers.
+    # A sum of complex numbers sums real and imaginary parts separately, so summing the pairs is the same.
     real = torch.view_as_real(tensor)
     return real.view(-1) if tensor.dim() == 1 else real
 
@@ -173,19 +173,19 @@ def all_reduce_work(
         tensor: As in `all_reduce_async`.
         group: The ranks that take part.
         op: What is computed, element by element.
-        alone: Whether the caller waits at once and has nothing else to do: on shm the work is then its own.
-        pieces: What the tensor begins with, where `takes_pieces`; None: it is filled.
+        alone: Whether the caller waits at once and has nothing else to do: on shm it then does the work itself.
+        pieces: What to fill the tensor with first, if `takes_pieces`. None: the tensor is already filled.
     """
     options = _with_async_op(dist.AllreduceOptions(), tensor, alone)
-    # Here and below the methods of the group, not the functions of torch.distributed: these refuse groups that c10d
-    # does not know, such as groups written in Python.
+    # Here and below, the group's methods are called. The functions of torch.distributed refuse groups that c10d does
+    # not know, such as groups written in Python.
     options.reduceOp = _OPERATIONS[op]
-    # c10d's own groups have no such argument.
+    # c10d's own groups do not accept ``pieces``.
     return group.allreduce([_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
-    """Start to overwrite ``tensor``, which is contiguous, with that of rank ``src``. Collective: every rank."""
+    """Start to overwrite the contiguous ``tensor`` with that of rank ``src``. Collective: every rank."""
     options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
     options.rootRank = src
     return group.broadcast([_real(tensor)], options)
@@ -201,18 +201,18 @@ def wait_for(handle: Any, operation: str = "a collective") -> Any:
     """Block until a work handle or a future is complete (on CUDA: the current stream waits); return its result.
 
     Args:
-        handle: Of a collective that is under way; its group's time-out holds.
-        operation: What the watchdog and an error call it, such as ``all_reduce of weights``.
+        handle: Of a collective under way. The timeout of its group applies.
+        operation: The name in the watchdog and in errors, such as ``all_reduce of weights``.
 
     Raises:
-        CollectiveError: It failed: another rank ended, or did not take part in time.
+        CollectiveError: The collective failed: another rank ended, or did not take part in time.
     """
     return _blocking(operation, lambda: handle)
 
 
 @contextmanager
 def counted_wait(operation: str) -> Iterator[None]:
-    """Within, mark this rank as waiting for others in ``operation``, for the watchdog, and count the time."""
+    """Inside the block, mark this rank as waiting in ``operation`` for the watchdog, and count the time."""
     started_s = time.perf_counter()
     try:
         with activity.waiting(operation):
@@ -222,14 +222,14 @@ def counted_wait(operation: str) -> Iterator[None]:
 
 
 def _blocking(operation: str, start: Callable[[], Any]) -> Any:
-    """Start a collective and wait for it: some groups carry it out while it is started."""
+    """Start a collective and wait for it. Some groups run it already in the call that starts it."""
     try:
         with counted_wait(operation):
             handle = start()
             return handle.wait() if isinstance(handle, Future) else handle.wait(NO_TIMEOUT)
     except LockstepError:
         raise
-    except RuntimeError as error:  # Gloo's and NCCL's name a socket, but no rank
+    except RuntimeError as error:  # errors of Gloo and NCCL name a socket, but no rank
         rank = f"Rank {dist.get_rank()}" if is_initialized() else "This rank"
         raise CollectiveError(
             f"{rank}: {operation} failed: {gloo_cause(error)}\n"
@@ -254,16 +254,16 @@ def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
-    """Overwrite ``tensors`` with those of rank ``src``, in place: as bytes, so that all dtypes share a message.
+    """Overwrite ``tensors`` with those of rank ``src``, in place. They are sent as bytes: all dtypes share a message.
 
     Collective: every rank, with tensors of the same shapes and dtypes in the same order. Blocks until complete.
-    Version counters are left alone: autograd may have saved these tensors, and their meaning does not change.
+    Version counters do not change: autograd may have saved these tensors, and they keep their meaning.
     """
     RepeatedBroadcast(group)(tensors, src=src)
 
 
 class RepeatedBroadcast:
-    """Like `broadcast_coalesced`, for the same tensors again and again: they are packed the same way each time."""
+    """`broadcast_coalesced` for repeated calls with the same tensors: how they are packed is computed once."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -278,7 +278,7 @@ class RepeatedBroadcast:
         """
         if self._group.size() == 1 and is_native(self._group):
             return
-        # By identity: a module may have replaced a buffer by another of the same shape.
+        # Compared by identity: a module may have replaced a buffer by another one of the same shape.
         if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
             self._tensors = list(tensors)
             self._packs = [_pack(chunk) for chunk in _chunks_by_device(tensors)]
@@ -288,7 +288,7 @@ class RepeatedBroadcast:
                 torch._foreach_copy_(pieces, chunk)
             broadcast(flat, group=self._group, src=src)
             if not is_source:
-                # Autograd would refuse a backward through tensors that it saved before.
+                # With a new version, autograd would refuse a backward through tensors that it saved before.
                 with torch.autograd._unsafe_preserve_version_counter(tuple(chunk)):
                     torch._foreach_copy_(chunk, pieces)
 
@@ -301,10 +301,10 @@ def _pack(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Tensor]]:
 
 
 def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Cut ``tensors`` into lists of one device and at most 250 MiB (or one tensor) each, wide dtypes first."""
+    """Split ``tensors`` into lists of at most 250 MiB (or one tensor), each on one device, wide dtypes first."""
     chunks: list[list[Tensor]] = []
     open_chunks: dict[torch.device, tuple[list[Tensor], int]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):  # so that each lies at a multiple of its width
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):  # so each is aligned to its item size
         chunk, size_bytes = open_chunks.get(tensor.device, ([], 0))
         if not chunk or size_bytes + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
             chunk, size_bytes = [], 0
@@ -331,12 +331,12 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
     Collective: every rank, in the same order. Blocks until complete.
 
     Args:
-        value: What JSON can hold; tuples arrive as lists.
+        value: Any JSON value; tuples arrive as lists.
         group: The ranks that take part.
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
     """
     data = _to_bytes(value, device)
-    # All ranks send as much as the longest: backends want equal sizes.
+    # All ranks send as many bytes as the longest value has: backends require equal sizes.
     lengths = [int(length) for length in all_gather(torch.tensor([data.numel()], device=device), group=group)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
@@ -347,21 +347,21 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
 def all_gather_different(
     value: Any, *, compared: Any = None, group: Group, device: torch.device | str = "cpu"
 ) -> list[Any]:
-    """Return every rank's ``value``, by rank; one of them if all are the same: then only digests have travelled.
+    """Return every rank's ``value``, by rank; a single one if all are equal, in which case only digests are sent.
 
-    Collective: every rank, in the same order. Blocks until complete. For what is as large as the model is deep: with
-    many ranks all values together would be large.
+    Collective: every rank, in the same order. Blocks until complete. For values that grow with the model: those of
+    many ranks together would be large.
 
     Args:
         value: See :func:`all_gather_object`.
-        compared: What has to be the same of it; all if ``None``.
+        compared: The part that has to be equal; ``None``: all of ``value``.
         group: The ranks that take part.
         device: Where the bytes lie while they travel.
     """
     text = json.dumps(value if compared is None else compared)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     digests = all_gather(torch.tensor([digest], device=device), group=group)
-    if len(set(map(int, digests))) == 1:  # found by all ranks alike, so that all take part in what follows
+    if len(set(map(int, digests))) == 1:  # all ranks see the same digests and take the same branch
         return [value]
     return all_gather_object(value, group=group, device=device)
 
@@ -372,7 +372,7 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.de
     Collective: every rank, in the same order. Blocks until complete.
     """
     data = _to_bytes(value, device) if group.rank() == src else None
-    # The others cannot know how much memory to lay ready.
+    # The other ranks do not know how much memory to allocate.
     length = torch.tensor([0 if data is None else data.numel()], device=device)
     broadcast(length, group=group, src=src)
     if data is None:
@@ -390,20 +390,20 @@ def _from_bytes(data: Tensor) -> Any:
 
 
 def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """Return a flat tensor with arbitrary values, in memory where ``group`` reduces and gathers it without copies.
+    """Return an uninitialized flat tensor in memory where ``group`` reduces and gathers it without copies.
 
-    On shm that is memory which all ranks map; elsewhere, or if there is too little of it, ordinary memory, on all ranks
-    alike. Either way the tensor behaves like any other, and its memory is freed with the last reference to it.
+    On shm all ranks map this memory. With another backend, or if there is too little of it, all ranks get ordinary
+    memory. Either way the tensor behaves like any other, and its memory is freed with the last reference to it.
 
-    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all have come.
+    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all ranks have called it.
 
     Args:
-        numel: Elements.
-        dtype: Of the elements.
-        device: Where the tensor lies.
+        numel: Number of elements.
+        dtype: Their dtype.
+        device: The tensor's device.
         group: The ranks that exchange it.
     """
-    # Of nothing no page can be mapped; all ranks see the same numel, so all take the same way.
+    # Zero bytes cannot be mapped. All ranks have the same numel, so all take the same branch.
     inside = group.inside if isinstance(group, HierarchicalProcessGroup) else group
     if device.type == "cpu" and isinstance(inside, ShmProcessGroup) and numel:
         return inside.shm_ops.empty_shared((numel,), dtype)
@@ -411,22 +411,22 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
 
 
 def common_memory(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> CommonMemory | None:
-    """Return a flat tensor of which all ranks of ``group`` have one copy, or None where there is no such memory.
+    """Return a flat tensor of which all ranks of ``group`` share one copy, or None where there is no such memory.
 
-    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all have come.
+    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all ranks have called it.
     """
     if device.type == "cpu" and isinstance(group, ShmProcessGroup) and group.size() > 1 and numel:
         return group.shm_ops.common_memory(numel, dtype)
     return None
 
 
-# --- Messages between two ranks: unlike collectives, they need not be started in the same order on all ranks
+# --- Messages between two ranks: unlike collectives, ranks may start them in different orders
 
 
 def cpu_group(group: Group) -> Group:
     """Return ``group`` if it can send CPU tensors, else a group of the same ranks on Gloo.
 
-    Collective: every rank of ``group``. Blocks until all have come, if a group has to be made.
+    Collective: every rank of ``group``. If a group has to be created, blocks until all ranks have called it.
     """
     if torch.device("cpu") in group._device_types:
         return group
@@ -437,24 +437,24 @@ def cpu_group(group: Group) -> Group:
 
 
 def send_async(tensor: Tensor, *, to: int, tag: int, group: Group) -> Work:
-    """Start to send ``tensor``, which is contiguous, to rank ``to``, where a receive has the same tag."""
+    """Start to send the contiguous ``tensor`` to rank ``to``, which receives it with the same tag."""
     return group.send([tensor], to, tag)
 
 
 def receive_async(tensor: Tensor, *, src: int, tag: int, group: Group) -> Work:
-    """Start to receive ``tensor``, which is contiguous, from rank ``src``; messages of one tag arrive in order."""
+    """Start to receive the contiguous ``tensor`` from rank ``src``; messages with one tag arrive in order."""
     return group.recv([tensor], src, tag)
 
 
 def wait_for_transfer(work: Work, group: Group) -> None:
-    """Block until a send or a receive is complete, at most as long as the group's time-out."""
+    """Block until a send or a receive is complete, at most for the group's timeout."""
     cpu = torch.device("cpu")
-    # Gloo would take the time-out that the group was made with, which for `init` is that of connecting.
+    # Gloo would use the timeout that the group was created with: for `init` that is the timeout of connecting.
     timeout = group._get_backend(cpu).options._timeout if _is_gloo(group, cpu) else NO_TIMEOUT
     work.wait(timeout)
 
 
-# --- Flat tensors of which each rank has a slice; and states that travel whole
+# --- Flat tensors of which each rank owns a slice; and gathering whole states
 
 
 def has_reduce_scatter(group: Group, device: torch.device) -> bool:
@@ -465,7 +465,7 @@ def has_reduce_scatter(group: Group, device: torch.device) -> bool:
 
 
 def has_all_gather(group: Group, device: torch.device) -> bool:
-    """Return whether ``group`` gathers flat tensors of ``device``; Gloo only broadcasts those of GPUs."""
+    """Return whether ``group`` can gather flat tensors of ``device``; for GPU tensors Gloo has only broadcast."""
     return device.type == "cpu" or has_reduce_scatter(group, device)
 
 
@@ -481,19 +481,19 @@ def all_to_all_async(
     Collective: every rank, in the same order. Does not block, except with Gloo on a GPU.
 
     Args:
-        output: One-dimensional, contiguous: what the ranks sent, one after the other by rank.
-        tensor: One-dimensional, contiguous: what goes to each rank, one after the other by rank.
-        output_sizes: Elements that each rank sends here.
-        input_sizes: Elements that go to each rank.
+        output: One-dimensional, contiguous: the pieces received, in the order of ranks.
+        tensor: One-dimensional, contiguous: the pieces to send, in the order of ranks.
+        output_sizes: Number of elements that each rank sends to this one.
+        input_sizes: Number of elements that this rank sends to each.
         group: The ranks that take part.
 
     Returns:
-        What to wait for; None: it is complete.
+        The handle to wait for. None: the exchange is complete.
     """
     width = 2 if tensor.is_complex() else 1
     received_sizes, sent_sizes = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
     options = dist.AllToAllOptions()
-    if not tensor.is_cpu and _is_gloo(group, tensor.device):  # which exchanges pieces of CPU tensors only
+    if not tensor.is_cpu and _is_gloo(group, tensor.device):  # Gloo's all-to-all takes CPU tensors only
         received, sent = torch.empty_like(output, device="cpu"), tensor.cpu()
         flats = _real(received), _real(sent)
         _blocking("all_to_all", lambda: group.alltoall_base(*flats, received_sizes, sent_sizes, options))
@@ -505,12 +505,12 @@ def all_to_all_async(
 
 
 class _Exchange(Work):
-    """What `start_exchange` has started. What a rank has for itself is copied.
+    """The handle of a `start_exchange`. The piece that a rank has for itself is copied.
 
     Args:
         sent, received: By rank, contiguous, on the CPU.
         group: The ranks, on Gloo.
-        result: Called after it, in `wait`.
+        result: Called in `wait` when all transfers are complete.
     """
 
     def __init__(
@@ -525,14 +525,14 @@ class _Exchange(Work):
         if received[rank].data_ptr() != sent[rank].data_ptr():
             received[rank].copy_(sent[rank])
         self._works, self._group, self._result = start_exchange(group, sent, received, rank), group, result
-        self._tensors = sent, received  # which have to stay until then
+        self._tensors = sent, received  # kept alive until then
 
     def is_completed(self) -> bool:
-        """Return whether nothing is on its way."""
+        """Return whether all transfers are complete."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until it is over, at most as long as the group's time-out."""
+        """Block until the exchange is complete, at most for the group's timeout."""
         works, self._works = self._works, []
         for work in works:
             wait_for_transfer(work, self._group)
@@ -548,11 +548,11 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pi
 
     Args:
         flat: One-dimensional, contiguous, its size a multiple of the number of ranks; the same on every rank.
-        group: The ranks that take part, each with the slice of its number.
+        group: The ranks that take part; rank ``r`` owns slice ``r``.
         alone: As in `all_reduce_work`.
-        pieces: As there; what goes beyond ``flat`` is copied to the memory behind it.
+        pieces: As in `all_reduce_work`. Elements beyond the end of ``flat`` are copied to the memory after it.
     """
-    if flat.is_cpu and _is_gloo(group, flat.device):  # whose own reduce-scatter is an all-reduce
+    if flat.is_cpu and _is_gloo(group, flat.device):  # Gloo's own reduce-scatter is an all-reduce
         own, received = _real(_own_slice(flat, group)), torch.empty_like(_real(flat))
         slices, places = (each.view(group.size(), own.numel()).unbind() for each in (_real(flat), received))
         return _Exchange(slices, places, group, lambda: sum_rows(received, own))
@@ -562,7 +562,7 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pi
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
-    """Start to put every rank's ``tensor`` into ``output``, one after the other by rank.
+    """Start to put every rank's ``tensor`` into ``output``, in the order of ranks.
 
     Collective: every rank, in the same order, with the same shape and dtype. Does not block.
 
@@ -580,7 +580,7 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
 
 
 def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:
-    """Start to replace the other ranks' slices of ``flat`` by what these ranks have there.
+    """Start to fill every slice of ``flat`` with the slice of the rank that owns it.
 
     Collective: every rank, in the same order. Does not block. See `reduce_scatter_slices`.
     """
@@ -593,7 +593,7 @@ def _own_slice(flat: Tensor, group: Group) -> Tensor:
 
 
 def gather_states(state: Any, *, group: Group, device: torch.device, to: int | None) -> list[Any] | None:
-    """Return every rank's ``state`` by rank, on the CPU, on rank ``to`` (None: on all); None on the others.
+    """Return every rank's ``state``, by rank and on the CPU, to rank ``to`` (None: to all); other ranks get None.
 
     Collective: every rank, in the same order. Blocks until complete.
 
@@ -601,7 +601,7 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
         state: Tensors, numbers and strings, in lists and dicts.
         group: The ranks that take part.
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
-        to: Who gets them.
+        to: The rank that gets them.
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -610,11 +610,11 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
     sizes = [int(size) for size in all_gather(torch.tensor([mine.numel()], device=device), group=group)]
     keeps = to is None or to == group.rank()
     states = []
-    for rank, size in enumerate(sizes):  # one after the other: only who keeps them needs memory for more than one
+    for rank, size in enumerate(sizes):  # one by one: only a rank that keeps them needs memory for more than one
         data = mine.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)
         broadcast(data, group=group, src=rank)
         if keeps:
             file = io.BytesIO(data.cpu().numpy().tobytes())
-            # Tensors, numbers and strings only: what came over the network runs no code here.
+            # Tensors, numbers and strings only: data from the network must not run code here.
             states.append(torch.load(file, map_location="cpu", weights_only=True))
     return states if keeps else None

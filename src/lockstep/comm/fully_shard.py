@@ -1,4 +1,4 @@
-"""torch's ``fully_shard`` (FSDP2): the operations that ``fit`` needs of it, and its collectives timed."""
+"""torch's ``fully_shard`` (FSDP2): the operations that ``fit`` uses, and timing of its collectives."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from lockstep.comm.collectives import Group, counted_wait
 
 
 class _TimedCollective:
-    """A collective of ``fully_shard`` on CPUs, where it blocks: it is marked and counted as waiting.
+    """A collective of ``fully_shard`` on CPUs. It blocks there, so its time is counted as waiting.
 
     Args:
         operation: Its name, for the watchdog.
-        inner: What carries it out.
+        inner: torch's implementation.
     """
 
     def __init__(self, operation: str, inner: Any) -> None:
@@ -33,28 +33,28 @@ class _TimedCollective:
 
 
 def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Group, device: torch.device) -> bool:
-    """Divide the parameters of ``root`` among the ranks: those of each unit together, then the rest.
+    """Shard the parameters of ``root`` over the ranks: those of each unit together, then the rest.
 
-    Parameters become ``DTensor``, on ``device``. Those of a unit are whole on every rank only while it computes.
+    Parameters become ``DTensor``, on ``device``. Those of a unit are gathered only while it computes.
 
     Collective: every rank, with modules of the same shapes. Blocks.
 
     Returns:
-        Whether what a rank waits for the others in forward and backward is counted, in `lockstep.activity`.
+        Whether `lockstep.activity` counts the time that a rank waits for others in forward and backward.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-    # Otherwise `fully_shard` moves the units one by one; what is on the meta device stays there.
+    # Otherwise `fully_shard` moves the units one by one. Tensors on the meta device stay there.
     if not keeps_objects(device) and not is_on_meta(root):
         move(root, device)
     mesh = DeviceMesh.from_group(group, device.type)
     divided = [*units, root]
-    # Units first: the root then takes what is left.
+    # Units first: the root then shards the remaining parameters.
     for unit in divided:
         fully_shard(unit, mesh=mesh)
-    # On a GPU the collectives do not block the host, so nothing would be known by timing them.
+    # On a GPU the collectives do not block the host, so timing them would measure nothing.
     if device.type != "cpu":
         return False
     for unit in divided:
@@ -64,19 +64,19 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
 
 
 def sum_gradients(root: nn.Module, *, over_ranks: bool) -> None:
-    """Choose whether the next backward reduces gradients over the ranks, or adds to what this rank has."""
+    """Choose whether the next backward reduces gradients over the ranks, or only accumulates them on this rank."""
     root.set_requires_gradient_sync(over_ranks)  # type: ignore[operator]
 
 
 def is_sharded(tensor: object) -> bool:
     """Return whether a rank holds only a part of ``tensor``."""
-    # Its import takes a second; where nobody has imported it, there are no such tensors.
+    # The import takes a second. While the module is not imported, there are no such tensors.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of ``module``, also of one for which ``fully_shard`` has made a class that inherits from it."""
+    """Return the class of ``module`` before ``fully_shard`` replaced it by a derived class."""
     from torch.distributed.fsdp import FSDPModule
 
     kind = type(module)
@@ -84,20 +84,20 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a divided tensor, which shares its memory; others as they are."""
+    """Return this rank's part of a sharded tensor, which shares its memory; any other tensor unchanged."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
 def local_chunk(tensor: Any) -> tuple[tuple[int, ...], Tensor]:
-    """Return this rank's part of a sharded tensor, which shares its memory, and at which offsets it begins."""
+    """Return the offsets of this rank's part of a sharded tensor, and the part, which shares its memory."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets), tensor.to_local()
 
 
 @torch.no_grad()
 def copy_part(tensor: Any, source: Tensor) -> None:
-    """Copy to a tensor from one of its shape, or to this rank's part of a divided tensor."""
+    """Copy ``source``, which has the whole shape, to a tensor or to this rank's part of a sharded tensor."""
     if is_sharded(tensor):
         offsets, tensor = local_chunk(tensor)
         source = source[tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))]
@@ -105,5 +105,5 @@ def copy_part(tensor: Any, source: Tensor) -> None:
 
 
 def whole(tensor: Any) -> Any:
-    """Return all of a divided tensor; anything else as it is. Collective: every rank. Blocks."""
+    """Return a sharded tensor as a whole; anything else unchanged. Collective: every rank. Blocks."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -1,14 +1,14 @@
 """The backend ``shm`` on several machines: ranks reduce inside their machine first, then between machines over Gloo.
 
 [Note: hierarchy]
-A flat ring over all ranks sends everything over a machine's cable once for each of its ranks. Here each machine sends
-``2 (m - 1) / m`` times the bytes of a tensor for ``m`` machines, however many ranks it has, in m - 1 messages and not
-in as many as there are ranks. All ranks of a machine reduce the tensor in shared memory. Then each of them is a
-*carrier*: it reduces one slice with the carriers of the same slice on the other machines, over Gloo. Then the slices
-are gathered in shared memory. If machines have different numbers of ranks, there are as many carriers on each as the
+A flat ring over all ranks sends everything over a machine's cable once for each of its ranks. Here, with ``m``
+machines, each machine sends ``2 (m - 1) / m`` times the bytes of a tensor, however many ranks it has, in m - 1 messages
+instead of one per rank. First, all ranks of a machine reduce the tensor in shared memory. Then each rank is a
+*carrier*: over Gloo it reduces one slice with the carriers of the same slice on the other machines. Last, the slices
+are gathered in shared memory. If machines have different numbers of ranks, each machine has as many carriers as the
 smallest machine has ranks.
 
-A slice is summed once for each carrier's place and moves from there, so all ranks get the same bits.
+The carriers of a slice sum it once, and the other ranks copy the sum, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.errors import CollectiveError, LockstepError
 
 _CPU = torch.device("cpu")
-# Gloo computes these as shared memory does, and each may be done in two stages; others, such as the mean, are Gloo's.
+# Gloo computes these as shared memory does, and they can be done in two stages. Gloo does the others, such as the mean.
 _STAGED_OPS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT})
 
 
 class HierarchicalProcessGroup(CpuProcessGroup):
-    """A group of ranks on several machines, of which some share one; see [Note: hierarchy].
+    """A group of ranks on several machines, at least one with several ranks; see [Note: hierarchy].
 
-    All-reduce, broadcast, all-gather and reduce-scatter of dense CPU tensors go in stages; Gloo does everything else.
+    All-reduce, broadcast, all-gather and reduce-scatter of dense CPU tensors run in stages. Gloo does everything else.
 
     Args:
         store, rank, name: Of the group.
         machines: The ranks of the group by machine, each in ascending order.
-        inside: The ranks of this machine.
-        between: The carriers of this rank's slice, one a machine; None: this rank carries none.
-        flat: All ranks, on Gloo.
+        inside: The group of this machine's ranks.
+        between: The carriers of this rank's slice, one per machine. None: this rank is not a carrier.
+        flat: The group of all ranks, on Gloo.
 
     Attributes:
         inside, between: As above.
@@ -84,7 +84,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self._place = inside.rank()
         self._num_carriers = min(map(len, machines))
         self.is_even = len(set(map(len, machines))) == 1
-        # Not through the groups, whose calls are counted and watched as calls of the script.
+        # The groups' own methods are not used: these count and watch calls as calls of the script.
         self._inside_ops = inside.shm_ops
         self._gloo: Any = None if between is None else between._get_backend(_CPU)
         self._queue = OpQueue(f"lockstep-hierarchy-{name}")
@@ -111,7 +111,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if stages is None or not is_staged or kwargs or not _can_stage(data, opts):
             return getattr(self._flat, call)(*args, **kwargs)
         work = ShmWork(call, self._queue, lambda: self._run(call, stages, data, opts), _as_list(data[0]))
-        # Calls run in one thread, one after the other: on every rank in the order in which they were made.
+        # One thread runs the calls one after the other, in the order in which they were made on every rank.
         self._queue.add(work, is_async=getattr(opts, "asyncOp", True))
         return work
 
@@ -121,15 +121,15 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             for tensors in zip(*data, strict=True) if isinstance(data[0], list) else (data,):
                 stages(self, *tensors, opts)
         except LockstepError:
-            raise  # of a rank on this machine, whose others know
-        except Exception as error:  # as a rule Gloo's, which names a socket but no rank
+            raise  # an error on this machine, which its other ranks know
+        except Exception as error:  # usually Gloo's, which names a socket but no rank
             peers = ", ".join(str(ranks[self._place]) for ranks in self._machines if self._place < len(ranks))
             found = CollectiveError(
                 f"Rank {self.rank()} in {call} between machines, with ranks {peers} of the group: "
                 f"{gloo_cause(error)}\n"
                 "A rank on another machine ended, or did not take part in time, or the network failed."
             )
-            self.inside.comm.give_up(found)  # else the other ranks of this machine would wait for this one
+            self.inside.comm.give_up(found)  # otherwise the other ranks of this machine would wait for this one
             raise found from error
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
@@ -138,7 +138,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         options.reduceOp = dist.ReduceOp(operation_of(opts))
         self._inside_ops.allreduce([flat], options).wait()
         size = flat.numel() // count
-        # The last carrier's slice has the remainder as well.
+        # The last carrier's slice includes the remainder.
         bounds = [place * size for place in range(count)] + [flat.numel()]
         slices = [flat[start:stop] for start, stop in pairwise(bounds)]
         if self._gloo is not None and slices[self._place].numel():
@@ -181,7 +181,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         assert self._gloo is not None
         flat = tensor.view(-1)
-        # Who passes a part of the input as the output has no more use for the rest.
+        # A caller that passes a part of the input as the output does not need the rest of the input.
         if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             flat = flat.clone()
         self._inside_ops.allreduce([flat], _in_this_thread(dist.AllreduceOptions())).wait()
@@ -198,7 +198,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             work.wait(self._gloo.options._timeout)
 
     def all_reduce_inside(self, tensor: Tensor) -> ShmWork:
-        """Start to replace ``tensor``, contiguous, by its sum over the ranks of this machine, and of no other.
+        """Start to replace the contiguous ``tensor`` by its sum over the ranks of this machine only.
 
         Collective: every rank, in the same order among all calls of this group.
         """
@@ -217,7 +217,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         return self._queue.stop() if was_open else True
 
     def shutdown(self) -> None:
-        """Leave the group, after what was called on it has run."""
+        """Leave the group after all calls made on it have run."""
         if self._is_open:
             self._queue.drain()
             self.stop_threads()
@@ -228,7 +228,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if self._is_open:
             self.inside.abort()
             for group in filter(None, (self.between, self._flat)):
-                with suppress(RuntimeError):  # Gloo cannot always
+                with suppress(RuntimeError):  # Gloo cannot always abort
                     group.abort()
             self.stop_threads()
 
@@ -247,7 +247,7 @@ _AllgatherOptions = dist.distributed_c10d.AllgatherOptions
 
 
 def _can_stage(data: Sequence[Any], opts: Any) -> bool:
-    """Return whether all tensors can be cut into flat slices, and reduced in two stages; the same on every rank."""
+    """Return whether all tensors can be cut into flat slices and reduced in two stages; equal on every rank."""
     op = operation_of(opts) if hasattr(opts, "reduceOp") or isinstance(opts, dist.ReduceOp) else dist.ReduceOp.SUM
     tensors = [each for arg in data for each in _as_list(arg)]
     return op in _STAGED_OPS and all(
@@ -272,32 +272,32 @@ _TAG = 2**30 - 1
 def start_exchange(
     gloo: Any, sent: Sequence[Tensor], received: Sequence[Tensor], rank: int
 ) -> list[dist.distributed_c10d.Work]:
-    """Start to send the tensor of each other rank of ``gloo`` to it, and to receive one from each.
+    """Start to send one tensor to each other rank of ``gloo``, and to receive one from each.
 
-    Receives come first. A sender begins when it knows that the other end waits, which Gloo writes to the connection
-    behind what is on its way there. Its own all-to-all and all-gather send first: so over a slow link the rank that
-    comes late keeps the other waiting until its tensor is through, and only one direction is in use at a time.
+    Receives are posted first. A sender begins once it knows that the receiver is ready, and Gloo sends that notice on
+    the same connection, after the data already queued there. Gloo's own all-to-all and all-gather send first: over a
+    slow link, the peer of a late rank waits until the late rank's tensor is through, so only one direction is in use.
 
     Args:
         gloo: A group or backend.
-        sent: By rank. Contiguous; that of this rank is not sent.
-        received: By rank, as ``sent``.
-        rank: This one.
+        sent: By rank. Contiguous; this rank's own tensor is not sent.
+        received: By rank, like ``sent``.
+        rank: This rank.
     """
     works = [gloo.recv([each], peer, _TAG) for peer, each in enumerate(received) if peer != rank and each.numel()]
     return works + [gloo.send([each], peer, _TAG) for peer, each in enumerate(sent) if peer != rank and each.numel()]
 
 
 def sum_rows(received: Tensor, output: Tensor) -> None:
-    """Put the sum of the equal parts of ``received``, one after the other by rank, into ``output``."""
+    """Put the sum of the equal parts of ``received``, which lie in the order of ranks, into ``output``."""
     if output.numel():
         torch.sum(received.view(-1, output.numel()), dim=0, dtype=output.dtype, out=output.view(-1))
 
 
 def levels(group: dist.ProcessGroup) -> tuple[ShmProcessGroup | None, dist.ProcessGroup]:
-    """Return the group of this machine's ranks, and that of the ranks with this one's place on all machines.
+    """Return the group of this machine's ranks, and that of the ranks with the same local rank on all machines.
 
-    The first is None, and the second ``group`` itself, where there is no hierarchy with as many ranks on each machine.
+    Without a hierarchy, or if machines have different numbers of ranks: None, and ``group`` itself.
     """
     if isinstance(group, HierarchicalProcessGroup) and group.is_even and group.between is not None:
         return group.inside, group.between
@@ -308,7 +308,7 @@ def levels(group: dist.ProcessGroup) -> tuple[ShmProcessGroup | None, dist.Proce
 
 
 def machine_id() -> str:
-    """Return what differs between machines, and between network namespaces of one, which stand for machines."""
+    """Return an id that differs between machines, and between network namespaces, which count as machines."""
     boot, namespaces = "", []
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -317,7 +317,7 @@ def machine_id() -> str:
 
 
 def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
-    """Return the ranks by machine, in ascending order. Collective: every rank. Blocks until all have come."""
+    """Return the ranks by machine, in ascending order. Collective: every rank. Blocks until all have called it."""
     store.set(f"machine/{rank}", machine_id())
     if rank == 0:
         by_id: dict[str, list[int]] = {}
@@ -331,9 +331,9 @@ def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
 def _share_on_machines(
     store: dist.Store, machines: Sequence[Sequence[int]], rank: int
 ) -> tuple[Segment | None, str, dist.Store]:
-    """Return the memory of this rank's machine, or None and why there is none on some; and that machine's store.
+    """Return the shared memory of this rank's machine, or None and the reason; and that machine's store.
 
-    Collective: every rank. All decide alike.
+    Collective: every rank. All ranks decide the same: if one machine has no shared memory, none uses it.
     """
     size = sum(map(len, machines))
     number, ranks = next((number, ranks) for number, ranks in enumerate(machines) if rank in ranks)
@@ -341,7 +341,7 @@ def _share_on_machines(
     if max(map(len, machines)) == 1 and size > 1:
         return None, "", inner
     segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
-    if len(machines) > 1:  # all agree on more than those of one machine
+    if len(machines) > 1:  # agree across machines, not only within one
         objection = agree(store, objection, size)
         if objection and segment is not None:
             segment.close_file()
@@ -350,9 +350,9 @@ def _share_on_machines(
 
 
 def serves(store: dist.Store, rank: int, size: int) -> tuple[bool, str]:
-    """Return whether `create_group` would use shared memory, and why not where that is expected; the same on all ranks.
+    """Return whether `create_group` would use shared memory, and an unexpected reason why not; equal on all ranks.
 
-    Collective: every rank. Blocks until all have come.
+    Collective: every rank. Blocks until all ranks have called it.
     """
     segment, objection, _ = _share_on_machines(store, find_machines(store, rank, size), rank)
     if segment is not None:
@@ -363,13 +363,13 @@ def serves(store: dist.Store, rank: int, size: int) -> tuple[bool, str]:
 def create_group(options: Any, _: Any = None) -> Any:
     """Return the process group that c10d asks for: shared memory on one machine, a hierarchy on several, or Gloo.
 
-    Collective: every rank of the new group. Blocks until all have come.
+    Collective: every rank of the new group. Blocks until all ranks have called it.
 
     Args:
         options: c10d's ``_DistributedBackendOptions``.
     """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    # A prefix, as the store is the caller's and has keys of its own.
+    # A prefix, because the store belongs to the caller, who has other keys in it.
     store = PrefixStore("lockstep/shm", options.store)
     machines = find_machines(store, rank, size)
     segment, objection, inner = _share_on_machines(store, machines, rank)

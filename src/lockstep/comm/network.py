@@ -1,4 +1,4 @@
-"""The network: Gloo's interface, how many sockets may be open, keepalive probes for dead links, and what was sent."""
+"""The network: Gloo's interface, the limit of open sockets, keepalive probes for dead links, and bytes sent."""
 
 import ipaddress
 import os
@@ -14,9 +14,9 @@ import psutil
 
 from lockstep.errors import ConfigurationError
 
-# The variable that Gloo reads; what the user put there is never changed.
+# The variable that Gloo reads. A value set by the user is never changed.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-# The variable with how many seconds a link may be down; 0 leaves connections as they are.
+# The variable that says how many seconds a link may be down; 0 leaves connections unchanged.
 LINK_TIMEOUT = "LOCKSTEP_LINK_TIMEOUT_S"
 
 _LINK_TIMEOUT_S = 60.0
@@ -24,16 +24,16 @@ _MAX_PROBE_S = 5
 _TCP_RTO_MAX_MS = 44  # of linux/tcp.h since 6.15; the socket module does not name it
 _RETRANSMIT_S = 1.0
 
-# What a process opens beside what is known in advance: logs, data files, libraries.
+# For files that are not known in advance: logs, data files, libraries.
 _SPARE_FILES = 64
 
 
 def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
     """Return the interface that Gloo should use, or ``None`` if its own choice will do.
 
-    Gloo takes the address that this host's name leads to. On one machine the loopback interface is always right, and
-    the name may lead nowhere. Between machines it is the other way round: many systems map the host's name to
-    127.0.1.1, which no other machine can reach; then it is the interface that leads to rank zero.
+    By default Gloo uses the address that this host's name resolves to. On one machine the loopback interface always
+    works, while the name may not resolve. Between machines loopback does not work, and many systems map the host's
+    name to 127.0.1.1, which no other machine can reach. Then this returns the interface with the route to rank zero.
     """
     if one_machine or master_addr is None:
         return "lo"
@@ -43,11 +43,11 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
 
 
 def reachable_address(master_addr: str) -> str | None:
-    """Return this machine's address for the others, or ``None`` if its name leads to one already."""
+    """Return the address at which others reach this machine, or ``None`` if its name resolves to one already."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # fails for an address that is not this machine's
+                probe.bind(address)  # fails if this is not an address of this machine
                 if not _is_loopback(str(address[0])):
                     return None
                 break
@@ -68,7 +68,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return whether ``host`` is an address of this machine: only such an address can be bound."""
+    """Return whether ``host`` is an address of this machine, by trying to bind it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -79,11 +79,11 @@ def is_local(host: str) -> bool:
 
 
 def allow_open_files(num_files: int, purpose: str) -> None:
-    """Make sure that this process may open ``num_files`` more, sockets included; raise its soft limit if need be.
+    """Make sure that this process may open ``num_files`` more files or sockets; raise its soft limit if necessary.
 
     Args:
-        num_files: At least.
-        purpose: What for, to begin a sentence with.
+        num_files: The number of files needed.
+        purpose: What they are for; the subject of the error message.
 
     Raises:
         ConfigurationError: The hard limit is lower.
@@ -103,12 +103,11 @@ def allow_open_files(num_files: int, purpose: str) -> None:
 
 
 def set_keepalive() -> None:
-    """Have the kernel notice when a link to another machine is dead, for all connections of this process.
+    """Make the kernel detect dead links to other machines, for all connections of this process.
 
-    A machine that loses power, or a cable that is cut, closes no connection. Who only waits to receive would not learn
-    of it: Gloo and torch's store ask for nothing by which the kernel would notice. A link that is down for less than
-    `LINK_TIMEOUT` is survived: what was sent is sent again. One that stays down fails the connection soon after, and
-    with it whatever waits for it.
+    A power failure or a cut cable closes no connection. A process that only receives would not notice: Gloo and torch's
+    store do not enable keepalive probes. A link may be down for less than `LINK_TIMEOUT`: TCP sends the lost data
+    again. If it stays down longer, the connection fails soon after, and so does everything that waits for it.
     """
     limit_s = float(os.environ.get(LINK_TIMEOUT, _LINK_TIMEOUT_S))
     if limit_s <= 0:
@@ -121,12 +120,12 @@ def set_keepalive() -> None:
 
 def _open_connections() -> Iterator[tuple[socket.socket, str, str]]:
     """Yield this process's TCP connections, with the addresses of the other end and of this one."""
-    # Gloo and NCCL hand out no descriptors: those of the process are looked through instead.
+    # Gloo and NCCL do not expose their descriptors, so all descriptors of the process are searched.
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or not connected
+        with suppress(OSError):  # closed in the meantime, or not connected
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            # A copy: closing it leaves the connection as it is, and options are those of the connection.
+            # A duplicate: closing it does not close the connection, and socket options apply to the connection.
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                     yield found, found.getpeername()[0], found.getsockname()[0]
@@ -134,22 +133,22 @@ def _open_connections() -> Iterator[tuple[socket.socket, str, str]]:
 
 def _keep_alive(connection: socket.socket, limit_s: float) -> None:
     every = max(1, min(_MAX_PROBE_S, int(limit_s / 4)))
-    # The kernel counts from the last sign of life, which may be a probe older than the outage, and ends a connection
-    # before it sends the next probe. So the link has to be up again for two probes before the time is up.
+    # The kernel counts from the last data received, which may be an answer from before the outage, and may end the
+    # connection before it sends the next probe. So the limit leaves room for two probes after the link is up again.
     retransmit_s = max(_RETRANSMIT_S, limit_s / 10)
     give_up_s = limit_s + max(2 * every, retransmit_s) + 1
     try:
-        # Where the outage has taken the route away, the kernel tries 15 times, whatever limit it was given: these have
-        # to last as long.
+        # If the outage also removes the route, the kernel retries 15 times, whatever the limit: these retries have to
+        # last as long as the limit.
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, int(1000 * retransmit_s))
     except OSError:
-        # What was sent into an outage is sent again after 0.2, 0.4, 0.8 ... s: when the link has come back, the next
-        # time may be as far away as the outage was long.
+        # Lost data is sent again after 0.2, 0.4, 0.8 ... s: when the link is back, the next retry may be as far away as
+        # the outage was long.
         give_up_s = max(give_up_s, 2 * limit_s + 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-    # For what was sent and not acknowledged, where the kernel would try for a quarter of an hour; and for the probes.
+    # For data that is not acknowledged, which the kernel would resend for a quarter of an hour; and for the probes.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
 
 
@@ -157,7 +156,7 @@ _GLOO_NOISE = re.compile(r"^\[\S+:\d+\] |\.? This is typically caused by .*")
 
 
 def gloo_cause(error: Exception) -> str:
-    """Return the first line of an error of Gloo: what failed and the peer's address, not the place in its source."""
+    """Return the cause and the peer's address from an error of Gloo, without the location in Gloo's source."""
     return _GLOO_NOISE.sub("", (str(error).splitlines() or [""])[0])
 
 
@@ -171,8 +170,8 @@ class Sent(NamedTuple):
     """What this process has sent to one address.
 
     Attributes:
-        num_bytes: That have arrived there.
-        busy_s: Seconds in which there was something to send; summed over connections, which may send side by side.
+        num_bytes: Bytes that were acknowledged.
+        busy_s: Seconds with data to send, summed over connections, which may send at the same time.
     """
 
     num_bytes: int
@@ -180,7 +179,7 @@ class Sent(NamedTuple):
 
 
 def sent_to(*, loopback: bool = False) -> dict[str, Sent]:
-    """Return by address what this process's open TCP connections have sent; empty where the kernel does not count.
+    """Return, by address, what this process's open TCP connections have sent; empty if the kernel does not count it.
 
     Args:
         loopback: Whether connections within this machine count, too.

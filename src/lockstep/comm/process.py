@@ -1,4 +1,4 @@
-"""What a rank changes about its own process: safe forks, memory that is kept, and a view as the only process."""
+"""Changes to a rank's own process: safe forks, keeping freed memory, and appearing as the only process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-# --- Forks: a loader process must not hang before it has begun
+# --- Forks: a data loader process must not hang at its start
 
-# How long a fork is put off at most: threads that compute all the time would hold it up for ever.
+# The longest delay of a fork: threads that never stop computing would delay it forever.
 _LIMIT_S = 0.25
 
 _TASKS = "/proc/self/task"
@@ -26,69 +26,69 @@ _TASKS = "/proc/self/task"
 
 @functools.cache
 def make_forks_safe() -> None:
-    """From now on let forks wait for a moment in which all other threads sleep, and children keep inherited garbage."""
-    # Both hang the child for good, mostly on a busy machine.
+    """From now on, delay a fork until all other threads sleep, and let children keep inherited garbage."""
+    # Each of the two problems hangs the child forever, mostly on a busy machine.
     if sys.version_info < (3, 12):
-        # Gloo's threads drop the tensors of a collective that is over, for which each attaches to the interpreter for
-        # a moment. A child forked in that moment inherits the lock of the interpreter's list of threads as taken, and
-        # waits for it (CPython issue 112275).
+        # Gloo's threads release the tensors of a completed collective, for which they briefly attach to the
+        # interpreter. A child that is forked at that moment inherits the lock of the interpreter's thread list in the
+        # locked state, and waits for it forever (CPython issue 112275).
         os.register_at_fork(before=wait_for_sleep)
-    # A process group that waits for the garbage collector would be collected in the child too, where its destructor
-    # joins threads that exist in the parent only.
+    # The child's garbage collector would also collect an unreferenced process group. The group's destructor joins
+    # threads that exist in the parent only.
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:
-    """Block until all other threads of this process sleep, at most about ``limit_s``; return whether they do."""
+    """Block until all other threads of this process sleep, for about ``limit_s`` at most; return whether they do."""
     deadline = time.monotonic() + limit_s
     own = str(threading.get_native_id())
     while any(_thread_state(task) != "S" for task in os.listdir(_TASKS) if task != own):
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.001)  # lets go of the interpreter too, for which some of them wait
+        time.sleep(0.001)  # also releases the interpreter lock, which some of them may wait for
     return True
 
 
 def _thread_state(task: str) -> str:
-    """Return the letter of a thread's state, as in proc(5); S if it has ended meanwhile."""
+    """Return the letter of a thread's state, as in proc(5); S if the thread has ended."""
     try:
         with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
             line = file.read()
     except OSError:
         return "S"
-    return line[line.rindex(")") + 2]  # the name before it may hold anything
+    return line[line.rindex(")") + 2]  # the name before it may contain any character
 
 
 # --- Memory
 
-# Numbers of glibc's malloc.h, and what is kept: blocks up to this size in the heap, and so much of it while it is free.
+# Constants of glibc's malloc.h; the largest block kept in the heap, and how much free memory the heap may keep.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_BLOCK, _MOST_FREE = 2**28, 2**30
 
 
 @functools.cache
 def keep_freed_memory(*, for_threads: bool = False) -> None:
-    """Have the C library keep the memory that a step frees, for the next step, from now on in this process.
+    """From now on in this process, make the C library keep the memory that a step frees for the next step.
 
     Args:
-        for_threads: Whether also that of threads started from now on, which then share the heap of the first thread.
+        for_threads: Also for threads that start from now on. They then share the heap of the first thread.
     """
-    # By itself glibc gives free memory at the end of the heap back to the system, and every block above 32 MiB; and the
-    # system zeroes it, page by page, when a step asks for it again: 9,000 page faults a step of an MLP with 7 million
-    # parameters, a fifth of its processor time; replicas in threads pay twice, since faults of one process wait for
-    # each other. So up to 1 GiB that was in use stays with the process. Other C libraries have no such function, and
-    # who has set glibc wins.
+    # By default glibc returns free memory at the end of the heap, and every block above 32 MiB, to the system. The
+    # system zeroes it page by page when the next step needs it: for an MLP with 7 million parameters, 9,000 page faults
+    # per step and a fifth of its processor time. Replicas in threads pay twice, since page faults of one process wait
+    # for each other. So the process keeps up to 1 GiB that it has used. Other C libraries have no such function, and
+    # glibc settings of the user have priority.
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _MOST_FREE)
         if for_threads:
-            # By itself a thread gets an arena of its own, made of pieces of 64 MiB: a piece goes back to the system
-            # when all of it is free, whatever the thresholds, and a larger block never lies in one.
+            # By default a thread gets an arena made of pieces of 64 MiB. A piece returns to the system when all of it
+            # is free, whatever the thresholds, and a larger block never fits in one.
             mallopt(_M_ARENA_MAX, 1)
         if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK):
-            mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that older versions take
+            mallopt(_M_MMAP_THRESHOLD, 2**25)  # the maximum of older versions
 
 
 # --- A view as the only process
@@ -99,9 +99,9 @@ _ALONE = {f"{prefix}{name}": value for prefix in _PREFIXES for name, value in ((
 
 @contextmanager
 def single_process_view() -> Iterator[None]:
-    """Within, environment and torch.distributed say rank 0 of 1; for a group that is named they say the truth.
+    """Inside the block, environment and torch.distributed say rank 0 of 1, except for a group that is passed.
 
-    What was read before stays as it was read. Other threads see the same.
+    Values that were read before do not change. Other threads see the same.
     """
     true_rank, true_size = dist.get_rank, dist.get_world_size
 
@@ -111,7 +111,7 @@ def single_process_view() -> Iterator[None]:
     def size(group: Any = None) -> int:
         return 1 if group is None else true_size(group)
 
-    # Only names that are set: a program that sees RANK takes part in a job.
+    # Only variables that are set: a program that finds RANK assumes that it is part of a job.
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {key: value for key, value in _ALONE.items() if key in os.environ}))
         for module in (dist, dist.distributed_c10d):

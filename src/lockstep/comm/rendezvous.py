@@ -1,4 +1,4 @@
-"""How the ranks meet: a connection to the store of their job, and the membership check at the start."""
+"""Rendezvous of the ranks: a connection to the store of their job, and the membership check at the start."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """An open store, and what distinguishes this start of the job in it.
+    """An open store, and the prefix of this start of the job in it.
 
     Attributes:
         store: The store.
-        is_host: Whether its server lives in this process and ends with it.
+        is_host: Whether its server runs in this process and ends with it.
         prefix: Of the keys of this start.
     """
 
@@ -46,7 +46,7 @@ class Rendezvous:
 
 Address = tuple[str, int]
 
-# Servers of this process. They live as long as it does, so that a second world finds the same one.
+# Servers in this process. They live as long as it does, so that a second world finds the same one.
 _hosted: dict[Address, Store] = {}
 
 _num_starts: Counter[Address] = Counter()
@@ -59,7 +59,7 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
 
     Raises:
         ConfigurationError: The port is taken.
-        WorldSizeMismatch: Nobody hosts the store, so rank zero did not come or cannot be reached.
+        WorldSizeMismatch: No process hosts the store: rank zero did not start, or cannot be reached.
     """
     if env.master_addr is None or env.master_port is None:
         return Rendezvous(HashStore(), is_host=False, prefix="lockstep")
@@ -68,7 +68,7 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _connect(env, address, timeout_s, host="The launcher of the first machine")
         prefix = f"{prefix}/{env.world_size}"
-        # torchrun's store outlives its workers: the n-th time that this rank starts belongs to the n-th start of all.
+        # torchrun's store outlives its workers: the n-th start of this rank belongs to the n-th start of the job.
         return Rendezvous(store, is_host=False, prefix=f"{prefix}/{store.add(f'{prefix}/starts/{env.rank}', 1)}")
     _num_starts[address] += 1
     if address in _hosted:
@@ -86,7 +86,7 @@ def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
     try:
         listener = listen(address[0] if loopback else "", address[1])
     except OSError as error:
-        # Another process that calls itself rank zero may host it already: the membership check finds that out.
+        # Another process with rank zero may host it already: the membership check detects that.
         store = _client(env, address, min(timeout_s, 3.0)) if error.errno == errno.EADDRINUSE else None
         if store is not None:
             return store
@@ -94,7 +94,7 @@ def _host(env: RankEnv, address: Address, timeout_s: float) -> Store:
             f"Rank 0 cannot listen on port {address[1]}: {error.strerror}.\n"
             "Set MASTER_PORT to a free port above 1023, the same on every rank; `lockstep run` finds one by itself."
         ) from None
-    # Behind a forwarded address, the server's own machine may not reach it by that.
+    # If the address is forwarded, the server's own machine may not reach the server at that address.
     here = listener.getsockname()[0] if loopback else "localhost"
     store = serve_store(listener, here, timeout_s, one_user=loopback or one_machine, world_size=env.world_size)
     _hosted[address] = store
@@ -105,7 +105,7 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            # Before torch's own client, which logs every attempt.
+            # Tried before torch's own client, which logs every attempt.
             socket.create_connection(address, timeout=1.0).close()
             store = _client(env, address, max(1.0, deadline - time.monotonic()))
             if store is not None:
@@ -126,10 +126,10 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
 
 
 def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
-    """Connect to the server, or return ``None`` if what answers there is none.
+    """Connect to the server, or return ``None`` if the program that answers there is not a store.
 
-    In a thread, which is left behind when the time is up: torch's client waits without limit for the answer of a
-    program that accepts connections and says nothing.
+    Connects in a thread, which is abandoned when the time is up: torch's client waits without limit for a program that
+    accepts connections but does not answer.
     """
     found: list[Store] = []
 
@@ -148,7 +148,7 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.1
 _PAUSE_SHARE, _PAUSE_PER_RANK_S = 0.03, 50e-6
-# How long the host of the store outlives a failed start-up, so that the others can read why.
+# How long the host of the store stays after a failed start, so that the other ranks can read the reason.
 FAREWELL_S = 3.0
 
 _COMPLETE = "complete"
@@ -156,7 +156,7 @@ _COMPLETE = "complete"
 
 @dataclass(frozen=True)
 class Participant:
-    """One process that came to the start-up."""
+    """One process that takes part in the start."""
 
     rank: int
     world_size: int
@@ -170,7 +170,7 @@ class Participant:
 
 @contextmanager
 def naming_a_lost_store(me: Participant) -> Iterator[None]:
-    """Raise WorldSizeMismatch, with what to look at, if the store cannot be reached any more."""
+    """Raise WorldSizeMismatch, with what to check, if the store cannot be reached any more."""
     try:
         yield
     except dist.DistError as error:
@@ -190,30 +190,30 @@ def check_membership(
     is_host: bool,
     objection: str | None = None,
 ) -> None:
-    """Sign in and wait until all ranks have; all learn the same verdict: every rank returns, or every rank raises.
+    """Sign in and wait until all ranks have. All ranks get the same verdict: every rank returns, or every rank raises.
 
-    Collective: every rank. Blocks until the last rank has come, at most until ``deadline``.
+    Collective: every rank. Blocks until the last rank has signed in, at most until ``deadline``.
 
     Args:
         store: Empty at the start of every check.
-        me: What this rank signs in with.
+        me: The entry of this rank.
         deadline: On the clock of ``time.monotonic``.
-        timeout_s: What the user asked for, for the message.
-        is_host: The store ends with this process, so it waits until the others have read a bad verdict.
-        objection: Why this rank cannot take part, for the others to know.
+        timeout_s: The timeout that the user set, for the message.
+        is_host: Whether the store ends with this process, which then waits until the others have read a bad verdict.
+        objection: Why this rank cannot take part, for the other ranks.
 
     Raises:
-        WorldSizeMismatch: Ranks are missing, or came twice; names them.
-        ConfigurationError: The ranks were told different world sizes or backends, or one cannot take part.
+        WorldSizeMismatch: Ranks are missing, or signed in twice; names them.
+        ConfigurationError: The ranks have different world sizes or backends, or one cannot take part.
     """
-    # Whoever objects says so at once; whoever finds all agreeing closes the list. The first verdict counts.
+    # A rank with an objection posts it at once; the rank that completes the list posts success. The first one counts.
     complaint = _sign_in(store, me, objection)
     if complaint is not None:
         _decide(store, complaint)
     elif store.add("agreeing", 1) == me.world_size:
         store.compare_set("verdict", "", _COMPLETE)
     if not await_key(store, "verdict", deadline - time.monotonic(), me.world_size):
-        # Any rank may find that the time is up: the verdict that is there first is that of all.
+        # Any rank may find that the time is up: the first verdict in the store counts for all.
         text = find_once(store, "missing", lambda: _describe_missing(store, me, timeout_s), me.world_size)
         _decide(store, WorldSizeMismatch(text))
     verdict = store.get("verdict").decode()
@@ -222,17 +222,17 @@ def check_membership(
     store.add("read", 1)
     if is_host:
         poll_until(lambda: store.add("read", 0) >= store.add("arrived", 0), FAREWELL_S, _LONGEST_PAUSE_S)
-    if complaint is not None:  # a process that came on top of a complete world is alone with its error
+    if complaint is not None:  # only a surplus process gets this error, if the world was complete before
         raise complaint
     kind, message = json.loads(verdict)
     raise (ConfigurationError if kind == ConfigurationError.__name__ else WorldSizeMismatch)(message)
 
 
 def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepError | None:
-    """Enter this rank; return what is wrong with that."""
+    """Add this rank to the list; return an error if its entry is wrong."""
     signature = json.dumps(asdict(me))
     present = store.compare_set(f"rank/{me.rank}", "", signature).decode()
-    # Counted also if it came on top: the host waits until as many have read as have come.
+    # A surplus process is counted, too: the host waits until as many have read the verdict as have arrived.
     store.add("arrived", 1)
     if present != signature:
         other = Participant(**json.loads(present))
@@ -242,7 +242,7 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
             f"Give each process a RANK of its own, from 0 to {me.world_size - 1}; if one belongs to another job, give "
             "this job another MASTER_PORT. `lockstep run` does both."
         )
-    # Compared with whoever came first, not with rank zero, which may be missing.
+    # Compared with the first rank that signed in, not with rank zero, which may be missing.
     first = Participant(**json.loads(store.compare_set("first", "", signature)))
     pairs = {"WORLD_SIZE": (me.world_size, first.world_size), "backend": (me.backend, first.backend)}
     for name, (mine, theirs) in pairs.items():
@@ -267,10 +267,10 @@ def _describe_missing(store: Store, me: Participant, timeout_s: float) -> str:
 
 
 def find_once(store: Store, key: str, find: Callable[[], str], world_size: int) -> str:
-    """Return what ``find`` returns on the first rank that comes here: it may take a request for each rank of the job.
+    """Return what ``find`` returned on the first rank that called this; ``find`` may need a request for each rank.
 
-    Blocks until that rank has found it. If that takes some seconds, as it is lost or the store is busy, one more looks,
-    and not all of them at once.
+    Blocks until that rank has the result. If that takes more than some seconds, because the rank is lost or the store
+    is busy, one more rank calls ``find``, and not all of them at once.
     """
     for attempt in count():
         if store.add(f"{key}/count/{attempt}", 1) == 1:
@@ -281,25 +281,25 @@ def find_once(store: Store, key: str, find: Callable[[], str], world_size: int) 
 
 
 def await_key(store: Store, key: str, limit_s: float, world_size: int) -> bool:
-    """Block until ``key`` is there, at most ``limit_s``; return whether it is. So many ranks may wait at once."""
+    """Block until ``key`` exists, at most ``limit_s``; return whether it does. ``world_size`` ranks may wait here."""
     return poll_until(lambda: store.check([key]), limit_s, poll_interval_s(world_size))
 
 
 def poll_until(is_over: Callable[[], bool], limit_s: float, longest_pause_s: float) -> bool:
     """Block until ``is_over`` returns true, at most ``limit_s``; return whether it did."""
-    # Polled, as a blocking wait would hold back Ctrl-C, and c10d's client logs each that is given up.
+    # Polled, because a blocking wait would delay Ctrl-C, and c10d's client logs every wait that times out.
     began_s = time.monotonic()
     while not is_over():
         waited_s = time.monotonic() - began_s
         if waited_s >= limit_s:
             return False
-        # A rank that is late will be late for long: a pause is a small part of what has been waited for already.
+        # The longer the wait so far, the longer it may last: each pause is a small part of the time waited so far.
         time.sleep(min(max(_FIRST_PAUSE_S, _PAUSE_SHARE * waited_s), longest_pause_s))
     return True
 
 
 def poll_interval_s(world_size: int) -> float:
-    """Return how long to wait between two polls of the store at most: many ranks must not overload it."""
+    """Return the longest pause between two polls of the store: many ranks must not overload it."""
     return max(_LONGEST_PAUSE_S, world_size * _PAUSE_PER_RANK_S)
 
 

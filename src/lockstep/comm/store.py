@@ -1,4 +1,4 @@
-"""The key-value store in which ranks and machines find each other: its server, and status notes that are left in it."""
+"""The key-value store through which ranks and machines find each other: its server, and the status notes in it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from lockstep.comm.world import World
 
 LOOPBACK = "127.0.0.1"
-# All ranks of a machine may connect in the same moment, and the kernel cuts this to its own limit.
+# All ranks of a machine may connect at the same moment. The kernel reduces this to its own limit.
 _BACKLOG = 1024
-# torch's own variable, which counts for its env:// only. A torch that was built without libuv, as Debian's, needs 0.
+# torch's own variable, which torch reads for env:// only. A torch that was built without libuv, as Debian's, needs 0.
 USE_LIBUV = os.environ.get("USE_LIBUV", "1") == "1"
 
 
 def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
-    """Start a store in this process for those that are given ``address``; return it and its port.
+    """Start a store in this process for clients that know ``address``; return it and its port.
 
-    torch's own would listen at every address of the machine. This one does so only if ``address`` is a name, which
-    others may understand differently, or is not one of this machine's. On the loopback interface it serves this user
-    only. It ends when the last reference to it goes.
+    torch's own store would listen at every address of the machine. This one does so only if ``address`` is a name,
+    which others may resolve differently, or is not an address of this machine. On the loopback interface it serves this
+    user only. It ends with the last reference to it.
 
     Args:
-        address: By which others reach this machine.
-        timeout_s: How long its operations may wait, here.
+        address: The address at which others reach this machine.
+        timeout_s: How long operations of this process may wait.
     """
     try:
         ipaddress.ip_address(address.partition("%")[0])
@@ -55,14 +55,14 @@ def start_store_server(address: str, timeout_s: float) -> tuple[Store, int]:
 def serve_store(
     listener: socket.socket, here: str, timeout_s: float, *, one_user: bool, world_size: int | None = None
 ) -> Store:
-    """Serve a store at ``listener`` from now on; return a connection to it, by the name ``here``.
+    """Serve a store at ``listener`` from now on; return a connection to it, at the address ``here``.
 
     Args:
-        listener: Is handed over.
-        here: By which this process reaches it.
-        timeout_s: How long operations may wait, here.
-        one_user: Whether all who use it run on this machine as this user: then nobody else can.
-        world_size: As c10d's store has it.
+        listener: The listening socket, which the store takes over.
+        here: The address at which this process reaches it.
+        timeout_s: How long operations of this process may wait.
+        one_user: Whether all clients run on this machine as this user: then other users are refused.
+        world_size: As in c10d's store.
     """
     # The port is read before the listener is handed over: afterwards it may be closed.
     limit, port = timedelta(seconds=timeout_s), listener.getsockname()[1]
@@ -83,7 +83,7 @@ def serve_store(
         is_master=True,
         timeout=limit,
         wait_for_workers=False,
-        # Bound before and handed over, so that errors are Python's own, and a local job is not open to the network.
+        # A socket that is already bound: errors are then Python's own, and a local job is not open to the network.
         master_listen_fd=listener.detach(),
         use_libuv=USE_LIBUV,
     )
@@ -101,7 +101,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _read(file: BinaryIO, num_bytes: int) -> bytes:
-    """Block until so many bytes have come. Raises ``EOFError`` if the client has gone."""
+    """Block until ``num_bytes`` were read. Raises ``EOFError`` if the client has gone."""
     data = file.read(num_bytes)
     if len(data) < num_bytes:
         raise EOFError
@@ -120,7 +120,7 @@ def _read_arguments(file: BinaryIO, kinds: Sequence[str]) -> Iterator[Any]:
         elif kind == "number":
             yield _read_number(file)
         else:
-            # Before several texts, or pairs of them, comes how many there are.
+            # Their number comes before several texts or pairs of texts.
             count = 1 if kind == "text" else _read_number(file) * (2 if kind == "pairs" else 1)
             for _ in range(count):
                 yield _read(file, _read_number(file))
@@ -135,52 +135,52 @@ def _text(value: bytes) -> bytes:
 
 
 _YES, _NO = b"\0", b"\1"
-_GO_ON, _CANCELLED = b"\0", b"\1"  # the answers to a wait and to its end
+_GO_ON, _CANCELLED = b"\0", b"\1"  # the answers to a wait and to a cancelled wait
 
 
 class StoreServer:
     """Serves a store to c10d's clients of this user.
 
     [Note: a store for one user]
-    Whoever can connect to c10d's TCPStore can read and overwrite every key. On the loopback interface that is every
-    user of the machine. So where one machine is enough, the store is served by this class, which speaks the protocol of
-    c10d's clients and closes connections of other users; who is at the other end of a connection within a machine, the
-    kernel says in ``/proc/net/tcp``. Across machines the store is c10d's own: there only the network can keep others
-    away (docs/machines.md).
+    Anyone who can connect to c10d's TCPStore can read and overwrite every key. On the loopback interface that is every
+    user of the machine. So for jobs on one machine this class serves the store. It speaks the protocol of c10d's
+    clients and closes connections of other users; the kernel lists the user at the other end of a local connection in
+    ``/proc/net/tcp``. Across machines the store is c10d's own: there only the network can keep others out
+    (docs/machines.md).
 
     Args:
-        listener: Where it listens; closed at the end.
+        listener: The listening socket; closed at the end.
     """
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self.values: dict[bytes, bytes] = {}
-        self._waiting: dict[socket.socket, set[bytes]] = {}  # by client, the keys that are not there yet
+        self._waiting: dict[socket.socket, set[bytes]] = {}  # by client, the keys that do not exist yet
         self._clients: set[socket.socket] = set()
         self._is_closed = False
-        self._lock = threading.Lock()  # held while a request is carried out, not while it is read
+        self._lock = threading.Lock()  # held while a request runs, not while it is read
         self.thread = threading.Thread(target=self._accept, name="lockstep-store", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
-        """End; clients find their connections closed."""
+        """End the server and close the clients' connections."""
         self._is_closed = True
-        # Without the lock: the garbage collector may call this in a thread that holds it.
+        # Without the lock: the garbage collector may call this in a thread that holds the lock.
         for each in (self._listener, *list(self._clients)):
             with suppress(OSError):  # gone already
-                each.shutdown(socket.SHUT_RDWR)  # wakes who waits on it, which close() would not
+                each.shutdown(socket.SHUT_RDWR)  # wakes threads that wait on it; close() would not
 
     def _accept(self) -> None:
         with self._listener:
             while not self._is_closed:
-                with suppress(OSError):  # a client that has gone again, or `close`
+                with suppress(OSError):  # a client that has already gone, or `close`
                     connection, _ = self._listener.accept()
                     threading.Thread(target=self._serve, args=(connection,), name="lockstep-store", daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """Answer a client's requests, one after the other, until it has gone."""
-        with client, suppress(OSError, EOFError, ValueError, LookupError):  # gone, or speaks something else
-            # Looked up while the connection is open, so the entry cannot be that of a later one. Root may do anything.
+        """Answer a client's requests in order, until the client has gone."""
+        with client, suppress(OSError, EOFError, ValueError, LookupError):  # gone, or speaks another protocol
+            # Looked up while the connection is open, so the entry cannot belong to a later one. Root may do anything.
             if peer_uid(client) not in (os.geteuid(), 0):
                 return
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,10 +204,10 @@ class StoreServer:
             missing.discard(key)
             if not missing:
                 del self._waiting[client]
-                with suppress(OSError):  # its own thread finds out
+                with suppress(OSError):  # its own thread notices
                     client.sendall(_GO_ON)
 
-    # What the commands do, and their replies. Called with the lock.
+    # The commands, which return their replies. The lock is held.
 
     def _set(self, client: socket.socket, *pairs: bytes) -> bytes:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
@@ -239,13 +239,13 @@ class StoreServer:
         return b""
 
     def _cancel_wait(self, client: socket.socket) -> bytes:
-        # Also if the wait was answered meanwhile: the client expects both answers then.
+        # Answered even if the wait was answered in the meantime: the client then expects both answers.
         self._waiting.pop(client, None)
         return _CANCELLED
 
 
-# By the first byte of a request: what it does, and what follows that byte.
-# Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queues, which come after these, are not served.
+# Indexed by the first byte of a request: the function, and the arguments that follow that byte.
+# Source: ``QueryType`` in c10d's TCPStoreBackend.hpp. Queue commands, which come after these, are not supported.
 _COMMANDS: list[tuple[Any, ...]] = [
     (lambda server, client, magic: b"", "word"),  # validate
     (StoreServer._set, "text", "text"),
@@ -272,22 +272,22 @@ _MAPPED_IPV4 = _words(b"\0" * 10 + b"\xff\xff")
 
 
 def peer_uid(connection: socket.socket) -> int | None:
-    """Return the user at the other end of a connection within this machine; ``None`` if nobody of it is there."""
+    """Return the user at the other end of a connection within this machine; ``None`` if the peer is not listed."""
     ends = [_name_in_proc(*name[:2]) for name in (connection.getpeername(), connection.getsockname())]
     for file in ("tcp", "tcp6"):
         with suppress(OSError):  # without IPv6 there is no tcp6
             for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:  # the columns are in proc(5)
                 _, local, remote, state, _, _, _, uid, *_ = line.split()
-                # Only of an established connection: one that its owner has closed is listed as root's.
+                # Established connections only: a connection that its owner has closed is listed as root's.
                 if state == "01" and [local.removeprefix(_MAPPED_IPV4), remote.removeprefix(_MAPPED_IPV4)] == ends:
                     return int(uid)
     return None
 
 
 def _name_in_proc(host: str, port: int) -> str:
-    """Return how ``/proc/net`` writes an address: words in the machine's order of bytes, and the port."""
+    """Return an address as ``/proc/net`` writes it: words in the machine's byte order, and the port."""
     address = ipaddress.ip_address(host.partition("%")[0])
-    # A socket for IPv6 that is connected over IPv4 has the other end's address mapped into IPv6.
+    # An IPv6 socket that is connected over IPv4 shows the peer's address mapped into IPv6.
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return f"{_words((mapped or address).packed)}:{port:04X}"
 
@@ -296,12 +296,12 @@ def _name_in_proc(host: str, port: int) -> str:
 
 
 def read_present(store: Store, keys: Sequence[str], known: set[str]) -> dict[str, bytes]:
-    """Return the values of those of ``keys`` that are there, in their order: in two requests if that is all of them.
+    """Return the values of those ``keys`` that exist, in their order. Takes two requests if all of them exist.
 
     Args:
-        store: What it reads.
-        keys: Each is checked until it was there once; keys stay.
-        known: Those that were there before; the others that are found are added.
+        store: The store to read.
+        keys: Each is checked until it was found once; keys are never deleted.
+        known: The keys found before; keys found now are added.
     """
     new = [key for key in keys if key not in known]
     if new:
@@ -311,37 +311,37 @@ def read_present(store: Store, keys: Sequence[str], known: set[str]) -> dict[str
 
 
 def _present(store: Store, keys: Sequence[str]) -> list[str]:
-    # In halves: where few are missing of a thousand, that takes twenty requests.
+    # Checked by halves: if few of a thousand are missing, that takes about twenty requests.
     if store.check(list(keys)):
         return list(keys)
     half = len(keys) // 2
     return [*_present(store, keys[:half]), *_present(store, keys[half:])] if half else []
 
 
-# How long the store may take to answer; then a note is left out.
+# How long the store may take to answer; after that, a note is skipped.
 _ANSWER_S = 3.0
-# After so many failures in a row the store of the ranks is given up: whoever hosts it has ended.
+# After this many failures in a row the ranks stop using the store: its host has ended.
 _MAX_FAILURES = 3
 
 
 class _Notes:
-    """Notes under keys that are written over again and again, in a store that may be out of reach.
+    """Notes under keys that are overwritten repeatedly, in a store that may be out of reach.
 
     Args:
         prefix: Of the keys.
-        connect: Opens a connection; it may fail as c10d does.
-        address: Where somebody must listen, if that is known: torch's client would write pages into the log.
+        connect: Opens a connection; may raise c10d's errors.
+        address: The store's address, if known. It is probed first: torch's client would write pages into the log.
     """
 
     def __init__(self, prefix: str, connect: Callable[[], Store], address: tuple[str, int] | None = None) -> None:
         self._prefix, self._connect, self._address = prefix, connect, address
         self._store: Store | None = None
         self.num_failures = 0
-        self.known: set[str] = set()  # keys that were there
-        self.numbers: dict[str, int] = {}  # by topic, which note of several machines is this one's
+        self.known: set[str] = set()  # keys found before
+        self.numbers: dict[str, int] = {}  # by topic, the number of this machine's note
 
     def use(self, act: Callable[[Store], None]) -> bool:
-        """Let ``act`` use the store; return whether it could be reached. If not, it is opened anew the next time."""
+        """Let ``act`` use the store; return whether it could be reached. If not, the next call opens it again."""
         try:
             if self._address is not None:
                 socket.create_connection(self._address, timeout=_ANSWER_S).close()
@@ -357,37 +357,37 @@ class _Notes:
 
 
 class StatusKeys:
-    """A note of each rank, for rank zero to read: beside the collectives, and nobody waits.
+    """A note of each rank, which rank zero reads. It needs no collective, and no rank waits.
 
-    Each note lies under one key that is written over again and again. Made on every rank of a world, in the same order;
-    used by one thread of each.
+    Each note has one key, which is overwritten repeatedly. Created on every rank of a world, in the same order; used by
+    one thread of each rank.
 
     Args:
-        world: In which they are.
+        world: The world of the ranks.
         num_ranks: How many take part: all, or only this one.
     """
 
     def __init__(self, world: World, num_ranks: int) -> None:
         self._rank = world.rank
         self._others = [str(rank) for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
-        # Also a rank without others makes an object, so that callers need no branch; it uses no store.
+        # A rank alone also creates an object, so that callers need no branch, but it uses no store.
         if self._others:
             store = dist.distributed_c10d._get_default_store()
-            number = PrefixStore("lockstep/status", store).add(f"of/{world.rank}", 1)  # the n-th of all ranks is one
-            # A connection of its own: the engine's is locked while it waits for somebody.
+            number = PrefixStore("lockstep/status", store).add(f"of/{world.rank}", 1)  # the n-th ones belong together
+            # A separate connection: the engine's is locked while it waits.
             self._notes = _Notes(f"lockstep/status/{number}", store.clone)  # type: ignore[attr-defined]
 
     def post(self, note: Any) -> None:
-        """Replace this rank's note, which JSON can hold. Blocks some seconds at most."""
+        """Replace this rank's note, a JSON value. Blocks some seconds at most."""
         self._use(lambda store: store.set(str(self._rank), json.dumps(note)))
 
     def read(self) -> dict[int, Any]:
-        """Return the notes of the other ranks, as far as they have left one. Blocks some seconds at most."""
+        """Return the notes of those other ranks that have posted one. Blocks some seconds at most."""
         notes: dict[int, Any] = {}
 
         def collect(store: Store) -> None:
             for rank, text in read_present(store, self._others, self._notes.known).items():
-                with suppress(ValueError):  # one note that is no JSON takes no other with it
+                with suppress(ValueError):  # a note that is not JSON must not hide the others
                     notes[int(rank)] = json.loads(text)
 
         self._use(collect)
@@ -399,18 +399,18 @@ class StatusKeys:
 
 
 DEFAULT_STORE_PORT = 29400  # torch elastic's
-# c10d's client asks DNS for the name of each address that it connects to: 10 s where no server answers.
+# c10d's client asks DNS for the name of each address that it connects to: 10 s if no DNS server answers.
 _CONNECT_S = 20.0
 
 
 class InterNodeStore:
-    """Notes of the launchers of a job's machines by topic; a machine that is out of reach is left out.
+    """Notes of the launchers of a job's machines, by topic. Machines that are out of reach are skipped.
 
     Each call blocks some seconds at most.
 
     Args:
-        endpoint: ``host:port`` of the store in which the machines have met.
-        run_id: Of the job, as several may share a store.
+        endpoint: ``host:port`` of the store that the machines used for their rendezvous.
+        run_id: Of the job: several jobs may share a store.
     """
 
     def __init__(self, endpoint: str, run_id: str) -> None:
@@ -419,16 +419,16 @@ class InterNodeStore:
         self.move_to((host.strip("[]") or "localhost", int(port) if port.isdigit() else DEFAULT_STORE_PORT))
 
     def move_to(self, address: tuple[str, int]) -> None:
-        """Use the store at ``address`` from now on; notes of before stay behind."""
+        """Use the store at ``address`` from now on; earlier notes are not copied."""
         self._address = address
-        # In one piece, as another thread may be using what was there.
+        # Replaced as one object, because another thread may be using the old one.
         self._notes = _Notes(self._prefix, partial(_connect, address), address)
 
     def is_host(self) -> bool:
-        """Return whether the store is in this process, and ends with it."""
-        # By its own sockets only: in /proc/net/tcp are those of the whole machine, a thousand where the store is.
+        """Return whether the store runs in this process and ends with it."""
+        # Reads this process's sockets only: /proc/net/tcp lists those of the whole machine, a thousand on the host.
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile, or no socket
+            with suppress(OSError):  # closed in the meantime, or not a socket
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     with socket.socket(fileno=os.dup(int(name))) as each:
                         is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -437,10 +437,10 @@ class InterNodeStore:
         return False
 
     def post(self, topic: str, note: Any) -> bool:
-        """Replace this machine's note on ``topic`` by ``note``, which JSON can hold; return whether that was done."""
+        """Replace this machine's note on ``topic`` by ``note``, a JSON value; return whether it was stored."""
 
         def write(store: Store) -> None:
-            # Machines have no numbers that outlast a restart, so each takes the next one at its first note.
+            # Machines have no numbers that survive a restart, so each takes the next number at its first note.
             if topic not in notes.numbers:
                 notes.numbers[topic] = store.add(f"{topic}/count", 1)
             store.set(f"{topic}/{notes.numbers[topic]}", json.dumps(note))
@@ -449,7 +449,7 @@ class InterNodeStore:
         return notes.use(write)
 
     def others(self, topic: str) -> list[Any]:
-        """Return the notes of the other machines on ``topic``: for one launcher to read, as there may be many."""
+        """Return the notes of the other machines on ``topic``. Only one launcher should read, as there may be many."""
         found: list[Any] = []
 
         def read(store: Store) -> None:
@@ -463,25 +463,25 @@ class InterNodeStore:
         return found
 
     def count(self, topic: str, amount: int = 0) -> int:
-        """Add to the count of all machines on ``topic``, and return it; 0 if the store does not answer."""
+        """Add to the count that all machines share on ``topic``, and return it; 0 if the store does not answer."""
         found = [0]
         self._notes.use(lambda store: found.append(store.add(topic, amount)))
         return found[-1]
 
     def least(self, topic: str, order: Callable[[Any], Any], note: Any = None) -> Any:
-        """Return the least note of all machines on ``topic``, this one among them; ``None`` if there is none.
+        """Return the least note of all machines, including this one, on ``topic``; ``None`` if there is none.
 
         Args:
-            topic: Has this one note.
-            order: What notes are compared by. Of two that are equal by it, the first one stays.
-            note: JSON can hold it. ``None`` only reads.
+            topic: Holds only this one note.
+            order: The sort key. Of two equal notes, the first one stays.
+            note: A JSON value. ``None`` only reads.
         """
         found = [None]
 
         def offer(store: Store) -> None:
             mine = "" if note is None else json.dumps(note)
             text = store.compare_set(topic, "", mine).decode()
-            with suppress(ValueError, TypeError, LookupError):  # whoever reaches the store can write there
+            with suppress(ValueError, TypeError, LookupError):  # other processes may have written anything there
                 while note is not None and text != mine and order(note) < order(json.loads(text)):
                     text = store.compare_set(topic, text, mine).decode()
                 found.append(json.loads(text or "null"))

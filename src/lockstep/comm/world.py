@@ -1,4 +1,4 @@
-"""`World`: who this rank is, on which device, and how it reaches the others; `init` makes it, `close` undoes it."""
+"""`World`: this rank, its device, and its connection to the other ranks. `init` creates it, `close` undoes that."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
     """Return this rank's device and make it the current one, before anything else touches it.
 
-    By default it is the accelerator of the local rank where torch finds some, else the CPU.
+    By default it is the accelerator of the local rank if torch finds accelerators, else the CPU.
 
     Raises:
         ConfigurationError: There is no such device.
@@ -58,7 +58,7 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
             f"Pass device='cpu', or check the driver, and that torch {torch.__version__} was built for it or that the "
             "package which adds it to torch is imported before."
         )
-    # Schedulers may show each task only its own GPU, which then is number 0 for all of them.
+    # Schedulers may show each task only its own GPU, which is then number 0 in every task.
     sees_its_own = count == 1 and env.launcher not in (Launcher.NONE, Launcher.TORCHRUN)
     index = device.index if device.index is not None else 0 if sees_its_own else env.local_rank
     if index >= count:
@@ -73,10 +73,10 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
 
 
 def choose_backend(device: torch.device, wanted: str | None) -> str:
-    """Return the backend for ``device`` by name: torch's default; for the CPU shm, which needs to be tried, or Gloo.
+    """Return the backend's name for ``device``: torch's default; for the CPU shm, which has to be tried, or Gloo.
 
     Raises:
-        ConfigurationError: The backend that was asked for is unknown, or cannot serve the device here.
+        ConfigurationError: The requested backend is unknown, or cannot serve the device here.
     """
     if wanted is None and device.type == "cpu":
         return "shm"
@@ -96,23 +96,23 @@ def choose_backend(device: torch.device, wanted: str | None) -> str:
     return backend
 
 
-# --- The process group: how it is made and left
+# --- The process group: how it is created and left
 
 LEAVE_TIMEOUT_S = 10.0
 
 
 def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
-    """Destroy the default process group and all made from it. Blocks at most `LEAVE_TIMEOUT_S`.
+    """Destroy the default process group and all groups made from it. Blocks at most `LEAVE_TIMEOUT_S`.
 
     Args:
-        abort: Give up what is in flight, since a peer may have failed; else wait for it.
+        abort: Abort collectives in flight, since a peer may have failed; else wait for them.
         at_exit: This process is about to end.
     """
     if not dist.is_initialized():
         return
     if abort or at_exit:
-        # Leaked on purpose. Gloo cannot abort: its destructor waits for what is in flight, up to the timeout of a
-        # collective (half an hour), and so would hold up the end of a process whose peer is stuck.
+        # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
+        # (half an hour), and would delay the end of a process whose peer is stuck.
         for group in dist.distributed_c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -127,7 +127,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
         except Exception as error:
             failure.append(error)
 
-    # In a thread, which is left behind when it takes too long: NCCL may wait for a peer that will never answer.
+    # In a thread, which is abandoned if it takes too long: NCCL may wait for a peer that will never answer.
     thread = threading.Thread(target=leave, name="lockstep-teardown", daemon=True)
     thread.start()
     thread.join(LEAVE_TIMEOUT_S)
@@ -145,7 +145,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
 _GLOO_CONNECT_FACTOR = 5
 # How long the host of the store waits at the end for ranks that still use it.
 _FAREWELL_S = 5.0
-# What `init` opened: the store of the job, and what else is to be undone at the end.
+# What `init` opened: the store of the job, and everything else to undo at the end.
 Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
@@ -158,12 +158,12 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
             store=PrefixStore(f"{met.prefix}/group", met.store),
             rank=env.rank,
             world_size=env.world_size,
-            # On several machines shm connects over Gloo as well.
+            # On several machines, shm also connects over Gloo.
             timeout=timedelta(
                 seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
             ),
-            # Binds the communicator to the device now, so that no collective has to guess it. With other backends torch
-            # would refuse groups over Gloo later, which does not serve their devices.
+            # Binds the communicator to the device now, so that no collective has to guess it. With other backends,
+            # torch would later refuse groups over Gloo, which does not support their devices.
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
@@ -177,18 +177,18 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
 
 
 def _names(backend: str) -> list[str]:
-    """Return the backends that one such as ``cpu:gloo,cuda:nccl`` consists of."""
+    """Return the backends in a name such as ``cpu:gloo,cuda:nccl``."""
     return [part.rpartition(":")[2] for part in backend.split(",")]
 
 
 def _keeps_timeout(backend: str) -> bool:
-    """Return whether its collectives have the time-out of the start for ever: torch changes that of these only."""
+    """Return whether its collectives keep the timeout of the start: torch's set_timeout supports gloo and nccl only."""
     return not {*_names(backend)} <= {"gloo", "nccl", "shm"}
 
 
 # --- The world
 
-# torch's own limit for a collective on Gloo; long, because a rank may be downloading a data set meanwhile.
+# torch's own limit for a collective on Gloo; long, because another rank may be downloading a data set.
 BARRIER_TIMEOUT_S = 1800.0
 
 _DONE = "done"
@@ -197,8 +197,8 @@ _DONE = "done"
 class World:
     """The ranks of this job as one of them sees them.
 
-    Made by `lockstep.init`. A context manager: leaving the block closes what `init` opened, also after an error and
-    without waiting for ranks that failed.
+    Created by `lockstep.init`. A context manager: leaving the block closes what `init` opened. After an error, it does
+    so without waiting for ranks that failed.
 
     Attributes:
         rank: From 0 to ``world_size - 1``, unique in the job.
@@ -215,7 +215,7 @@ class World:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
-        activity.now.failure = None  # of a world before this one
+        activity.now.failure = None  # may be left from an earlier world
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
@@ -225,7 +225,7 @@ class World:
         self.backend: str = backend_name(group)
         self.group = group
         self._owned = owned
-        # By the name of the group, which all its ranks know it by; a subgroup has keys of its own.
+        # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
         self._store = PrefixStore(f"lockstep/sync/{group.group_name}", dist.distributed_c10d._get_default_store())
 
     @classmethod
@@ -234,7 +234,7 @@ class World:
 
         Args:
             group: The default process group if ``None``.
-            device: The one that the group is bound to if ``None``, else as for `init`.
+            device: As for `init`; ``None``: the device that the group is bound to.
 
         Raises:
             ConfigurationError: There is no such process group, or no such device.
@@ -260,15 +260,15 @@ class World:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank has called this.
 
-        Collective: every rank. Blocks at most ``timeout_s``. Orders the processes, not their devices: work that was
-        queued on a GPU may still be running.
+        Collective: every rank. Blocks at most ``timeout_s``. Synchronizes the processes, not their devices: work that
+        was queued on a GPU may still be running.
 
         Raises:
-            CollectiveError: Ranks did not come; names them.
+            CollectiveError: Ranks did not arrive in time; names them.
         """
-        # Through the store: no device is touched, and who is missing is known.
+        # Through the store: this uses no device, and the missing ranks are known.
         store, number = self._store, self._count("barrier")
         store.set(f"barrier/{number}/{self.rank}", "")
         if store.add(f"barrier/{number}/count", 1) == self.world_size:
@@ -280,7 +280,7 @@ class World:
                 "Those ranks ended, are stuck, or do not call barrier() as often as the others; "
                 "if they are only slow, pass a longer timeout_s."
             )
-        # All have left the barrier before the one that all have entered: its keys are of no more use.
+        # All ranks have entered this barrier, so all have left the previous one: its keys are not needed any more.
         for key in (self.rank, "count", _DONE) if self.rank == 0 else (self.rank,):
             store.delete_key(f"barrier/{number - 1}/{key}")
 
@@ -290,22 +290,22 @@ class World:
         def find() -> str:
             return activity.format_ranks([keys[key] for key in keys.keys() - read_present(store, list(keys), set())])
 
-        # Ranks that come after this shall not read that they are missing.
+        # Ranks that arrive after this must not read that they are missing.
         num_present = store.add(f"barrier/{number}/count", 0)
         return rendezvous.find_once(store, f"barrier/{number}/missing/{num_present}", find, self.world_size)
 
     @contextmanager
     def rank_zero_first(self, *, local: bool = False, timeout_s: float = BARRIER_TIMEOUT_S) -> Iterator[None]:
-        """Run the block on rank zero, and only then on the others, as for a download that the others find done.
+        """Run the block on rank zero first, and then on the others, for example for a download into a shared cache.
 
         Collective: every rank. The others block until rank zero has left the block, at most ``timeout_s``.
 
         Args:
-            local: The first rank of each machine goes first, for files that the machines do not share.
+            local: Run it first on the first rank of each machine, for files that the machines do not share.
             timeout_s: How long the others wait.
 
         Raises:
-            RankFailed: The rank that went first failed in the block; raised on those that waited.
+            RankFailed: The first rank failed in the block; raised on the ranks that waited.
             CollectiveError: It did not finish in time.
         """
         leader = f"local rank 0 of node {self.node_rank}" if local else "rank 0"
@@ -325,14 +325,14 @@ class World:
                 f"Rank {self.rank} waited {timeout_s:g} s for {leader} to finish its rank_zero_first() block.\n"
                 "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
             )
-        # The key stays: others of this machine may come to it later.
+        # The key stays: other ranks of this machine may read it later.
         outcome = self._store.get(key).decode()
         if outcome != _DONE:
             raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
         yield
 
     def _count(self, what: str) -> int:
-        """Return how often this rank has done ``what``. In the store, as all worlds of a group count together."""
+        """Return how often this rank has done ``what``. Kept in the store, so that all worlds of a group share it."""
         return self._store.add(f"{what}/of/{self.rank}", 1)
 
     def _wait_for_key(self, key: str, timeout_s: float, operation: str) -> bool:
@@ -340,7 +340,7 @@ class World:
             return rendezvous.await_key(self._store, key, timeout_s, self.world_size)
 
     def close(self) -> None:
-        """Leave the process group if `init` made it; again has no effect. Blocks some seconds at most."""
+        """Leave the process group if `init` created it; a second call has no effect. Blocks some seconds at most."""
         self._close(abort=False)
 
     def _close(self, *, abort: bool, at_exit: bool = False) -> None:
@@ -358,7 +358,7 @@ class World:
                     rendezvous.poll_until(lambda: store.add("left", 0) >= self.world_size, _FAREWELL_S, pause_s)
 
     def _close_at_exit(self) -> None:
-        # Set by the interpreter when an exception ended the script: the other ranks may be waiting in a collective.
+        # The interpreter sets it when an exception ended the script: the other ranks may be waiting in a collective.
         self._close(abort=getattr(sys, "last_value", None) is not None, at_exit=True)
 
     def __enter__(self) -> World:
@@ -381,20 +381,20 @@ class World:
 def init(*, backend: str | None = None, device: str | torch.device | None = None, timeout_s: float = 60.0) -> World:
     """Join the ranks that were started with this one, and return the world they form.
 
-    Reads what torchrun, SLURM, MPI or Kubernetes wrote into the environment; without any of them it is a world of one,
-    which needs no address. Sets the device before anything uses it. If this process has a process group already, the
-    world describes that one, and closing it leaves the group alone.
+    Reads the environment variables of torchrun, SLURM, MPI or Kubernetes. Without any of them it returns a world of one
+    rank, which needs no address. Sets the device before anything uses it. If this process already has a process group,
+    the world describes that one, and closing the world keeps the group.
 
-    Collective: every rank. Blocks until all have come.
+    Collective: every rank. Blocks until all ranks have called it.
 
     Args:
         backend: If ``None``: torch's default for the device, such as ``nccl`` for CUDA; for CPUs ``shm`` where all
             ranks can share memory, else ``gloo``.
-        device: The accelerator of this local rank if ``None`` and there are some, else the CPU.
+        device: If ``None``: the accelerator of this local rank if there are accelerators, else the CPU.
         timeout_s: How long to wait for the other ranks.
 
     Raises:
-        WorldSizeMismatch: Not all ranks came in time, or one came twice; on every rank that came, naming the others.
+        WorldSizeMismatch: A rank is missing or joined twice; raised on every rank that joined, and names those ranks.
         ConfigurationError: The environment, the device or the backend is wrong; names the variable.
     """
     if dist.is_initialized():
@@ -405,16 +405,16 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
                 f"so it cannot have {backend!r}.\nCall init() once, or leave backend out the second time."
             )
         return world
-    # Before the device is touched, so that a wrong environment is an error of its own.
+    # Before any use of the device, so that a wrong environment is an error of its own.
     env = RankEnv.from_environ(os.environ)
-    # One limit for all stages: whoever waited long for the store waits less for the ranks.
+    # One limit for all stages: after a long wait for the store, less time is left to wait for the ranks.
     deadline = time.monotonic() + timeout_s
     met = rendezvous.join_rendezvous(env, timeout_s)
     me = rendezvous.Participant(env.rank, env.world_size, "", socket.gethostname(), os.getpid())
     meet = partial(rendezvous.check_membership, deadline=deadline, timeout_s=timeout_s, is_host=met.is_host)
     with rendezvous.naming_a_lost_store(me):
         if env.launcher is Launcher.ENV:
-            meet(PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names ranks that do not come
+            meet(PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names missing ranks
             env = _on_its_machine(env, PrefixStore(f"{met.prefix}/hosts", met.store))
         chosen, name, objection = torch.device("cpu"), "", None
         try:
@@ -424,9 +424,9 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         except LockstepError as error:
             if env.world_size == 1:
                 raise
-            objection = str(error)  # raised by the membership check, on the other ranks too
-        # c10d would wait for missing ranks too, but without a word about which; and ranks with different backends
-        # would hang in their first collective.
+            objection = str(error)  # the membership check raises it, on the other ranks as well
+        # c10d would also wait for missing ranks, but would not name them. Ranks with different backends would hang in
+        # their first collective.
         if env.world_size > 1:
             store = PrefixStore(f"{met.prefix}/members", met.store)
             meet(store, replace(me, backend=name), objection=objection)
@@ -441,22 +441,22 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     with ExitStack() as stack:
         if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
             os.environ[GLOO_INTERFACE] = interface
-            # Not before the end of the world, since groups that are made later need it too.
+            # Only at the end of the world, since groups that are created later also need it.
             stack.callback(os.environ.pop, GLOO_INTERFACE, None)
         _connect(env, met, name, chosen, timeout_s)
         undo = stack.pop_all()
     if not one_machine:
         set_keepalive()
-    # The limit until here was for connecting; a collective may wait longer for a slow rank.
+    # The limit so far was for connecting; a collective may wait longer for a slow rank.
     limit = dist.distributed_c10d._get_default_timeout(dist.Backend(name))
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
         group.set_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(name):
-        # The public function came with torch 2.14, which warns of the other one.
+        # The public function is new in torch 2.14, which deprecates the other one.
         getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(limit)
-    # Groups that are made later exchange addresses through the store, and wait for each other there.
+    # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))
     # A script may end without closing its world.
@@ -465,7 +465,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
 
 
 def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:
-    """Return ``env`` with this rank's place on its machine, by the hosts of all ranks. Collective: every rank."""
+    """Return ``env`` with the local rank and world size, found from the hosts of all ranks. Collective: every rank."""
     machines = enumerate(hierarchy.find_machines(store, env.rank, env.world_size))
     node_rank, ranks = next((number, ranks) for number, ranks in machines if env.rank in ranks)
     return replace(env, local_rank=ranks.index(env.rank), local_world_size=len(ranks), node_rank=node_rank)
@@ -474,18 +474,18 @@ def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:
 def _allow_connections(env: RankEnv, backend: str) -> None:
     """Check the limit of open files before Gloo connects each rank to every other one, and all of them to the store."""
     is_mesh = "gloo" in backend or (backend == "shm" and env.local_world_size < env.world_size)
-    num_machines = env.world_size // env.local_world_size  # their carriers are connected once more, see hierarchy.py
+    num_machines = env.world_size // env.local_world_size  # carriers connect once more, see hierarchy.py
     num_files = is_mesh * (env.world_size + num_machines) + (env.rank == 0) * env.world_size
     allow_open_files(num_files, f"Rank {env.rank} of {env.world_size}, which is connected to all others,")
 
 
 def _env_of(group: dist.ProcessGroup) -> RankEnv:
-    """Return the place in ``group``; where the environment does not describe it, all ranks are taken to be here."""
+    """Return this rank's place in ``group``; if the environment does not describe it, all ranks count as local."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     try:
         env = RankEnv.from_environ(os.environ)
         if (env.rank, env.world_size) == (rank, world_size):
             return env
     except ConfigurationError:
-        pass  # The group was made without these variables, so they need not make sense.
+        pass  # The group was created without these variables, so they may be inconsistent.
     return RankEnv(rank, rank, world_size, world_size, 0, None, None, Launcher.NONE)

@@ -1,4 +1,4 @@
-"""The micro-batches of a process, on its devices, from whatever kind of data set."""
+"""The micro-batches of a process, on its devices, from any kind of data set."""
 
 import dataclasses
 import pickle
@@ -21,7 +21,7 @@ from lockstep.data.stream import StreamOrder, StreamPosition, load_stream
 
 @runtime_checkable
 class Movable(Protocol):
-    """An object that knows how to go to a device, such as the graphs of a graph library."""
+    """An object that can be moved to a device, such as the graphs of a graph library."""
 
     def to(self, device: torch.device) -> Any:
         """Return it on ``device``."""
@@ -42,7 +42,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callabl
         make: Any = type(value)
         try:
             return make(mapped)
-        except TypeError:  # such as a defaultdict, which wants another argument first
+        except TypeError:  # such as a defaultdict, whose constructor has another first argument
             return mapped
     if isinstance(value, tuple):
         items = map(again, value)
@@ -74,24 +74,24 @@ def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBa
 
 
 def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Iterator[tuple[Any, torch.device]]:
-    """Give each share of a batch with the device that it goes to."""
+    """Yield each share of a batch with its device."""
     return zip(batch.batches, map(devices.__getitem__, batch.numbers), strict=True)
 
 
-# The beginning and the end of a copy, as the device gets to them.
+# The begin and the end of a copy, as events of the device.
 Copy = tuple[torch.Event, torch.Event]
 
 
 class Prefetcher:
-    """Copies the next micro-batch to its devices on streams of its own while the current one is computed.
+    """Copies the next micro-batch to its devices on separate streams while the current one is computed.
 
-    Not thread-safe. Holds one batch more than is in use on each device. Objects whose tensors cannot be seen go to the
-    device only when their batch is needed: their tensors cannot be marked as in use for the allocator.
+    Not thread-safe. Holds one additional batch on each device. Objects whose tensors are not accessible are copied only
+    when their batch is needed: their tensors cannot be marked as in use for the allocator.
 
     Args:
         batches: In host memory.
         devices: By the number of a share.
-        copies: Gets the beginning and the end of each copy to the first device, if somebody wants to know.
+        copies: Gets the begin and the end of each copy to the first device, if not None.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Prefetcher:
         return batch._replace(batches=shares)
 
     def start_next(self) -> None:
-        """Start to copy the batch after the one last returned; call it when the device has enough to do."""
+        """Start to copy the batch after the last returned one; call it when the device has enough work."""
         self._ahead = self._copy()
 
     def _copy(self) -> MicroBatch:
@@ -136,7 +136,7 @@ class Prefetcher:
 
 
 def _record(tensor: Tensor, stream: torch.Stream) -> Tensor:
-    """Mark for the allocator that ``tensor``, made on another stream, is in use on ``stream``."""
+    """Mark for the allocator that ``tensor``, created on another stream, is in use on ``stream``."""
     if not tensor.is_cpu:
         tensor.record_stream(stream)
     return tensor
@@ -146,17 +146,17 @@ def _record(tensor: Tensor, stream: torch.Stream) -> Tensor:
 
 
 class BatchIterator:
-    """Gives the micro-batches of this process one after the other, without end.
+    """Returns the micro-batches of this process in order, without end.
 
     Args:
-        samples: With ``len`` and ``[]`` for a `GlobalOrder`, to be iterated for a `StreamOrder`.
+        samples: With ``len`` and ``[]`` for a `GlobalOrder`, iterable for a `StreamOrder`.
         order: Which samples are in which step.
-        split: Which of them fall to this process.
+        split: Which of them belong to this process.
         how: How they are loaded.
-        devices: Where each share of this process goes.
+        devices: The device of each share of this process.
 
     Attributes:
-        copies: Gets the beginning and the end of each copy to the first device, if a list is put there in time.
+        copies: Gets the begin and the end of each copy to the first device, if a list is assigned in time.
     """
 
     def __init__(
@@ -181,21 +181,21 @@ class BatchIterator:
             batches = self._open()
             self._batches = Prefetcher(batches, self._devices, self.copies) if self._prefetches else batches
         batch = next(self._batches)
-        # Of this batch, not of the newest: loader processes and prefetching are ahead of what was trained on.
+        # Of this batch, not of the newest: loader processes and prefetching are ahead of the training.
         self._note = batch.note
         return batch
 
     def prefetch(self) -> None:
-        """Start to copy the next micro-batch to the devices, beside what they are computing; do nothing for the CPU."""
+        """Start to copy the next micro-batch to the devices while they compute; do nothing for the CPU."""
         if isinstance(self._batches, Prefetcher):
             self._batches.start_next()
 
     def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
-        """Go on with ``step``, counted from 0 over all epochs.
+        """Continue with ``step``, counted from 0 over all epochs.
 
         Args:
-            step: What the next micro-batch is of.
-            state: Of a stream, what `state` returned after the previous step.
+            step: The step of the next micro-batch.
+            state: Of a stream, the result of `state` after the previous step.
         """
         self._position, self._note = StreamPosition(step, state), None
         self.close()
@@ -203,7 +203,7 @@ class BatchIterator:
     def state(self) -> dict[str, Any] | None:
         """Return the stream's position after the last micro-batch's step; None if unknown or without a stream.
 
-        Warns on the first rank if the stream's states are of no use.
+        Warns on the first rank if the stream's states cannot be used.
         """
         note = self._note
         if note is None:
@@ -220,7 +220,7 @@ class BatchIterator:
 
     def close(self) -> None:
         """Stop the loader's processes."""
-        self._batches = None  # they end with the iterator, which nothing else holds
+        self._batches = None  # they end with the iterator, to which there is no other reference
 
     def _open(self) -> Iterator[MicroBatch]:
         if isinstance(self._order, StreamOrder):

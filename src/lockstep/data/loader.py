@@ -40,11 +40,11 @@ class BadSample(NamedTuple):
         sample: Index in the data set; of a stream, how many came before it in the epoch.
         epoch: Counted from 0.
         step: Counted from 0 over all epochs; in an evaluation, the number of the batch.
-        cause: The data set's message; for an exception that is not ours, with its type and where it was raised.
-        file: Path of the file, where the data set named it; so for ``offset``.
+        cause: The data set's message; for an exception that is not ours, with its type and location.
+        file: Path of the file, if the data set named it; likewise for ``offset``.
         offset: Byte where the record begins.
         trace: The traceback of an exception that is not ours.
-        others: Further samples of a batch that cannot be made of them, each of which can be read: no rule skips that.
+        others: Further samples of a batch that cannot be collated although each can be read: this is never skipped.
     """
 
     sample: int
@@ -58,12 +58,12 @@ class BadSample(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, index: int, epoch: int, step: int) -> Self:
-        """Return ``error`` as that of the sample ``index``."""
+        """Return the record of ``error`` for the sample ``index``."""
         if isinstance(error, DataError):
             return cls(index, epoch, step, str(error), error.file, error.offset)
         if isinstance(error, LockstepError):
             return cls(index, epoch, step, str(error))
-        # The last line that is not in a library raised it, as far as the reader is concerned: that is the one to mend.
+        # Name the last line that is not in a library: that is the line which the user can change.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "in the data set"
         cause = f"{''.join(traceback.format_exception_only(error)).strip()} ({where})"
@@ -109,36 +109,36 @@ Collate = Callable[[list[Any]], Any]
 
 
 def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int]], Any] | None:
-    """Return what makes a collated batch of indices, or None if the samples are better read one by one.
+    """Return a function from indices to a collated batch, or None if samples must be read one by one.
 
-    One by one is what holds in general: random numbers are set for each sample. So these are data sets that draw none:
-    tensors, token files, and Hugging Face's.
+    In general samples are read one by one, since random numbers are seeded for each. Batches are read at once from data
+    sets that draw no random numbers: tensors, token files, and Hugging Face's.
     """
-    if collate is None and type(samples) is TensorDataset:  # a subclass may index otherwise
+    if collate is None and type(samples) is TensorDataset:  # a subclass may have other indexing
         return lambda indices: [tensor[torch.tensor(indices)] for tensor in samples.tensors]
     if collate is None and type(samples) is TokenFiles:
         return samples.read_batch
-    tables = sys.modules.get("datasets")  # whoever has such a data set has imported it
-    # In other formats a row is of another dtype alone than among others, or is what a function of the user's makes it.
+    tables = sys.modules.get("datasets")  # a script with such a data set has imported it
+    # In other formats a single row may have another dtype than rows of a batch, or a user's function creates the rows.
     if tables is not None and isinstance(samples, tables.Dataset) and samples.format["type"] in {None, "torch"}:
         return lambda indices: (collate or default_collate)(samples.__getitems__(indices))
     return None
 
 
-# Keeps the bits that samples are augmented with apart from those that other purposes draw from the same seed.
+# Separates the random numbers of augmentation from those of other purposes with the same seed.
 _SAMPLE = 2
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How batches are loaded, apart from which.
+    """How batches are loaded.
 
     Args:
         collate: A list of samples to a batch; ``default_collate`` if None.
         workers: Loader processes; with 0, samples are loaded when they are needed.
         pin_memory: Whether to page-lock the batches, for copies to CUDA that do not block.
         ahead: Batches that each loader process loads before they are needed.
-        skip_bad: Whether a micro-batch goes without the samples that cannot be read; else it has none if there is one.
+        skip_bad: Whether samples that cannot be read are skipped; otherwise a micro-batch with one has no samples.
         threads: Cores that an operation in a loader process may use; 1, which is torch's choice, if None.
     """
 
@@ -150,10 +150,10 @@ class LoadOptions:
     threads: int | None = None
 
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
-        """Return what gives the items of ``dataset`` as they are, in loader processes if there are any."""
+        """Return a loader of the unchanged items of ``dataset``, with loader processes if there are any."""
         if self.workers:
             check_socket_folder()
-        # Without it Python 3.14 would start new interpreters, and pickle the data set. A program's own choice holds.
+        # Without it Python 3.14 would start new interpreters, and pickle the data set. A program's choice has priority.
         start = multiprocessing.get_start_method(allow_none=True) or "fork"
         return DataLoader(
             dataset,
@@ -165,7 +165,7 @@ class LoadOptions:
             collate_fn=as_it_is,  # pickled for spawned processes, so no lambda
             pin_memory=self.pin_memory,
             worker_init_fn=partial(_init_worker, self.threads),
-            generator=torch.Generator(),  # or else it would draw from the default generator
+            generator=torch.Generator(),  # otherwise it would draw from the default generator
         )
 
 
@@ -175,9 +175,9 @@ def as_it_is(value: Any) -> Any:
 
 
 def _init_worker(num_threads: int | None, _worker: int) -> None:
-    """Make a loader process ready."""
+    """Prepare a loader process."""
     # A terminal sends Ctrl-C to all processes of a command, and SLURM may send the signal before its time limit to all
-    # of a task; what follows is for the one that trains to decide. SIGTERM is how torch ends a loader process.
+    # processes of a task; the training process decides what to do. torch ends a loader process by SIGTERM.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
@@ -191,15 +191,15 @@ _NO_SHARED_MEMORY = os.EX_IOERR
 
 
 def _end_worker(error: Exception, _batch: object) -> None:
-    """End a loader process that cannot send a batch: multiprocessing prints why, and the batch is awaited for ever."""
+    """End a loader process that cannot send a batch: otherwise the rank would wait for the batch forever."""
     traceback.print_exception(error)
     os._exit(_NO_SHARED_MEMORY if "shared memory" in str(error) else 1)
 
 
 class Request(NamedTuple):
-    """The samples of one micro-batch, by the number of the share: what is requested of a loader process.
+    """The request to a loader process: the samples of one micro-batch, by the number of the share.
 
-    Empty shares are left out.
+    Empty shares are omitted.
     """
 
     epoch: int
@@ -213,8 +213,8 @@ class StreamNote(NamedTuple):
 
     Args:
         state: Its position after the step, pickled, if it has a state.
-        checksum: Of the step's samples, if they are to be compared between the ranks.
-        problem: Why its states are of no use, if they are not: the end of a sentence about its ``state_dict()``.
+        checksum: Of the step's samples, if the ranks compare them.
+        problem: Why its states cannot be used, if so: the end of a sentence about its ``state_dict()``.
     """
 
     state: bytes | None
@@ -223,10 +223,10 @@ class StreamNote(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What a process computes at once: for each of its shares that has samples, which share, which samples, the batch.
+    """The data that a process computes at once: for each share with samples, its number, its samples, and the batch.
 
     ``samples`` are indices in the data set; of a stream, positions in the global batch. ``bad`` are those that could
-    not be read; they are not among ``samples``, but in ``num_global``.
+    not be read; they are not included in ``samples``, but counted in ``num_global``.
     """
 
     step: int
@@ -239,12 +239,12 @@ class MicroBatch(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """How many samples each of these shares has."""
+        """The number of samples of each of these shares."""
         return list(map(len, self.samples))
 
 
 def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
-    """Give all requests of this process from a step on, without end."""
+    """Yield all requests of this process from a step on, without end."""
     for step in itertools.count(first_step):
         batch = order.batch(step)
         for shares in split.micro_batches(batch):
@@ -272,9 +272,9 @@ class _Fetch(Dataset[MicroBatch]):
         return micro._replace(bad=tuple(bad))
 
     def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[list[int], Any]:
-        """Return which samples could be read and them collated; add the others to ``bad``."""
+        """Return the samples that could be read, and their collated batch; add the others to ``bad``."""
         if self._read_at_once is not None:
-            # One that cannot be read fails all: then they are read one by one, which names it.
+            # If one sample cannot be read, all fail. Then they are read one by one to find it.
             with contextlib.suppress(Exception):
                 return indices, self._read_at_once(indices)
         samples, read = [], []
@@ -283,7 +283,7 @@ class _Fetch(Dataset[MicroBatch]):
             try:
                 samples.append(self._samples[number])
                 read.append(number)
-            except MemoryError:  # not the sample's fault
+            except MemoryError:  # not caused by the sample
                 raise
             except Exception as error:
                 bad.append(BadSample.of(error, number, request.epoch, request.step))
@@ -306,9 +306,9 @@ def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: i
 
     Args:
         samples: With ``len`` and ``[]``.
-        requests: Such as `train_requests` gives.
-        how: Apart from which.
-        seed: What the random numbers of each sample derive from.
+        requests: Such as those of `train_requests`.
+        how: How they are loaded.
+        seed: The seed from which the random numbers of each sample are derived.
     """
     return iter(how.open(_Fetch(samples, how, seed), requests))
 
@@ -332,9 +332,9 @@ _WHAT_TO_DO = {
 
 @contextlib.contextmanager
 def explaining_worker_failures(rank: int) -> Iterator[None]:
-    """Within, have the death of a loader process raised with what to do about it.
+    """Inside the block, add advice to the error about the death of a loader process.
 
-    Torch raises it from a signal handler, so it may come up anywhere, not only where a batch is waited for.
+    Torch raises it from a signal handler, so it may occur anywhere, not only while waiting for a batch.
 
     Raises:
         LoaderDied: A loader process of ``rank`` is gone.
@@ -344,7 +344,7 @@ def explaining_worker_failures(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker (pid"):
             raise
-        cause = str(error.__cause__ or error).splitlines()[0].strip()  # how it ended, where torch knows
+        cause = str(error.__cause__ or error).splitlines()[0].strip()  # how it ended, if torch knows
         otherwise = "Find out why with workers=0 (--workers 0), which loads samples in the training process."
         advice = next((advice for how, advice in _WHAT_TO_DO.items() if how in cause), otherwise)
         raise LoaderDied(f"A loader process of rank {rank} died: {cause}\n{advice}") from None

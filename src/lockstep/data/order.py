@@ -1,4 +1,4 @@
-"""Which samples make up each global batch, and which rank gets them: pure functions of seed and position."""
+"""The samples of each global batch, and the rank that gets them: pure functions of seed and position."""
 
 import random
 import struct
@@ -17,9 +17,9 @@ from torch import Tensor
 
 # --- Random state
 #
-# Nothing random survives a step: before each micro-batch, and before each sample that is fetched, the generators are
-# set from (seed, purpose, position). A run that was resumed, that is interleaved with another one, or that loads its
-# samples in four processes therefore draws the same numbers as one that was not.
+# No random state is carried from step to step: before each micro-batch, and before each sample is fetched, the
+# generators are seeded from (seed, purpose, position). So a run draws the same numbers if it was resumed, if it is
+# interleaved with another run, or if four processes load its samples.
 
 
 def mix(*parts: int) -> int:
@@ -38,28 +38,28 @@ def seed_cpu(value: int) -> None:
 def seed_device(device: torch.device, value: int) -> None:
     """Set the generator of an accelerator's device; the CPU's is set by `seed_cpu`."""
     if device.type != "cpu":
-        with torch.accelerator.device_index(device.index):  # which the module's function seeds
+        with torch.accelerator.device_index(device.index):  # the module's function seeds the current device
             torch.get_device_module(device).manual_seed(value)
 
 
 # --- [Note: a permutation without a table]
 #
-# A position is written in the fewest bits that can hold the last one, and these are cut into two halves. In each
-# round one half is changed by a keyed hash of the other, in turn: whatever the hash, the round can be undone, so all
-# rounds together are a bijection of the numbers with that many bits. A result that is not a position goes through the
-# rounds again until it is one; that keeps it a bijection, and as at least half of the numbers are positions, it takes
-# two turns on average. On few bits this would need many rounds until every order is equally likely, so a short
-# permutation is a table: the positions sorted by a keyed hash of each. The arithmetic is that of unsigned 64-bit
-# integers, the same on every machine and with every version of numpy.
+# A position is written with the smallest number of bits that can represent the last position, and these are split into
+# two halves. Each round changes one half by a keyed hash of the other, in turn. Each round can be inverted, whatever
+# the hash is, so all rounds together are a bijection of the numbers with that many bits. If a result is not a position,
+# the rounds are repeated until it is one; that is still a bijection. At least half of the numbers are positions, so
+# this takes two passes on average. With few bits this would need many rounds until every order is equally likely, so a
+# short permutation is a table: the positions sorted by a keyed hash of each. The arithmetic uses unsigned 64-bit
+# integers, with the same results on every machine and with every version of numpy.
 #
 # Source: M. Luby and C. Rackoff, How to construct pseudorandom permutations, 1988 (rounds on halves); J. Black and P.
 # Rogaway, Ciphers with arbitrary finite domains, 2002 (again until it is in range); G. Steele et al., Fast splittable
 # pseudorandom number generators, 2014 (the hash).
 
-# Four look random on many bits; twelve leave a margin on as few as there are just above a table's size.
+# Four rounds look random with many bits; twelve leave a margin with the few bits just above the size of a table.
 _NUM_ROUNDS = 12
 
-# Up to how many positions sorting them all costs about as much as what is read together anyway.
+# Up to this size, sorting all positions takes about as long as computing the block that is read together anyway.
 _TABLE_SIZE = 2**14
 
 _Bits = NDArray[np.uint64]
@@ -84,7 +84,7 @@ class Permutation:
         self._table = self._sort() if size <= _TABLE_SIZE else None
 
     def __call__(self, positions: range) -> Tensor:
-        """Return what lies at ``positions``, a 1-D int64 tensor of as many; time and memory are O(len(positions))."""
+        """Return the values at ``positions`` as a 1-D int64 tensor; time and memory are O(len(positions))."""
         assert not positions or 0 <= min(positions[0], positions[-1]) <= max(positions[0], positions[-1]) < self._size
         if self._table is not None:
             return torch.from_numpy(self._table[np.arange(positions.start, positions.stop, positions.step)])
@@ -120,19 +120,19 @@ def _hash(values: _Bits, key: np.uint64) -> _Bits:
 # --- Global batches
 #
 # The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
-# permutation, which is computed only where it is read; each share of a batch is contiguous. So the same samples
-# are in the same step on any number of devices, and a step is found at once in a data set of any length.
+# permutation, which is computed only where it is read; each share of a batch is contiguous. So the same samples are in
+# the same step on any number of devices, and any step of a data set of any length is found at once.
 
-# Keeps the bits that shuffle apart from those that other purposes draw from the same seed.
+# Separates the random numbers of shuffling from those of other purposes with the same seed.
 _ORDER = 1
 
 _BLOCK_SIZE = 2**14
 
 
 def cut(size: int, num_parts: int, index: int) -> range:
-    """Return the positions of part ``index`` when ``size`` things are cut into contiguous parts.
+    """Return the positions of part ``index`` of ``size`` items that are split into contiguous parts.
 
-    Sizes differ by one at most and the larger parts come first, so parts without anything are the last ones.
+    Sizes differ by at most one and the larger parts come first, so empty parts are the last ones.
     """
     quotient, remainder = divmod(size, num_parts)
     start = index * quotient + min(index, remainder)
@@ -140,13 +140,13 @@ def cut(size: int, num_parts: int, index: int) -> range:
 
 
 def cut_by(size: int, proportions: Sequence[float], index: int) -> range:
-    """Return the positions of part ``index`` when ``size`` things are cut into contiguous parts by ``proportions``.
+    """Return the positions of part ``index`` of ``size`` items that are split into contiguous parts by ``proportions``.
 
-    Each part holds its exact portion, rounded up or down: what is left after rounding all down goes, one each, to
-    those with the largest remainders, the first of equals first. Equal proportions cut as `cut` does.
+    Each part has its exact portion, rounded up or down: all are rounded down, and the remaining items go, one each, to
+    the parts with the largest remainders, the first of equals first. Equal proportions give the same parts as `cut`.
 
     Args:
-        size: How many things.
+        size: The number of items.
         proportions: A positive number for each part.
         index: Which part.
     """
@@ -157,7 +157,7 @@ def cut_by(size: int, proportions: Sequence[float], index: int) -> range:
 @lru_cache(maxsize=64)
 def _ends(size: int, proportions: tuple[float, ...]) -> list[int]:
     """Return where each part of `cut_by` starts, and where the last one ends."""
-    exact = [Fraction(proportion) for proportion in proportions]  # floats would round otherwise on another machine
+    exact = [Fraction(proportion) for proportion in proportions]  # floats could round differently on another machine
     portions = [size * portion / sum(exact) for portion in exact]
     sizes = [floor(portion) for portion in portions]
     by_remainder = sorted(range(len(sizes)), key=lambda part: sizes[part] - portions[part])
@@ -173,8 +173,8 @@ class GlobalOrder:
     Args:
         num_samples: Length of the data set.
         batch_size: Samples of a global batch; the last one of an epoch may hold fewer.
-        seed: What the permutations derive from.
-        drop_last: Whether to leave that last one out if it is not full.
+        seed: The seed of the permutations.
+        drop_last: Whether to skip that last one if it is not full.
     """
 
     num_samples: int
@@ -218,8 +218,8 @@ class BatchSplit:
     """How a global batch is divided: over ``num_shares`` devices, each share into ``accumulate`` micro-batches.
 
     Args:
-        shares: Those that this process computes.
-        proportions: How large the shares are to each other, a positive number for each; all the same if None.
+        shares: The shares that this process computes.
+        proportions: The relative sizes of the shares, a positive number for each; all equal if None.
     """
 
     num_shares: int
@@ -228,13 +228,13 @@ class BatchSplit:
     proportions: Sequence[float] | None = None
 
     def positions(self, size: int, share: int) -> range:
-        """Return the positions, among ``size`` things in a row, of those that fall to ``share``."""
+        """Return the positions of ``share`` among ``size`` consecutive items."""
         if self.proportions is None:
             return cut(size, self.num_shares, share)
         return cut_by(size, self.proportions, share)
 
     def positions_here(self, size: int) -> range:
-        """Return the positions, among ``size`` things in a row, of those that fall to this process: contiguous too."""
+        """Return the positions of this process among ``size`` consecutive items; they are also contiguous."""
         return range(self.positions(size, self.shares[0]).start, self.positions(size, self.shares[-1]).stop)
 
     def all_have_samples(self, size: int, micro: int) -> bool:

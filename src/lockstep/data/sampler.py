@@ -16,24 +16,24 @@ _Index = TypeVar("_Index", covariant=True, default=int)
 
 
 class DistributedSampler(Sampler[_Index]):
-    """Gives each rank its share of the indices of a data set, in an order that all ranks agree on.
+    """Returns each rank's share of the indices of a data set, in an order that is the same on all ranks.
 
     A drop-in for ``torch.utils.data.distributed.DistributedSampler``: the same arguments, attributes and, for each
-    epoch, the same indices in the same order. Beyond it:
+    epoch, the same indices in the same order. In addition:
 
-    - It moves on to the next epoch by itself when it is iterated again, so a forgotten ``set_epoch`` does not repeat
-      the first order for ever. ``set_epoch(e)`` makes the next iteration epoch ``e``; the one after it is ``e + 1``.
-      The epoch counts iterations, finished or not: every rank must start equally many.
+    - It advances to the next epoch when it is iterated again, so without ``set_epoch`` it does not repeat the first
+      order forever. ``set_epoch(e)`` makes the next iteration epoch ``e``; the one after it is ``e + 1``. The epoch
+      counts iterations, finished or not: every rank must start the same number of them.
     - ``pad=False`` gives each sample to exactly one rank, so that lengths may differ by one and be zero.
 
     Args:
         dataset: Of any length.
         num_replicas: Number of ranks; that of the default process group if None.
         rank: This rank; that in the default process group if None.
-        shuffle: Whether to permute the indices, each epoch anew.
-        seed: What the permutations derive from; the same on every rank.
-        drop_last: Whether to leave out up to ``num_replicas - 1`` samples so that all ranks get equally many.
-        pad: Whether to repeat samples, if none are left out, so that all ranks get equally many.
+        shuffle: Whether to permute the indices, differently in each epoch.
+        seed: The seed of the permutations; the same on every rank.
+        drop_last: Whether to skip up to ``num_replicas - 1`` samples so that all ranks get the same number.
+        pad: Whether to repeat samples, if none are skipped, so that all ranks get the same number.
 
     Attributes:
         num_samples: Number of indices that this rank gets.
@@ -80,7 +80,7 @@ class DistributedSampler(Sampler[_Index]):
         self._is_epoch_begun = True
         indices = list(range(len(self.dataset)))  # type: ignore[arg-type]  # torch's Dataset declares no length
         if self.shuffle:
-            # The generator and its seed are torch's, so that a script that swaps the sampler trains on the same order.
+            # The same generator and seed as in torch, so that a script that replaces the sampler keeps its order.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             indices = torch.randperm(len(indices), generator=generator).tolist()
         missing = self.total_size - len(indices)
@@ -93,12 +93,12 @@ class DistributedSampler(Sampler[_Index]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of ``epoch``."""
+        """Make ``epoch`` the epoch of the next iteration."""
         self.epoch = epoch
 
     @property
     def epoch(self) -> int:
-        """The epoch being iterated, or the one to come if none was yet; setting it is `set_epoch`."""
+        """The epoch being iterated, or the first one before any iteration; setting it calls `set_epoch`."""
         return self._epoch
 
     @epoch.setter

@@ -1,4 +1,4 @@
-"""Data that comes as a stream: its global batches, its state, and whether every rank reads the same."""
+"""Streams of data: their global batches, their state, and a check that every rank reads the same data."""
 
 import copy
 import pickle
@@ -20,15 +20,15 @@ from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, St
 from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 
-# --- What a checkpoint can hold of a stream's state: plain values, as it is read without running code
+# --- The state of a stream in a checkpoint: plain values only, because it is read without running code
 
 _VALUES = {type(None), bool, int, float, complex, str, bytes}
 
 
 def first_not_serializable(value: Any) -> type | None:
-    """Return the type of the first thing in ``value`` that a checkpoint cannot hold, or None.
+    """Return the type of the first object in ``value`` that a checkpoint cannot contain, or None.
 
-    It can hold numbers, strings, bytes, tensors, and lists, tuples and dicts of them; no numpy arrays or numbers.
+    It can contain numbers, strings, bytes, tensors, and lists, tuples and dicts of them; no numpy arrays or numbers.
     """
     if type(value) in {dict, OrderedDict}:
         items = [*value, *value.values()]
@@ -39,7 +39,7 @@ def first_not_serializable(value: Any) -> type | None:
     return next(filter(None, map(first_not_serializable, items)), None)
 
 
-# --- Whether every process has the same samples, which is what the split relies on
+# --- The check that every process has the same samples, which the split requires
 
 
 def is_checked(num_steps: int) -> bool:
@@ -48,9 +48,9 @@ def is_checked(num_steps: int) -> bool:
 
 
 def checksum(samples: list[Any]) -> str:
-    """Return what is the same for the same samples: numbers, texts, arrays and tensors in lists and mappings.
+    """Return a checksum that is equal for equal samples: numbers, texts, arrays and tensors in lists and mappings.
 
-    Of other objects only the type counts.
+    Only the type of other objects counts.
     """
     digest = blake2b(digest_size=8)
     _update_digest(digest, samples)
@@ -75,7 +75,7 @@ def _update_digest(digest: blake2b, value: Any) -> None:
     elif isinstance(value, bytes | bytearray):
         digest.update(b"bytes%d" % len(value) + value)
     else:
-        # Of other objects only the type: their repr may have an address.
+        # Of other objects only the type: their repr may contain an address.
         is_plain = value is None or isinstance(value, str | int | float | complex | np.generic)
         digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
@@ -83,16 +83,16 @@ def _update_digest(digest: blake2b, value: Any) -> None:
 def check_same_stream(note: StreamNote, step: int, *, group: Group | None, device: torch.device) -> None:
     """Check that all ranks read the same global batch, if it is one of those that are compared.
 
-    Collective: every rank of ``group``, if there is one. Blocks until all are there.
+    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
 
     Args:
-        note: What came with this rank's part of it.
-        step: Which batch it is.
-        group: The ranks that train together, or None if it is only this process.
+        note: The note that came with this rank's part of the batch.
+        step: The step of the batch.
+        group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
 
     Raises:
-        ConfigurationError: They did not; on every rank, and names those that differ from the first.
+        ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
     """
     if note.checksum is None or group is None:
         return
@@ -108,18 +108,18 @@ def check_same_stream(note: StreamNote, step: int, *, group: Group | None, devic
 
 
 def check_same_length(samples: Any, field: str, *, group: Group | None, device: torch.device) -> None:
-    """Check that all ranks have equally many samples; those of a stream are compared as it is read.
+    """Check that all ranks have the same number of samples; those of a stream are compared while it is read.
 
-    Collective: every rank of ``group``, if there is one. Blocks until all are there.
+    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
 
     Args:
         samples: A data set.
-        field: Where in the task it is from.
-        group: The ranks that train together, or None if it is only this process.
+        field: Its field in the task.
+        group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
 
     Raises:
-        ConfigurationError: They have not; on every rank, and names the first that differs from the first of all.
+        ConfigurationError: On every rank: the numbers differ; names the first rank that differs from the first of all.
     """
     if group is None:
         return
@@ -136,12 +136,12 @@ def check_same_length(samples: Any, field: str, *, group: Group | None, device: 
 # --- Global batches of a stream
 #
 # [Note: the state of a stream]
-# A stream with ``state_dict()`` and ``load_state_dict(state)`` gives its state after each global batch, so
-# that a resumed run goes on there at once. Some states are not exact: Hugging Face's shuffle buffers are refilled
-# with other samples. So the first one is tried out: a copy of the stream that loaded it must give the batch that comes
-# next. If it does not, no state is kept, and a resumed run reads and drops what came before, which is always exact.
+# A stream with ``state_dict()`` and ``load_state_dict(state)`` provides its state after each global batch, so that a
+# resumed run continues there at once. Some states are not exact: Hugging Face's shuffle buffers are refilled with other
+# samples. So the first state is tested: a copy of the stream that loaded it must return the next batch. If it does not,
+# no state is kept, and a resumed run reads and drops the samples before its position, which is always exact.
 
-# Keeps the bits that a stream draws apart from those that other purposes draw from the same seed.
+# Separates the random numbers of a stream from those of other purposes with the same seed.
 _STREAM = 6
 
 _INEXACT = "does not restore the same samples, as with a shuffle buffer"
@@ -149,13 +149,13 @@ _INEXACT = "does not restore the same samples, as with a shuffle buffer"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stream that knows its position, and can go on from there with the next ``iter``."""
+    """A stream that can return its position, and continue from there with the next ``iter``."""
 
     def state_dict(self) -> Any:
-        """Return its position: after the last sample that it gave."""
+        """Return its position: after the last sample that it returned."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next ``iter`` go on from there; the one after that begins anew."""
+        """Make the next ``iter`` continue from ``state``; the one after that starts from the beginning."""
 
 
 @runtime_checkable
@@ -163,12 +163,12 @@ class HasEpochs(Protocol):
     """A stream whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set what the next ``iter`` goes by."""
+        """Set the epoch of the next ``iter``."""
 
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The global batches of a stream: in its own order, for epochs that end when it does."""
+    """The global batches of a stream: in the order of the stream; an epoch ends when the stream ends."""
 
     batch_size: int
     seed: int
@@ -179,11 +179,11 @@ class StreamOrder:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where in a stream to begin.
+    """The position in a stream at which to begin.
 
     Args:
-        step: The first global batch that is wanted.
-        state: What was kept after the previous one, if anything: the epoch and the stream's own state.
+        step: The first global batch to return.
+        state: The state after the previous batch, if it was kept: the epoch and the stream's own state.
     """
 
     step: int = 0
@@ -194,23 +194,23 @@ class StreamReader:
     """Reads a stream a global batch at a time, epoch after epoch.
 
     Args:
-        stream: What is iterated.
+        stream: The iterable.
         order: How many samples make a batch.
-        position: Where to begin; without a state, what comes before is read and dropped.
+        position: Where to begin; without a state, earlier samples are read and dropped.
 
     Attributes:
-        problem: Why the stream's states are of no use, if it has some and that was found out.
+        problem: Why the stream's states cannot be used, if it has states and the test failed.
     """
 
     def __init__(self, stream: Iterable[Any], order: StreamOrder, position: StreamPosition) -> None:
         self._stream, self._order, self._position = stream, order, position
         self._start = position.state if isinstance(stream, Stateful) else None
-        self._is_tried = self._start is not None  # when it was kept
+        self._is_tried = self._start is not None  # it was tested before it was kept
         self._epoch = 0 if self._start is None else int(self._start["epoch"])
         self.problem: str | None = None
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        """Read from the position on, without end: the number of each step and its samples.
+        """Yield the number and the samples of each step from the position on, without end.
 
         Raises:
             ConfigurationError: The stream has no samples.
@@ -243,9 +243,9 @@ class StreamReader:
     def state(self) -> bytes | None:
         """Return the stream's position after the last batch, pickled, so that it does not change with the stream.
 
-        None if the stream has no state, or the first one has yet to be tried out.
+        None if the stream has no state, or the first state has not been tested yet.
         """
-        # Not while the first one is being tried out: its batch has been read, the one that proves it has not.
+        # Not during the test of the first state: the batch that confirms it has not been read yet.
         return self._state() if self._is_tried and self.problem is None else None
 
     def _state(self) -> bytes | None:
@@ -258,7 +258,7 @@ class StreamReader:
         return pickle.dumps({"epoch": self._epoch, "stream": state})
 
     def _try_out(self, step: int) -> str | None:
-        """Return the checksum of what a copy of the stream gives next, made to go on from the state that it has now."""
+        """Return the checksum of the next batch of a copy of the stream that continues from the current state."""
         if self._is_tried:
             return None
         self._is_tried = True
@@ -271,8 +271,8 @@ class StreamReader:
             return None
         try:
             return checksum(self._read(self._begin(stream, step, pickle.loads(pickled)), step))
-        except Exception:  # what the stream itself raises will come up when it is read
-            return ""  # which is no checksum, so the state counts as inexact
+        except Exception:  # an error of the stream itself will occur again when it is read
+            return ""  # not a checksum, so the state counts as inexact
 
     def _begin(self, stream: Iterable[Any], step: int, state: dict[str, Any] | None) -> Iterator[Any]:
         if isinstance(stream, HasEpochs):
@@ -280,7 +280,7 @@ class StreamReader:
         if state is not None:
             assert isinstance(stream, Stateful)
             stream.load_state_dict(copy.deepcopy(state["stream"]))
-        seed_cpu(mix(self._order.seed, _STREAM, step))  # for streams that shuffle before they give the first sample
+        seed_cpu(mix(self._order.seed, _STREAM, step))  # for streams that shuffle before their first sample
         return iter(stream)
 
     def _read(self, iterator: Iterator[Any], step: int) -> list[Any]:
@@ -296,7 +296,7 @@ class StreamReader:
 
 
 def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataError:
-    """Return what to raise for an error of the stream: the same words from a loader process as from this one."""
+    """Return the error to raise for an error of the stream: with the same text in a loader process and in this one."""
     bad = BadSample.of(error, number, epoch, step)
     found = DataError(
         f"The stream of Task.dataset cannot be read (epoch {epoch}, step {step}, sample {number} of it).\n{bad.cause}\n"
@@ -313,15 +313,15 @@ def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataE
 
 # --- Micro-batches of a stream
 #
-# Every process reads the whole stream and collates only what falls to it, so that the samples of a step do not depend
-# on the number of ranks or loader processes. A stream that is costly to read is better given a length and an index.
+# Every process reads the whole stream and collates only its own samples, so that the samples of a step do not depend on
+# the number of ranks or loader processes. If a stream is slow to read, a data set with length and index is better.
 
 
 @dataclass
 class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
     """The micro-batches of this process, a list for each step, without end.
 
-    Our own errors are given like a step: torch would put the words of a loader process before theirs.
+    Our own errors are yielded like a step: torch would add text of the loader process to an error that is raised.
     """
 
     stream: Iterable[Any]
@@ -359,10 +359,10 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
 
 
 def _apart(stream: Iterable[Any]) -> Iterable[Any]:
-    """Return ``stream`` as it must be in a loader process, which reads all of it.
+    """Return ``stream`` for a loader process, which reads all of it.
 
-    Streams as a rule check there which process they are in, and leave samples out: so that is hidden from them.
-    Hugging Face's share their epoch among the processes, which reach its end at different times: so each has a copy.
+    In a loader process, streams usually check their worker number and skip samples, so that number is hidden from them.
+    Hugging Face's share their epoch between processes, which end an epoch at different times, so each gets a copy.
     """
     torch_worker._worker_info = None
     return copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
@@ -373,7 +373,7 @@ def load_stream(
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of this process from ``position`` on, without end; still in host memory.
 
-    Reads and drops what comes before, unless the position holds the stream's own state.
+    Reads and drops earlier samples, unless the position contains the stream's own state.
     """
     for item in how.open(_Steps(stream, order, split, position, how.collate)):
         if isinstance(item, LockstepError):

@@ -1,4 +1,4 @@
-"""Files of tokens, one number after the other, as data sets of windows: for language models."""
+"""Files of tokens (consecutive numbers) as data sets of windows, for language models."""
 
 import glob
 import os
@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigurationError, DataError
 
-# A name, in which wildcards are expanded, or several.
+# One path, in which wildcards are expanded, or several.
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-# A quarter of what systems allow a process as a rule; further files are opened in place of the oldest.
+# A quarter of the usual limit for a process; opening another file closes the oldest.
 _MAX_OPEN = 256
 
 
 class _Descriptor:
-    """An open file that closes itself once nobody reads from it any more."""
+    """An open file that is closed with the last reference to this object."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -50,23 +50,23 @@ class _TokenFile(NamedTuple):
 class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
     """Windows of ``length`` tokens, each with the same window one token later: ``(inputs, targets)``, both int64.
 
-    Windows begin at every ``stride``-th token of a file and end within it. Tokens behind a file's last window are in no
-    sample: fewer than ``stride`` of them, or all of a file that is shorter than a window (`num_unused_tokens` counts).
-    Holds a few bytes for each file and nothing for each window. Can be pickled and forked.
+    Windows begin at every ``stride``-th token of a file and end within it. Tokens after a file's last window are in no
+    sample: fewer than ``stride`` of them, or all tokens of a file that is shorter than a window; `num_unused_tokens`
+    counts them. Needs a few bytes for each file and no memory for each window. Can be pickled and forked.
 
     Args:
         files: A path, in which ``*``, ``?`` and ``[...]`` are expanded, or several. ``.npy`` files
             have their type in them; others are raw numbers.
         length: Tokens of a window.
-        stride: Tokens from the beginning of a window to that of the next; ``length`` if None, so that each token is
+        stride: Tokens from the begin of a window to the begin of the next; ``length`` if None, so that each token is
             an input once.
-        dtype: What raw files hold: a numpy integer type in this machine's byte order, or such as ``">u2"``.
-        header_bytes: Bytes at the beginning of each raw file that are no tokens.
-        target: Whether to give ``(inputs, targets)``; else the samples are single tensors of ``length`` tokens.
+        dtype: The type of raw files: a numpy integer type in this machine's byte order, or a string like ``">u2"``.
+        header_bytes: Bytes at the begin of each raw file that are not tokens.
+        target: Whether to return ``(inputs, targets)``; else the samples are single tensors of ``length`` tokens.
 
     Raises:
-        DataError: A file is missing, or its size does not fit what it should hold; names it.
-        ConfigurationError: A number is out of range, or no file holds a window.
+        DataError: A file is missing, or its size does not match its type; names it.
+        ConfigurationError: A number is out of range, or no file is long enough for a window.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
         size = self._window * file.dtype.itemsize
         offset = file.start + place * self._stride * file.dtype.itemsize
         data = b""
-        # Not mapped into memory: mapped pages count as the process's own memory until the system takes them back, and
-        # a file that became shorter would end the process with SIGBUS. ``pread`` has no position, so threads and
-        # forked processes can share a descriptor.
+        # Not mapped into memory: mapped pages count as the process's memory until the system reclaims them, and a file
+        # that became shorter would end the process with SIGBUS. ``pread`` has no file position, so threads and forked
+        # processes can share a descriptor.
         try:
-            descriptor = self._open(file.path)  # held here: another thread may push it out of the cache
+            descriptor = self._open(file.path)  # referenced here: another thread may remove it from the cache
             while len(data) < size and (piece := os.pread(descriptor.number, size - len(data), offset + len(data))):
                 data += piece
         except OSError as error:
@@ -176,13 +176,13 @@ class TokenFiles(Dataset[tuple[Tensor, Tensor] | Tensor]):
 
 
 def _expand(files: Files) -> list[str]:
-    """Return the absolute paths that ``files`` stands for.
+    """Return the absolute paths of ``files``.
 
-    ``*``, ``?`` and ``[...]`` match what is there, sorted by name. What exists under the very name is taken as it is.
+    ``*``, ``?`` and ``[...]`` match existing files, sorted by name. A file with exactly the given name has priority.
 
     Raises:
         ConfigurationError: There are none, or one is named twice.
-        DataError: Nothing matches a pattern.
+        DataError: No file matches a pattern.
     """
     paths: list[str] = []
     for given in [files] if isinstance(files, str | os.PathLike) else files:

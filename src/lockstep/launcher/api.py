@@ -43,28 +43,28 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     log_level: str = "info",
 ) -> list[Any]:
-    """Run ``fn(*args)`` on every device of this machine, each in a process of its own, and return the results by rank.
+    """Run ``fn(*args)`` on every device of this machine, each in its own process, and return the results by rank.
 
-    The function calls `lockstep.init` to learn its rank. It and its arguments travel by cloudpickle, so functions of a
-    notebook cell, closures and lambdas work, and a script needs no ``if __name__ == "__main__"``. What the ranks print
-    appears as usual; in a notebook, or if it is to be kept, merged into one stream as by ``lockstep run``.
+    The function calls `lockstep.init` to get its rank. It is sent with its arguments by cloudpickle, so functions of a
+    notebook cell, closures and lambdas work, and a script needs no ``if __name__ == "__main__"``. Output of the ranks
+    appears as usual. In a notebook, or with ``log_dir``, it is merged into one stream as by ``lockstep run``.
 
-    Blocks until all ranks have finished, or have stopped gracefully, as `fit` does at a signal. When one fails, or this
-    process ends in any way, the others are ended.
+    Blocks until all ranks have finished, or have stopped gracefully, as `fit` does at a signal. If one rank fails, or
+    this process ends in any way, the others are ended.
 
     Args:
-        fn: What each rank runs; what it returns must be something that can be pickled.
+        fn: The function that each rank runs; its result must be picklable.
         args: The same for every rank.
-        devices: The number of ranks; every GPU if ``None``, or every CPU core where there is none.
+        devices: The number of ranks; if ``None``, one per GPU, or one per CPU core if there is no GPU.
         timeout_s: How long the ranks may take; without limit if ``None``.
-        log_dir: Folder for a file ``rank-N.log`` of all that each rank writes.
-        log_level: What is shown: ``info`` all, ``warning`` only what ranks write to standard error, ``error`` nothing.
+        log_dir: Folder for a file ``rank-N.log`` with the output of each rank.
+        log_level: What is shown: ``info`` all, ``warning`` only the ranks' standard error, ``error`` nothing.
 
     Raises:
         JobHangs: Ranks waited for more than a minute for one that does nothing.
         RankFailed: A rank raised; the message has its traceback, ``rank`` its number, and ``__cause__`` the exception.
-        LaunchTimeout: The ranks were not finished in time.
-        ConfigurationError: There are fewer devices, the function cannot be sent, or this is a rank itself.
+        LaunchTimeout: The ranks did not finish in time.
+        ConfigurationError: There are fewer devices, the function cannot be sent, or this process is itself a rank.
     """
     logs = LogSettings(folder=log_dir, level=log_level, merges=False)
     try:
@@ -87,21 +87,21 @@ def launch_with(
     watchdog_s: float | None = None,
     watchdog_action: str | None = None,
 ) -> list[Any]:
-    """Do as `launch`, with what only commands offer.
+    """Like `launch`, with additional options for commands.
 
     Args:
         fn: As for `launch`.
         args: Likewise.
         devices: Likewise.
         timeout_s: Likewise.
-        max_restarts: How often all ranks are started again, after one has failed.
+        max_restarts: How often all ranks are started again after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
-        logs: What becomes of what ranks write.
+        logs: Settings for the ranks' output.
         watchdog_s: How long ranks may wait for each other; see `supervise`.
-        watchdog_action: What follows.
+        watchdog_action: The watchdog's action after that time.
 
     Raises:
-        Stopped: A signal came, and all ranks have stopped gracefully; has what they returned.
+        Stopped: A signal arrived, and all ranks have stopped gracefully; contains their results.
     """
     _refuse_inside_a_rank()
     open_closed_streams()
@@ -110,7 +110,7 @@ def launch_with(
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
         _send_call(reaper.run_dir, fn, args)
-        # What torchrun makes of its flags for one machine.
+        # The same configuration as from torchrun's flags for one machine.
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -158,17 +158,17 @@ def launch_with(
                 error.results = _results(reaper.run_dir)
                 raise
             stopped_by = error.signal
-            reaper.kill_ranks()  # torch elastic forgets those that it had started when the signal came amid the start
+            reaper.kill_ranks()  # torch elastic forgets ranks that it had started if a signal arrives during the start
         finally:
             timer.cancel()
-    # Everything is cleared away: now the signal does here what it would have done without us.
+    # Everything is cleaned up: now the signal has its normal effect on this process.
     signal.raise_signal(stopped_by)
     raise KeyboardInterrupt if stopped_by == signal.SIGINT else Stopped("The ranks were stopped.", signal=stopped_by)
 
 
 @contextmanager
 def raising_task_errors() -> Iterator[None]:
-    """Raise what a rank found wrong with task or settings without its traceback: all ranks found the same."""
+    """Raise a rank's error about task or settings without its traceback: all ranks found the same error."""
     try:
         yield
     except RankFailed as error:
@@ -179,7 +179,7 @@ def raising_task_errors() -> Iterator[None]:
 
 @contextmanager
 def environment_restored() -> Iterator[None]:
-    """Undo all changes to ``os.environ`` made inside, variable by variable: other threads may read it meanwhile."""
+    """Undo all changes to ``os.environ`` inside the block, one by one, because other threads may read it."""
     before = dict(os.environ)
     try:
         yield
@@ -199,25 +199,25 @@ def _refuse_inside_a_rank() -> None:
 
 
 def _shares_output_with_children() -> bool:
-    """Return whether what a child process writes ends up where our own prints do; in a notebook it does not."""
+    """Return whether output of child processes appears where our own prints do; in a notebook it does not."""
     try:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     except (AttributeError, OSError, ValueError):
         return False
 
 
-# How many ranks, and how many threads each.
+# The number of ranks, and of threads per rank.
 
 
 def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
-    """Return the number of ranks for this machine: what was asked for, else one a GPU, else one a CPU core.
+    """Return the number of ranks for this machine: the requested number, else one per GPU, else one per CPU core.
 
     Args:
         wanted: A number, or a word such as ``gpu``, which torchrun's own code interprets.
         given_as: How the user gave it, for the error.
 
     Raises:
-        ConfigurationError: It is no positive number, or there are fewer GPUs.
+        ConfigurationError: It is not a positive number, or there are fewer GPUs.
     """
     if wanted is None:
         wanted = torch.accelerator.device_count() or "cpu"
@@ -246,15 +246,15 @@ def threads_for(num_ranks: int) -> int:
     return max(1, num_cores() // num_ranks)
 
 
-# The call on its way to the ranks and its results on their way back, as files in the run's folder: `run_call` in
-# bootstrap.py is the ranks' side.
+# Sending the call to the ranks and the results back, as files in the run's folder. `run_call` in bootstrap.py is the
+# ranks' side.
 
 
 def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Write the call into ``run_dir``, for every rank to read."""
-    # The source of what was typed into a notebook or a console, for the tracebacks of the ranks.
+    # The source of code typed into a notebook or a console, for the tracebacks of the ranks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
-    # The ranks import from where this process does, such as the folder of a notebook.
+    # The ranks use the import path of this process, such as the folder of a notebook.
     origin = {"path": sys.path, "sources": {name: list(entry[2]) for name, entry in typed.items()}}
     (run_dir / "origin.json").write_text(json.dumps(origin))
     try:

@@ -1,8 +1,8 @@
-"""The first file that a rank's interpreter runs: ties its life to the launcher's, then becomes the user's program.
+"""The first file that a rank's interpreter runs: it makes the rank end with the launcher, then runs the user's program.
 
-Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``, and free of imports beyond the standard library:
-what it imports, every script pays for. The program then runs as it would under ``python -u TARGET ARGS``: it is
-``__main__``, found under that name by pickle and by spawned children, with its own ``sys.argv`` and ``sys.path[0]``.
+Started by path, as ``python -u bootstrap.py ORDERS TARGET [ARGS]``. It imports only the standard library, because every
+script pays for its imports. The program then runs as under ``python -u TARGET ARGS``: it is ``__main__``, pickle and
+spawned children find it under that name, and it has its own ``sys.argv`` and ``sys.path[0]``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from types import CodeType, ModuleType, TracebackType
 from lockstep import activity
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, rank_file, write_failure
 
-# The environment variable that names what each rank calls before the program: a JSON list of ["module:function",
-# arguments]. The launcher does not know what that is: ``--adopt``, ``--monitor`` and ``lockstep rehearse`` come this
-# way.
+# The environment variable with the functions that each rank calls before the program: a JSON list of
+# ["module:function", arguments]. The launcher does not know these functions: ``--adopt``, ``--monitor`` and ``lockstep
+# rehearse`` use this variable.
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
 
-# Of Linux's fcntl.h; Python's own name for it differs from version to version.
+# From Linux's fcntl.h; Python's name for it depends on the version.
 _F_SETSIG = 10
 
 
@@ -46,9 +46,9 @@ def main(argv: list[str]) -> None:
     if orders["has_pipes"]:
         redirect_output(run_dir)
     if mode == "command":
-        # No Python of ours runs there: no heartbeat, no record of an exception; its exit status is all that is known.
+        # None of our Python code runs there: no heartbeat, no record of an exception, only an exit status.
         os.execvp(target, [target, *args])
-    # A fatal signal runs no Python code any more. A script that enables it itself, or PYTHONFAULTHANDLER, wins.
+    # After a fatal signal no Python code runs. A script that enables it itself, or PYTHONFAULTHANDLER, has priority.
     if not faulthandler.is_enabled():
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
@@ -63,22 +63,22 @@ def main(argv: list[str]) -> None:
     run_recorded(program)
 
 
-# The life of the process: it ends when the launcher ends, however that happens.
+# The lifetime of the process: it ends when the launcher ends, for any reason.
 
 
 def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
-    """Have the kernel end this rank, and what it starts, with the launcher; and register with the reaper.
+    """Make the kernel end this rank and its children with the launcher; and register with the reaper.
 
-    The reaper clears this rank's session when the launcher is gone, but may have been killed along with it, as by a
-    broad ``pkill``. So each rank, which leads a process group (torch elastic starts it so), has the launcher's FIFO
-    open: the kernel signals the whole group when the last writer is gone (Linux). PR_SET_PDEATHSIG would end this
-    process alone.
+    The reaper ends this rank's session when the launcher is gone, but may have been killed with it, for example by a
+    broad ``pkill``. So each rank, which torch elastic starts as the leader of a process group, has the launcher's FIFO
+    open: the kernel signals the whole group when the last writer is gone (Linux). PR_SET_PDEATHSIG would end only this
+    process.
 
-    The reaper gets a copy of the descriptor, to call that off after a job that ended well: what ranks left behind on
-    purpose may stay.
+    The reaper gets a copy of the descriptor, to cancel this after a job that ended without errors: processes that
+    ranks left behind on purpose may stay.
     """
     alive = os.open(os.path.join(run_dir, "alive"), os.O_RDONLY | os.O_NONBLOCK)
-    os.set_inheritable(alive, True)  # another program that this process becomes keeps it
+    os.set_inheritable(alive, True)  # kept if this process executes another program
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reaper:
         reaper.connect(os.path.join(run_dir, "reaper"))
         socket.send_fds(reaper, [str(os.getpid()).encode()], [alive])
@@ -90,7 +90,7 @@ def end_with_launcher(run_dir: str, launcher_pid: int) -> None:
 
 
 def redirect_output(run_dir: str) -> None:
-    """Lead what this process and its children write into the pipes that the launcher reads."""
+    """Redirect the output of this process and its children to the pipes that the launcher reads."""
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         pipe = os.open(rank_file(run_dir, stream, os.environ["LOCAL_RANK"]), os.O_WRONLY)
         os.dup2(pipe, descriptor)
@@ -101,7 +101,7 @@ def redirect_output(run_dir: str) -> None:
 
 
 def set_up_rank(run_dir: str, watchdog_s: float) -> None:
-    """Start the heartbeat, and call what `RANK_SETUP` names."""
+    """Start the heartbeat, and call the functions in `RANK_SETUP`."""
     if watchdog_s > 0:
         start_heartbeat(run_dir, watchdog_s)
     keep_sockets_in(run_dir)
@@ -111,7 +111,7 @@ def set_up_rank(run_dir: str, watchdog_s: float) -> None:
 
 
 def start_heartbeat(run_dir: str, watchdog_s: float) -> None:
-    """Let the launcher's watchdog see what this rank is doing."""
+    """Start reporting this rank's activity to the launcher's watchdog."""
     from lockstep.telemetry.heartbeat import Heartbeat
 
     heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=watchdog_s)
@@ -125,17 +125,17 @@ def start_heartbeat(run_dir: str, watchdog_s: float) -> None:
 
 
 def keep_sockets_in(run_dir: str) -> None:
-    """Have `multiprocessing` make its folder for sockets, ``pymp-...``, in the run's folder, which goes with the run.
+    """Make `multiprocessing` create its folder for sockets, ``pymp-...``, in the run's folder, which is removed later.
 
-    In the folder for temporary files, a killed rank would leave it behind; and where that folder has a long name,
-    loader processes could not bind their sockets, whose names are at most 107 bytes long.
+    In the folder for temporary files, a killed rank would leave it behind. If that folder has a long name, loader
+    processes could not bind their sockets, whose names are at most 107 bytes long.
     """
     import multiprocessing.util
     import tempfile
 
     before, tempfile.tempdir = tempfile.tempdir, run_dir
     try:
-        multiprocessing.util.get_temp_dir()  # is made once; child processes use the same
+        multiprocessing.util.get_temp_dir()  # creates it once; child processes use the same
     finally:
         tempfile.tempdir = before
 
@@ -157,7 +157,7 @@ def run_script(path: str) -> None:
     module.__loader__ = SourceFileLoader("__main__", full_path)
     with open(path, "rb") as file:
         code: CodeType = compile(file.read(), full_path, "exec", dont_inherit=True)
-    # Not runpy.run_path, which empties the module when the script has run: threads and exit handlers still need it.
+    # Not runpy.run_path, which clears the module after the script: threads and exit handlers still need it.
     exec(code, module.__dict__)
 
 
@@ -169,7 +169,7 @@ def run_module(name: str) -> None:
 
 
 def run_call(run_dir: str) -> None:
-    """Make the call that `lockstep.launch` left in ``run_dir``, and leave the result there, or the exception."""
+    """Run the call that `lockstep.launch` wrote to ``run_dir``, and write the result, or the exception, there."""
     _fresh_main()
     rank = int(os.environ["RANK"])
     with open(os.path.join(run_dir, "origin.json")) as file:
@@ -187,7 +187,7 @@ def run_call(run_dir: str) -> None:
     try:
         result = fn(*args)
     except Exception as error:
-        # The traceback travels as text in any case; some exceptions cannot be pickled.
+        # The traceback is sent as text in any case; some exceptions cannot be pickled.
         with contextlib.suppress(Exception):
             leave(ERROR, error)
         raise
@@ -203,12 +203,12 @@ def run_call(run_dir: str) -> None:
 
 
 def _fresh_main() -> ModuleType:
-    # A new module for good, unlike runpy's: what runs after the script, such as exit handlers, still finds its names.
+    # A permanent new module, unlike runpy's: code that runs after the script, such as exit handlers, needs its names.
     module = ModuleType("__main__")
     module.__dict__.update(__builtins__=__builtins__, __cached__=None)
-    if sys.version_info < (3, 14):  # from then on annotations are made when somebody asks for them
+    if sys.version_info < (3, 14):  # from 3.14 on annotations are evaluated lazily
         module.__annotations__ = {}
-    # The second is what `multiprocessing`, which has been imported by now, calls it in spawned children.
+    # The second is the name that `multiprocessing`, which is already imported, uses in spawned children.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     return module
 
@@ -218,9 +218,9 @@ def _replace_first_path(path: str) -> None:
         sys.path[0] = path
 
 
-# Recording why the program ended, before peers notice: failure_report.py makes the launcher's message of that.
+# Recording why the program ended, before peers notice: failure_report.py turns it into the launcher's message.
 
-# The exceptions that were written down, and when each was raised, in nanoseconds.
+# The exceptions that were recorded, and when each was raised, in nanoseconds.
 _recorded: list[tuple[BaseException, int]] = []
 _exit_codes: list[int] = []
 
@@ -230,7 +230,7 @@ _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), os
 
 
 def run_recorded(program: Callable[[], None]) -> None:
-    """Run the program; an exception that leaves it is written down before exit handlers run, which may take long."""
+    """Run the program; record an exception that leaves it before exit handlers run, which may take long."""
     sys.excepthook = print_unless_recorded
     # Registered first, so it runs after all others. Destructors of process groups may wait for peers that wait for
     # this rank: a failed rank would hang instead of ending.
@@ -238,7 +238,7 @@ def run_recorded(program: Callable[[], None]) -> None:
     try:
         program()
     except SystemExit as leaving:
-        # The interpreter prints and exits as usual; only a failure is written down.
+        # The interpreter prints and exits as usual; only a failure is recorded.
         if leaving.code not in (None, 0):
             record_failure(leaving)
             _exit_codes.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
@@ -246,7 +246,7 @@ def run_recorded(program: Callable[[], None]) -> None:
     except BaseException as error:
         trace = error.__traceback__ = own_frames_removed(error.__traceback__)
         activity.now.fail(error)  # calls `record_failure`
-        # As the interpreter would: exit handlers look at it to learn that the program failed.
+        # As the interpreter would: exit handlers read it to see that the program failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
         _exit_codes.append(130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -256,7 +256,7 @@ def run_recorded(program: Callable[[], None]) -> None:
 def record_failure(error: BaseException) -> None:
     """Write an exception into the run's folder, for the launcher's report."""
     now_ns = time.time_ns()
-    # It may come twice: as it leaves the block of `lockstep.init`, and at the top. What counts is when it came first.
+    # This may be called twice: at the end of the block of `lockstep.init`, and at the top. The first time counts.
     raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), now_ns)
     if raised_at_ns == now_ns:
         _recorded.append((error, now_ns))
@@ -275,7 +275,7 @@ def record_failure(error: BaseException) -> None:
 
 
 def print_unless_recorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand in for the interpreter's hook: the launcher prints the first rank's traceback, once.
+    """Replace the interpreter's hook: the launcher prints the first rank's traceback, once.
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
@@ -284,7 +284,7 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
 
 def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
-    """Return ``trace`` from the user's first frame on; if there is none, from the first one behind the launcher's."""
+    """Return ``trace`` from the user's first frame on; if there is none, from the first frame after the launcher's."""
     for hidden in (_LIBRARIES, _STARTERS):
         theirs = trace
         while theirs is not None and any(part in theirs.tb_frame.f_code.co_filename for part in hidden):

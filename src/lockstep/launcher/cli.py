@@ -1,4 +1,4 @@
-"""``lockstep run``: torchrun's command line with some flags of ours; all is checked before the first process starts."""
+"""``lockstep run``: torchrun's command line with additional flags; all are checked before the first process starts."""
 
 import argparse
 import difflib
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; all flags but ours come from the installed torch, so they cannot drift apart."""
+    """Return the parser; all flags except ours come from the installed torch, so they always match it."""
     torchrun = get_args_parser()
     torchrun._optionals.title = "torchrun's options"
     description, _, examples = inspect.cleandoc(_Parser.__doc__ or "").partition("\n\nExamples:\n")
@@ -69,10 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"examples:\n{examples}",
         parents=[torchrun],
-        add_help=False,  # comes with the parent
+        add_help=False,  # provided by the parent
     )
     flag = parser.add_argument_group("options").add_argument
-    parser._action_groups.insert(0, parser._action_groups.pop())  # ours first: they are what most people need
+    parser._action_groups.insert(0, parser._action_groups.pop())  # ours first: most users need these
     flag(
         "--devices",
         dest="nproc_per_node",
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
     flag("--quiet", action="store_const", dest="log_level", const="error", help="the same as --log-level error")
     for action in parser._actions:
-        # Both spellings stay accepted; one is enough to read.
+        # Both spellings are accepted; the help shows one.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
         if action.dest == "training_script":
             action.metavar, action.help = "SCRIPT", "the program; a module with -m, any executable with --no-python"
@@ -109,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
-    """Parse what follows ``lockstep run``; ``nproc_per_node`` is ``None`` if nobody chose it.
+    """Parse the arguments of ``lockstep run``; ``nproc_per_node`` is ``None`` if it is not given.
 
     Raises:
         UsageError: The arguments are invalid.
@@ -117,7 +117,7 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     found = parser.parse_args(args)
     behind = found.training_script_args
-    # Some versions of argparse drop the "--" with which a user keeps all that follows for the script.
+    # Some versions of argparse drop the "--" that marks all later arguments as the script's.
     is_kept = len(args) > len(behind) and args[len(args) - len(behind) - 1] == "--"
     while behind and not is_kept and behind[0].partition("=")[0] in ("--devices", "--adopt"):
         # REMAINDER took them; a second --devices is the script's own.
@@ -133,21 +133,21 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
 
 
 def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
-    """Start what ``argv`` says, as after ``lockstep run``, and wait for its end.
+    """Run the command ``lockstep run`` with ``argv``, and wait for its end.
 
-    Blocks as long as the ranks run. All checks come before the first process is started.
+    Blocks as long as the ranks run. All checks are done before the first process is started.
 
     Args:
         argv: The arguments.
-        adopt: What each rank calls for ``--adopt``, as "module:function".
-        attach: What each rank calls for ``--monitor``, with the folder.
+        adopt: The function that each rank calls for ``--adopt``, as "module:function".
+        attach: The function that each rank calls for ``--monitor``, with the folder.
 
     Raises:
         UsageError: The arguments are invalid.
-        ConfigurationError: The script, the devices or the port are not there.
+        ConfigurationError: The script, the devices or the port are not available.
         JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
-        LockstepError: The machines of the job did not come together.
+        LockstepError: The rendezvous of the job's machines failed.
         Stopped: This process was requested to end, and has ended the ranks.
     """
     args = parse_arguments(argv)
@@ -157,7 +157,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     mode = _check_target(args)
     choose_rendezvous(args)
     logs = _log_settings(args)
-    # What follows sets variables of this process for the ranks to inherit.
+    # The code below sets variables of this process for the ranks to inherit.
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []
@@ -165,7 +165,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
         os.environ[RANK_SETUP] = json.dumps(setups)
         _print_choices(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
-            # elastic's error files need a place; logs that the user asked torchrun for must outlive us.
+            # A place for elastic's error files. Logs that the user requested by torchrun's flags must stay.
             args.log_dir = str(reaper.run_dir / "elastic")
         config, python = _config(args)
         wait_for_host(args)
@@ -186,7 +186,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
 
 
 def _check_target(args: argparse.Namespace) -> str:
-    """Check what each rank is to become; return its mode."""
+    """Check the program that each rank will run; return its mode."""
     if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
         raise ConfigurationError(
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
@@ -207,7 +207,7 @@ def _log_settings(args: argparse.Namespace) -> LogSettings:
     has_torchruns = args.redirects != "0" or args.tee != "0"
     excluding = {
         "--redirects and --tee": has_torchruns,
-        # Then every rank has local rank 0, so their logs cannot be distinguished.
+        # With it every rank has local rank 0, so their logs cannot be distinguished.
         "--virtual-local-rank": args.virtual_local_rank,
         "--logs raw": args.logs == "raw",
     }
@@ -236,7 +236,7 @@ def _print(args: argparse.Namespace, text: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
-    # Our bootstrap does what --run-path is for: the script runs in the interpreter that was started.
+    # Our bootstrap already does the same as --run-path: the script runs in the interpreter that was started.
     args.run_path = False
     try:
         config, python, _ = config_from_args(args)
@@ -263,5 +263,5 @@ def _monitoring(args: argparse.Namespace) -> Iterator[None]:
         is_recorded = any(path.stat().st_mtime >= began_s - 1.0 for path in folder.glob(RANK_FILES))
         found = f"recorded in {folder}; read it with: lockstep report {folder}"
         none = f"nothing was recorded in {folder}: no rank ran forward and backward of a torch model that could be seen"
-        if is_recorded or sys.exception() is None:  # else the failure is the cause, and follows
+        if is_recorded or sys.exception() is None:  # else the failure is the cause, and is printed next
             _print(args, found if is_recorded else none)

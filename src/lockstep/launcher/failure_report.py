@@ -28,15 +28,15 @@ class RankExit:
 
     Attributes:
         exit_code: As of ``subprocess``: negative for a signal.
-        failed_at_ns: When its exception was raised, or else it ended, in nanoseconds since the epoch.
+        failed_at_ns: When its exception was raised, or otherwise when it ended, in nanoseconds since the epoch.
         message: The last line of its traceback, such as ``ValueError: boom``.
         error_type: The name of the exception's class.
         where: File and line of the exception, in the user's code.
         trace: Its whole traceback, or the Python stack that a fatal signal left.
         place: A sentence with the step, the line and the machine.
         facts: A sentence with figures, such as those of memory.
-        was_short: Whether the kernel has ended processes for lack of memory meanwhile; ``None`` if it does not say.
-        was_stopped: Whether it still ran when the launcher sent it the signal, as another one had failed.
+        was_short: Whether the kernel has ended processes for lack of memory during the run; ``None`` if unknown.
+        was_stopped: Whether it still ran when the launcher stopped it because another rank had failed.
     """
 
     rank: int
@@ -55,25 +55,25 @@ class RankExit:
 def job_error(
     exits: list[RankExit], ranks: range, *, hang: str, store: InterNodeStore | None, num_nodes: int
 ) -> LockstepError:
-    """Return what to raise after ranks have failed. With several machines, waits some seconds for the others.
+    """Return the error to raise after ranks have failed. With several machines, waits some seconds for the others.
 
     [Note: the way of an exception]
     1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
        program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
        leaves the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the
        step that it was in.
-    2. torch elastic's agent (supervise.py) sees that a process has ended, and stops the others; it is noted which ones,
-       and when each process ended.
-    3. `rank_exits` puts together how each rank ended; `first_failure` decides which of them is the cause.
-    4. If there are several machines, the launchers agree on the one that is the cause before they leave (`find_cause`).
-    5. `failure_report` writes the message: the cause on its first line, where it was, its traceback, a hint, and a line
+    2. torch elastic's agent (supervise.py) detects that a process has ended, and stops the others. It records which
+       ones it stopped, and when each process ended.
+    3. `rank_exits` collects how each rank ended; `first_failure` decides which of them is the cause.
+    4. If there are several machines, the launchers agree on the cause before they leave (`find_cause`).
+    5. `failure_report` writes the message: the cause on its first line, its location, its traceback, a hint, and a line
        for each of the other ranks. supervise.py raises it.
 
     Args:
-        exits: The ranks of this machine that did not end well.
+        exits: The ranks of this machine that failed or were stopped.
         ranks: All ranks of this machine.
         hang: The watchdog's report, if that ended the job.
-        store: Where the launchers meet, if there are several.
+        store: The store of the launchers, if there are several machines.
         num_nodes: The largest number of machines.
     """
     first = first_failure(exits)
@@ -90,8 +90,8 @@ def job_error(
 
 # 3. How the ranks of this machine ended, and which was first.
 
-# How long ranks have to end after SIGTERM once another one has failed: what they wait for is gone. Then they are
-# killed; torch elastic would wait for half a minute for one that ignores SIGTERM.
+# How long ranks have to end after SIGTERM when another one has failed, which they may wait for in vain. After that they
+# are killed; torch elastic would wait for half a minute for one that ignores SIGTERM.
 SIGTERM_S = 5
 
 
@@ -102,33 +102,33 @@ def rank_exits(
     folder: Path,
     resources: Resources,
 ) -> list[RankExit]:
-    """Return how the ranks ended that did not end well, and those that ended well after an exception of their own.
+    """Return how ranks ended: those with a failure, and those that exited with 0 after an exception of their own.
 
     Args:
-        failures: What torch elastic knows, by rank.
+        failures: torch elastic's records, by rank.
         stopped_at_ns: When the launcher began to stop each process that still ran.
         ended_at_ns: When each process ended.
         folder: Of the run.
-        resources: What they held.
+        resources: The memory that ranks used.
     """
     exits = []
     for rank, failure in failures.items():
         pid, code = failure.pid, failure.exitcode
-        ended_ns = ended_at_ns.get(pid, time.time_ns())  # not noted yet: it was the last
-        # SIGKILL sooner than the launcher sends it came from somebody else, and the kernel took long to end the rank.
+        ended_ns = ended_at_ns.get(pid, time.time_ns())  # not recorded yet: it was the last
+        # A SIGKILL before the launcher sends one came from outside, and the kernel took long to end the rank.
         patience_ns = SIGTERM_S * 10**9 if code == -signal.SIGKILL else 0
         was_stopped = pid in stopped_at_ns and ended_ns - stopped_at_ns[pid] >= patience_ns
         known = RankExit(rank, code, ended_ns, was_stopped=was_stopped)
         record = read_object(rank_file(folder, FAILURE, rank))
         exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
-    # Ranks that caught the exception that ended `lockstep.init`, and then exited with 0: the others waited for them.
+    # Ranks that caught the exception which ended `lockstep.init`, and then exited with 0: the others waited for them.
     for rank in rank_files(folder, FAILURE).keys() - failures.keys():
         exits.append(_with_exception(RankExit(rank, 0), read_object(rank_file(folder, FAILURE, rank)), resources))
     return exits
 
 
 def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resources) -> RankExit:
-    """Return how a rank ended that left an exception."""
+    """Return how a rank with a recorded exception ended."""
     error_type, message, where = record.get("type", ""), record.get("message", ""), record.get("where", "")
     is_short = error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(message)
     return replace(
@@ -137,7 +137,7 @@ def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resou
         message=message,
         error_type=error_type,
         where=where,
-        # An exit on purpose has printed what it had to.
+        # A program that calls sys.exit has printed its own message.
         trace="" if error_type == "SystemExit" else record.get("trace", ""),
         place=_place(record, where),
         facts=resources.of_each() if is_short else "",
@@ -145,7 +145,7 @@ def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resou
 
 
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
-    """Return how a rank ended that left no exception, because it was killed or is not a Python program."""
+    """Return how a rank without a recorded exception ended: it was killed, or is not a Python program."""
     number = -known.exit_code if known.exit_code < 0 else known.exit_code - 128
     facts, was_short = "", None
     if number == signal.SIGKILL:
@@ -154,7 +154,7 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
     heartbeat = read_heartbeat(folder, known.rank)
-    # The step counter is of the moment of the end; the heartbeat, with its phase, is up to half a second older.
+    # The step counter is current at the end; the heartbeat, with its phase, is up to half a second older.
     step, num_steps = read_step_counter(folder, known.rank)
     phase = heartbeat.get("phase") if step == heartbeat.get("step") else ""
     file, line, _ = user_frame(heartbeat.get("frames", []))
@@ -185,12 +185,12 @@ def _place(step: Mapping[str, Any], where: str) -> str:
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
-    """Return what faulthandler wrote without our own frames and the list of extension modules."""
+    """Return the output of faulthandler without our own frames and the list of extension modules."""
     lines = stack.splitlines()
     return "\n".join(line for line in lines if own_folder not in line and not line.startswith("Extension modules:"))
 
 
-# What is in errors that tell no more than that another rank is gone or silent.
+# Texts in errors that only report that another rank is gone or silent.
 _CONSEQUENCES = (
     "CollectiveError",
     "DistBackendError",
@@ -212,19 +212,19 @@ def first_failure(exits: list[RankExit]) -> RankExit:
 
 
 def _blame(exit: RankExit) -> int:
-    """Return how likely a rank is the cause: 0 for its own fault, 1 for noticing another's, 2 for being stopped.
+    """Return how likely a rank is the cause: 0 for its own error, 1 if it noticed another's, 2 if it was stopped.
 
-    Time alone does not tell: the kernel closes a killed process's connections, which its peers notice at once, well
-    before it has taken down its memory and reports the end.
+    The time alone is not sufficient: the kernel closes a killed process's connections, which its peers notice at once,
+    long before it has released the memory and reports the end.
     """
-    # A rank that ignores SIGTERM is killed by the launcher; one with a message failed between the poll and the signal.
+    # The launcher kills a rank that ignores SIGTERM; a rank with a message failed between the poll and the signal.
     if exit.was_stopped and not exit.message and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
         return 2
     return 1 if is_consequence(exit) else 0
 
 
 def is_consequence(exit: RankExit) -> bool:
-    """Return whether a rank's error says no more than that another rank is gone or silent."""
+    """Return whether a rank's error only reports that another rank is gone or silent."""
     return any(mark in f"{exit.error_type}: {exit.message}" for mark in _CONSEQUENCES)
 
 
@@ -240,9 +240,9 @@ class NodeFailure:
     """How the job ended on one machine, for the launchers of the others.
 
     Attributes:
-        rank: The rank that failed first there.
-        is_consequence: Whether that only noticed that another was gone.
-        text: Why that rank ended, and where it was.
+        rank: The first rank that failed there.
+        is_consequence: Whether it only noticed that another rank was gone.
+        text: Why that rank ended, and where.
         hang: The watchdog's report, if that ended the job.
     """
 
@@ -253,16 +253,16 @@ class NodeFailure:
 
 
 def find_cause(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
-    """Return how the job ended on the machine that is the cause; ``mine`` if that is this one, or nobody knows.
+    """Return how the job ended on the machine with the cause; ``mine`` if that is this one, or if it is unknown.
 
-    Blocks until all machines have come, and if this one hosts the store, until all have read; some seconds at most.
+    Blocks until all machines have posted, and if this one hosts the store, until all have read; some seconds at most.
     """
     if store is None:
         return mine
 
     is_host, is_cause = store.is_host(), bool(mine.hang) or not mine.is_consequence
     if is_cause:
-        # One note for all: with one of each, every launcher would read those of all others.
+        # One shared note: with one per machine, every launcher would have to read all of them.
         store.least("cause", _rank_of_cause, asdict(mine))
     store.count("ended", 1)
     poll_until(lambda: store.count("ended") >= num_nodes, _EXCHANGE_S, _POLL_S)
@@ -284,7 +284,7 @@ def failure_report(exits: list[RankExit], ranks: range) -> str:
     """Return the whole report, the cause on its first line.
 
     Args:
-        exits: The ranks of this machine that did not end well, one of which is the cause.
+        exits: The ranks of this machine that failed or were stopped; one of them is the cause.
         ranks: All ranks of this machine.
     """
     first = first_failure(exits)
@@ -304,7 +304,7 @@ def failure_report(exits: list[RankExit], ranks: range) -> str:
 
 
 def restart_report(first: RankExit, step: int | None, restart: str) -> str:
-    """Return the traceback and the line for a rank that failed first, before the ranks are started again."""
+    """Return the traceback and the line of the first failed rank, printed before the ranks are started again."""
     how = f"failed: {_in_a_line(first)}" if first.message else _in_a_line(first)
     where = "" if step is None else f" in step {step}"
     trace = first.trace.rstrip()
@@ -338,14 +338,14 @@ _NOT_SHORT = (
 
 
 def headline(exit: RankExit) -> str:
-    """Return why a rank ended, in one line, or two with what to do."""
+    """Return why a rank ended, in one line, or in two with advice."""
     name, code = f"Rank {exit.rank}", exit.exit_code
     if exit.error_type == "SystemExit":
         return f"{name} left with exit code {code} ({exit.message} at {exit.where})."
-    if exit.message:  # the rest of a long one stands in the traceback below
+    if exit.message:  # the rest of a long message is in the traceback below
         cause = "a GPU is needed, but torch finds none here: " * any(mark in exit.message for mark in _NO_GPU)
         return f"{name} failed: {cause}{_first_line(exit.message)}"
-    if code - 128 in _LIKELY:  # a shell, or a wrapper like it, passes a signal on in this way
+    if code - 128 in _LIKELY:  # a shell or a similar wrapper reports a signal in this way
         return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_LIKELY[code - 128]}"
     if code >= 0:
         return f"{name} left with exit code {code}, without an exception.\nIts earlier output is further up."
@@ -370,7 +370,7 @@ def _in_a_line(exit: RankExit) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Return the first line of an error; if it ends in a colon, with the line that it announces."""
+    """Return the first line of an error; if it ends in a colon, with the next line."""
     first, _, rest = message.partition("\n")
     return f"{first} {rest.splitlines()[0].strip()}" if first.endswith(":") and rest.strip() else first
 
@@ -393,7 +393,7 @@ _NO_GPU = (
     "torch.cuda.is_available() is False",
 )
 
-# Marks in an error's text, what they mean, and what to do about it.
+# Texts in an error, what they mean, and what to do about it.
 ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),

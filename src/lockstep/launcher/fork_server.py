@@ -1,4 +1,4 @@
-"""Ranks forked off a process that has imported torch: none imports it again, and all share the memory of what it made.
+"""Fork ranks from a process that has imported torch: they need not import it again, and share its memory.
 
     launcher                   server                             rank
     import torch
@@ -6,12 +6,13 @@
     fork()  ---- request ----> forks twice ---------------------> is the launcher's child; bootstrap.py
             <----------------------------------------- its pid ---
 
-The server is forked off the command ``lockstep`` before that has threads, devices or a task of the user's. `launch` is
-called by programs that have all of these: its server is a new interpreter. The process between server and rank ends at
-once, and the launcher adopts the rank (PR_SET_CHILD_SUBREAPER); torch elastic then polls and kills it like any child.
+The server is forked from the command ``lockstep`` before that has threads, devices or the user's task. `launch` is
+called by programs that may have all of these, so its server is a new interpreter. The process between server and rank
+ends at once, and the launcher adopts the rank (PR_SET_CHILD_SUBREAPER); torch elastic then polls and kills it like any
+child.
 
-Where only a new interpreter does what the user means, ranks are new interpreters (`_needs_interpreters`). In a forked
-one, strings hash as in all other ranks, and ``ps`` shows the launcher's command line. It ends as interpreters do.
+If a program needs a new interpreter, ranks are not forked (`_needs_interpreters`). All forked ranks have the same
+string hashes, and ``ps`` shows the launcher's command line. A forked rank ends like any interpreter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MOST_BYTES = 1 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _CAUGHT = _SIGNALS[:4]  # those that the launcher, which has started by then, has handlers for
 _POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
-# Variables that a new interpreter, the loader, or a library reads when it is started or imported, for good.
+# Variables that a new interpreter, the loader, or a library reads only once, when it is started or imported.
 _READ_ONCE = re.compile(
     r"\b(?!TORCHELASTIC|TORCH_NCCL|TORCH_DISABLE_SHARE_RDZV"  # read later, and set for ranks
     r"|KMP_INIT_AT_FORK|KMP_DUPLICATE_LIB_OK)"  # set by scikit-learn itself
@@ -58,7 +59,7 @@ OPTIMIZER = "torch._dynamo"
 
 
 class ForkedProcess:
-    """A child of this process: what torch elastic uses of `subprocess.Popen`."""
+    """A child of this process, with the methods of `subprocess.Popen` that torch elastic uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -69,7 +70,7 @@ class ForkedProcess:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has read it; Popen takes it for 0 as well
+            except ChildProcessError:  # its status was already read; Popen also returns 0 then
                 pid, status = self.pid, 0
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
@@ -85,7 +86,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The connection to a server, and what it has read from its environment.
+    """The connection to a server, and the variables that the server has read from its environment.
 
     Args:
         connection: To the server, which ends when this is closed.
@@ -99,20 +100,20 @@ class ForkServer:
         self._environ = dict(os.environ)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Have it import modules for all ranks; does not block."""
-        with contextlib.suppress(OSError):  # it is gone: `fork` finds out
+        """Make the server import modules for all ranks; does not block."""
+        with contextlib.suppress(OSError):  # the server is gone: `fork` will notice
             self._connection.send(json.dumps(names).encode())
 
     def fork(
         self, args: Sequence[str], environ: Mapping[str, str], files: Sequence[int], *, new_session: bool = True
     ) -> ForkedProcess | None:
-        """Start a process that becomes ``python ARGS``; ``None`` if a new interpreter has to.
+        """Start a process that runs as ``python ARGS``; return ``None`` if this needs a new interpreter.
 
         Args:
-            args: What follows the interpreter.
-            environ: All of its environment.
+            args: The arguments of the interpreter.
+            environ: Its whole environment.
             files: The descriptors of its standard input, output and error.
-            new_session: Whether it leads a session of its own, or stays in the group of this process.
+            new_session: Whether it leads a new session, or stays in the group of this process.
         """
         if self._has_read_others(environ):
             return None
@@ -127,24 +128,24 @@ class ForkServer:
                 with reply:
                     with theirs:
                         socket.send_fds(self._connection, [request], [*files, theirs.fileno()])
-                    # Ends without a number if the server, or what it forked, is gone.
+                    # The reply has no number if the server, or its child, is gone.
                     return ForkedProcess(int(reply.read()))
             finally:
                 libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
         return None
 
     def _has_read_others(self, environ: Mapping[str, str]) -> bool:
-        """Return whether the server has read another value of a variable for good; threads can be set anew."""
+        """Return whether the server has read another value of a read-once variable; threads can be set again."""
         theirs, ours = ({name: of[name] for name in of if _READ_ONCE.match(name)} for of in (self._environ, environ))
         if "OMP_NUM_THREADS" in ours:
             theirs["OMP_NUM_THREADS"] = ours["OMP_NUM_THREADS"]
         return theirs != ours
 
     def close(self) -> None:
-        """End the server; ranks stay."""
+        """End the server; ranks are not ended."""
         self._connection.close()
         if self._process.poll() is None:
-            os.kill(self._process.pid, signal.SIGKILL)  # it may be in the midst of an import
+            os.kill(self._process.pid, signal.SIGKILL)  # it may be importing a module
             self._process.wait(_EXIT_S)
 
 
@@ -152,17 +153,17 @@ _server: ForkServer | None = None
 
 
 def start() -> None:
-    """Import torch and fork the server off this process, if it is the command ``lockstep``, which has done nothing yet.
+    """Import torch and fork the server from this process, if it is the command ``lockstep`` at its start.
 
     Ranks leave through its stack, with `SystemExit`, so that their interpreter ends like any other.
     """
     global _server
     if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
-        return  # who calls it from Python has `launch`'s way
-    gc.disable()  # a collection would look through all of torch's objects for nothing
+        return  # programs that call it from Python use the server of `launch`
+    gc.disable()  # a collection would visit all of torch's objects for nothing
     import torch  # noqa: F401
 
-    gc.freeze()  # no collection writes to them, so that they stay shared; and this process ends sooner
+    gc.freeze()  # collections no longer write to these objects, so they stay shared; and this process ends sooner
     gc.enable()
     if _server is not None or not _can_fork() or threading.active_count() > 1:
         return
@@ -176,39 +177,39 @@ def start() -> None:
 
 
 def preload(*names: str) -> None:
-    """Have the server that was started, if any, import what its ranks need; does not block."""
+    """Make the server, if one was started, import modules for its ranks; does not block."""
     if _server is not None:
         _server.preload(names)
 
 
 @contextmanager
 def forked_ranks(mode: str, target: str, num_ranks: int) -> Iterator[None]:
-    """Have torch elastic's agent fork ranks inside, where that is as good as a new interpreter for each.
+    """Inside the block, make torch elastic's agent fork ranks, if that is equivalent to new interpreters.
 
     Args:
-        mode: What they become; see `lockstep.launcher.supervise.supervise`.
+        mode: What they run; see `lockstep.launcher.supervise.supervise`.
         target: Likewise.
-        num_ranks: A server that is an interpreter of its own is not worth it for a single one.
+        num_ranks: The number of ranks. For a single rank, starting a new interpreter as the server is not worth it.
     """
     if not _can_fork() or _needs_interpreters(mode, target) or (_server is None and num_ranks == 1):
         yield
         return
-    # Imported late, as what some commands do takes less time.
+    # Imported late, since some commands take less time than this import.
     from unittest.mock import patch
 
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     server = _server or _interpreter()
-    # A script's first line would wait for that import, two seconds. With a core for each rank, the first step comes
-    # nearly as soon if each imports it itself, for half as much processor time again and 64 MiB each; eight ranks on
-    # two cores would take 13 seconds in place of 5. What commands call (`fit`) has no first line that anyone awaits.
+    # A script's first line would have to wait for that import, two seconds. With a core for each rank, the first step
+    # comes nearly as early if each rank imports it, for 1.5 times the processor time and 64 MiB more per rank; eight
+    # ranks on two cores would take 13 seconds instead of 5. A command's call (`fit`) has no such line.
     if mode == "call" or num_ranks > usable_cores():
         server.preload(["torch.distributed", OPTIMIZER])
     start_interpreter = SubprocessHandler._popen
 
     def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
         out, err = (file.fileno() if file else own for own, file in ((1, handler._stdout), (2, handler._stderr)))
-        # Others are wrapped into a command, such as numactl, or were chosen by the user.
+        # Other commands are wrapped, for example in numactl, or were chosen by the user.
         is_plain = args[:3] == (sys.executable, "-u", bootstrap.__file__)
         return (is_plain and server.fork(args[1:], env, [0, out, err])) or start_interpreter(handler, args, env)
 
@@ -230,7 +231,7 @@ def _interpreter() -> ForkServer:
 
 
 def _can_fork() -> bool:
-    """Return whether a fork of this process, or of one with its settings, is what a new interpreter would be."""
+    """Return whether a fork of this process, or of one with its settings, is equivalent to a new interpreter."""
     option = sys.orig_argv[1] if len(sys.orig_argv) > 1 else ""
     is_plain = not option.startswith("-") or option in ("-m", "-c", "-u")  # not -O, -X ..., which ranks do not get
     is_traced = sys.gettrace() is not None or sys.getprofile() is not None  # a debugger, or coverage
@@ -240,15 +241,15 @@ def _can_fork() -> bool:
 
 
 def _needs_interpreters(mode: str, target: str) -> bool:
-    """Return whether the program, or a device, needs more than what is done before a fork."""
+    """Return whether the program, or a device, needs a new interpreter."""
     import torch
 
     if mode == "command":
         return True
-    # A backend that plugs in may have threads or a device as soon as it is imported, which torch does by itself.
+    # A plug-in backend, which torch imports by itself, may have threads or a device as soon as it is imported.
     if torch._C._get_privateuse1_backend_name() != "privateuseone":
         return True
-    # A script sets such variables before it imports torch; here that has been imported.
+    # A script sets such variables before it imports torch; here torch is already imported.
     is_file = mode == "script" and os.path.isfile(target)
     return is_file and _READ_ONCE.search(Path(target).read_text("latin-1")) is not None
 
@@ -257,13 +258,13 @@ def _needs_interpreters(mode: str, target: str) -> bool:
 
 
 def serve(connection: socket.socket) -> list[str]:
-    """Fork a process for each request until the launcher is gone; return in these, with the words after ``python``."""
+    """Fork a process for each request until the launcher is gone; return in each child, with its arguments."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     environ = dict(os.environ)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     null = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):  # whoever reads what the launcher writes must see its end
+    for number in (0, 1, 2):  # a reader of the launcher's output must see its end
         os.dup2(null, number)
     os.close(null)
     while True:
@@ -300,7 +301,7 @@ def serve(connection: socket.socket) -> list[str]:
 
 
 def _is_bound_to_device() -> bool:
-    """Return, in a child of the server, whether the server has used a device: then this process cannot."""
+    """Return, in a child of the server, whether the server has used a device: then this process cannot use it."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
@@ -308,17 +309,17 @@ def _is_bound_to_device() -> bool:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import what is there of them; no collection looks at what they made, now or at the end of the process."""
+    """Import those modules that exist; the garbage collector ignores their objects from now on."""
     gc.disable()
     for name in names:
-        with contextlib.suppress(Exception):  # the rank that needs it will say why
+        with contextlib.suppress(Exception):  # the rank that needs it will report the error
             import_module(name)
     gc.freeze()
     gc.enable()
 
 
 def take_place(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Give this process its own session, environment, folder, streams as of ``python -u``, and random numbers."""
+    """Give this process its own session, environment, folder, random numbers, and streams as with ``python -u``."""
     if place["new_session"]:
         os.setsid()
     else:
@@ -336,7 +337,7 @@ def take_place(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         stream = io.TextIOWrapper(raw, before.encoding, before.errors, newline="\n", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    # Each process has its own until the program seeds them; Python's are seeded at a fork.
+    # Each process has different ones until the program seeds them; Python seeds its own at a fork.
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -344,7 +345,7 @@ def take_place(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _set_num_threads(text: str) -> None:
-    """Do what libraries do with OMP_NUM_THREADS when they are loaded."""
+    """Apply OMP_NUM_THREADS as libraries do when they are loaded."""
     number = text.partition(",")[0].strip()
     if not number.isdecimal() or int(number) == 0:
         return
@@ -362,7 +363,7 @@ def _set_num_threads(text: str) -> None:
 
 
 def become_rank(words: Sequence[str]) -> None:
-    """Be ``python WORDS``, which starts a rank; leaves as the program does."""
+    """Run as ``python WORDS``, which starts a rank; leaves as the program does."""
     sys.orig_argv = [sys.executable, *words]
     bootstrap.main(list(words[1:]))
     sys.exit()

@@ -1,4 +1,4 @@
-"""Where the launchers of a job's machines meet, and the store in which their ranks find each other."""
+"""The rendezvous of the launchers of a job's machines, and the store in which their ranks find each other."""
 
 import argparse
 import contextlib
@@ -35,10 +35,10 @@ from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, start_store_server
 from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, LockstepError
 
-# The rendezvous of a single machine, as torch elastic knows it.
+# The name of the rendezvous of a single machine in torch elastic.
 LOCAL_BACKEND = "lockstep-local"
 
-# torch's own variable: no store of a launcher is used by ranks, and so none is remembered.
+# torch's own variable: ranks do not use the store of a launcher, so launchers do not keep its address.
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _LOCAL = RendezvousStoreInfo(LOOPBACK, 0)
@@ -47,39 +47,40 @@ _STORE_TIMEOUT_S = 600.0
 _RENDEZVOUS_TIMEOUT_S = 900.0
 _RETRY_S = 0.3
 _DEFAULT_ETCD_PORT = 2379  # torch elastic's
-# How often, and for how long, it is tried whether a lost store is back, while the ranks go on.
+# How often, and for how long each time, a lost store is probed while the ranks go on.
 _TRY_PERIOD_S, _TRY_S = 2.0, 0.3
 
 
 class RendezvousPerRestart(RendezvousHandler):
-    """Brings the launchers together by a handler of torch's, and gives the ranks a new store each time.
+    """Runs the rendezvous with a handler of torch's, and creates a new store for the ranks each time.
 
     [Note: a store for each restart]
-    Machines meet anew whenever ranks are started again. Ranks then meet in a store that the launcher of the first
-    machine hosts. torch's launchers host one when they first meet, and remember where it is for as long as they live.
-    Two things go wrong with that:
+    Machines run a new rendezvous whenever ranks are started again. The ranks then use a store that the launcher of the
+    first machine hosts. torch's launchers host one at the first rendezvous, and keep its address as long as they live.
+    This has two problems:
 
-    - A launcher that joins later, in place of a machine that was lost, waits until somebody writes the address into the
-      store of its rendezvous, and those who know it do not write it again. Or it is the first by name, hosts another
-      one, and the others never ask there. Either way the ranks wait for each other in vain.
-    - What ranks wrote before they were started again is still there. Scripts that call torch's own init_process_group
+    - A launcher that joins later, to replace a lost machine, waits until the address is written to the store of its
+      rendezvous, but the launchers that know the address do not write it again. Or it is the first by name and hosts
+      another store, which the others never use. Either way the ranks wait for each other in vain.
+    - Keys that ranks wrote before the restart are still in the store. Scripts that call torch's own init_process_group
       find the addresses of ranks that are gone: "Connection refused".
 
     So here the first machine of each rendezvous hosts a new store, and writes its address there. Machines also agree on
-    one number of restarts, which torch's launchers count each for itself.
+    one number of restarts, which each of torch's launchers counts separately.
 
     [Note: a lost store]
-    torch's launchers end the job when they lose the store of their rendezvous. Here the ranks go on: theirs is another
-    one. When they have to start again, the launchers wait until a store answers at the same address, maybe in another
-    process or on another machine. A store of c10d is empty then. Whoever joins it first would start a second job beside
-    this one, so the launchers meet there as soon as it answers, and their ranks save and start again.
+    torch's launchers end the job when they lose the store of their rendezvous. Here the ranks go on, since they use
+    another store. When they have to start again, the launchers wait until a store answers at the same address, maybe in
+    another process or on another machine. A c10d store is empty then. The first machine to join it would start a second
+    job in addition to this one. So the launchers run a rendezvous there as soon as it answers, and their ranks save and
+    start again.
 
     Args:
         run_id: The name of the job.
-        inner: What brings the machines together; ``None`` on a single one, which meets nobody. torch's own would host a
-            store there, too, which listens at every address of the machine.
+        inner: torch's handler of the rendezvous; ``None`` on a single machine, which needs none. There torch's own
+            handler would also host a store, which listens at every address of the machine.
         is_ending: Returns whether the ranks have been requested to end, so that no machine can join any more.
-        config: What ``inner`` was made by, to make another one after its store was lost.
+        config: The configuration of ``inner``, to create another one after its store was lost.
     """
 
     def __init__(
@@ -100,15 +101,15 @@ class RendezvousPerRestart(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks meet in a launcher's store."""
+        """The ranks use a launcher's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other machines again, and agree on a new store for the ranks. Blocks until they came."""
+        """Run a new rendezvous, and agree on a new store for the ranks. Blocks until the other machines have come."""
         found = RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
         assert found.bootstrap_store_info is not None
         host = found.bootstrap_store_info.master_addr
-        self._hosted = None  # the one before, whose ranks have ended
+        self._hosted = None  # the previous store, whose ranks have ended
         if found.rank == 0:
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
             found.store.set("lockstep/port", str(port))
@@ -129,7 +130,7 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._inner.next_rendezvous()
 
     def agree_on_restarts(self, number: int) -> int:
-        """Return the largest ``number`` that a machine knows. Blocks until all of this rendezvous have written one."""
+        """Return the largest ``number`` of any machine. Blocks until all of this rendezvous have written one."""
         assert self._current is not None
         store, size = self._current.store, self._current.world_size
         store.set(f"lockstep/restarts/{self._current.rank}", str(number))
@@ -140,19 +141,19 @@ class RendezvousPerRestart(RendezvousHandler):
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Where the ranks meet that are started now."""
+        """The address of the store for the ranks that are started now."""
         assert self._current is not None and self._current.bootstrap_store_info is not None
         return self._current.bootstrap_store_info.master_addr, self._current.bootstrap_store_info.master_port
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait to join; this one counts if it has to meet the others again."""
+        """Return how many machines wait to join, including this one if it needs a new rendezvous."""
         if self._inner is None or self._is_ending():
             return 0
         try:
             if not self._is_lost:
                 return self._inner.num_nodes_waiting() or int(self._is_forgotten())
         except RendezvousConnectionError:
-            if self._inner.get_backend() != "c10d":  # it keeps what it knows, and may answer again
+            if self._inner.get_backend() != "c10d":  # its store keeps its contents, and may answer again
                 return 0
             self._note_loss()
         return int(self._is_back())
@@ -160,7 +161,7 @@ class RendezvousPerRestart(RendezvousHandler):
     def _note_loss(self) -> None:
         assert self._config is not None
         self._is_lost = True
-        cast(Any, self._inner)._stop_heartbeats()  # torch's client would log every one that fails
+        cast(Any, self._inner)._stop_heartbeats()  # torch's client would log every heartbeat that fails
         text = (
             f"lockstep: the store at {self._config.rdzv_endpoint}, where the machines meet, does not respond any more"
         )
@@ -176,8 +177,8 @@ class RendezvousPerRestart(RendezvousHandler):
         return False
 
     def _is_forgotten(self) -> bool:
-        """Return whether the others took this machine for dead, as its keepalives did not come in time."""
-        with contextlib.suppress(AttributeError):  # torch's own affairs, which may look different in another version
+        """Return whether the others removed this machine, because its keepalives did not arrive in time."""
+        with contextlib.suppress(AttributeError):  # private parts of torch, which may differ in another version
             return cast(Any, self._inner)._this_node not in cast(Any, self._inner)._state_holder.state.participants
         return False
 
@@ -186,7 +187,7 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._inner is not None and self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """Note that the job is over."""
+        """Record that the job is over."""
         if self._inner is not None:
             self._inner.set_closed()
 
@@ -195,7 +196,7 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave for good, and end the job, unless it is only this machine that was requested to end."""
+        """Leave permanently, and end the job, unless only this machine was requested to end."""
         return self._inner is None or self._is_ending() or self._inner.shutdown()
 
 
@@ -205,7 +206,7 @@ rendezvous_handler_registry.register(LOCAL_BACKEND, lambda parameters: Rendezvou
 def rendezvous_per_restart(
     handler: RendezvousHandler, is_ending: Callable[[], bool], config: LaunchConfig
 ) -> RendezvousHandler:
-    """Return ``handler``, made by ``config``, behind `RendezvousPerRestart`, if machines may come and go."""
+    """Return ``handler``, created from ``config``, in a `RendezvousPerRestart`, if machines may come and go."""
     if not isinstance(handler, DynamicRendezvousHandler):
         return handler
     os.environ[_NO_SHARING] = "1"  # for this run: the launcher restores its environment
@@ -219,10 +220,10 @@ def _address(config: LaunchConfig) -> tuple[str, int]:
 
 
 def _reopen(config: LaunchConfig) -> RendezvousHandler:
-    """Return a new handler, once a store answers at the address of the one that is lost.
+    """Return a new handler, once a store answers at the address of the lost one.
 
     Raises:
-        LockstepError: None did in time.
+        LockstepError: No store answered in time.
     """
     _await_host(*_address(config), config.rdzv_configs, may_be_here=False)
     where = config.rdzv_backend, config.rdzv_endpoint, config.run_id
@@ -230,7 +231,7 @@ def _reopen(config: LaunchConfig) -> RendezvousHandler:
     return get_rendezvous_handler(RendezvousParameters(*where, *sizes, config.local_addr, **config.rdzv_configs))
 
 
-# What the command line asks for.
+# The settings of the command line.
 
 
 def _meet_in_slurm_step(args: argparse.Namespace) -> None:
@@ -255,43 +256,43 @@ def _meet_in_slurm_step(args: argparse.Namespace) -> None:
 
 
 def choose_rendezvous(args: argparse.Namespace) -> None:
-    """Fill in where the launchers meet: as torchrun does, at a free port if there is only this machine.
+    """Set the address of the rendezvous: as torchrun does, or a free port if there is only this machine.
 
     Raises:
         ConfigurationError: The number of machines cannot be read, or the port is taken.
     """
-    # torchrun's own default: no flag says which machines there are.
+    # torchrun's own defaults: no flag names the machines.
     if args.nnodes == "1:1" and not args.standalone and not args.rdzv_endpoint and "SLURM_PROCID" in os.environ:
         _meet_in_slurm_step(args)
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
     if args.standalone or (is_static and args.master_port is None and max_nodes(args) == 1):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = LOCAL_BACKEND, "localhost:0", str(uuid.uuid4())
-        # Not the host's name, which may resolve to nothing or to an address that is filtered.
+        # Not the host's name, which may not resolve, or resolve to an address that is filtered.
         args.local_addr = args.local_addr or LOOPBACK
     if args.master_port is None:
-        args.master_port = DEFAULT_MASTER_PORT  # torchrun's; of interest to several machines only
+        args.master_port = DEFAULT_MASTER_PORT  # torchrun's; only relevant for several machines
     host, port = _endpoint(args)
     if args.rdzv_backend == "static" and args.node_rank == 0 and (reason := _why_not_bindable(port)):
         raise ConfigurationError(
             f"Port {port} on this machine {reason}.\n"
             "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
         )
-    # torch compares the host with what this machine's name leads to, which need not be all of its addresses.
+    # torch compares the host with the addresses of this machine's name, which may not be all of its addresses.
     is_chosen = "is_host" in args.rdzv_conf or _matches_machine_hostname(host)
     if args.rdzv_backend == "c10d" and port and not is_chosen and is_local(host) and _why_not_bindable(port) is None:
         args.rdzv_conf = f"{args.rdzv_conf},is_host=1".lstrip(",")
 
 
 def choose_interfaces(args: argparse.Namespace) -> list[str]:
-    """Set which interfaces the ranks use, in ``args`` and the environment; return what the user should know."""
+    """Set the interfaces that the ranks use, in ``args`` and the environment; return notes for the user."""
     host, port = _endpoint(args)
     if max_nodes(args) == 1:
-        # Otherwise Gloo would listen where the host's name leads to, which may be open to others.
+        # Otherwise Gloo would listen at the address of the host's name, which may be reachable by others.
         if (loopback := gloo_interface(host, one_machine=True)) is not None:
             os.environ.setdefault(GLOO_INTERFACE, loopback)
         return []
     notes = []
-    # By default the ranks of the others are given this host's name.
+    # By default the ranks of other machines get this host's name.
     args.local_addr = args.local_addr or reachable_address(host)
     interface = gloo_interface(host, one_machine=False)
     if interface is not None and GLOO_INTERFACE not in os.environ:
@@ -303,8 +304,8 @@ def choose_interfaces(args: argparse.Namespace) -> list[str]:
 def wait_for_host(args: argparse.Namespace) -> None:
     """Wait until the machine that hosts the rendezvous answers.
 
-    Blocks at most as long as the rendezvous may take. Tried here since torch's own client logs every attempt with the
-    stack of its C++ code, and holds back Ctrl-C.
+    Blocks at most for the rendezvous timeout. This is done here because torch's own client logs every attempt with its
+    C++ stack, and delays Ctrl-C.
 
     Raises:
         LockstepError: It did not answer in time.
@@ -318,7 +319,7 @@ def wait_for_host(args: argparse.Namespace) -> None:
 def _await_host(host: str, port: int, conf: Mapping[str, Any], *, may_be_here: bool) -> None:
     timeout_s = float(conf.get("join_timeout") or conf.get("timeout") or _RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
-    # Asked again: the name of a machine that has just started may not be known yet.
+    # Resolved again each time: the name of a machine that has just started may not be known yet.
     while not (may_be_here and is_local(host)):
         try:
             socket.create_connection((host, port), timeout=2.0).close()
@@ -365,6 +366,6 @@ def _why_not_bindable(port: int) -> str | None:
     except PermissionError:
         return "may only be used by root"
     except OSError as error:
-        # Other errors come from binding all addresses, which only we try; elastic reports what it could not do.
+        # Other errors come from binding all addresses, which only this check does; elastic reports its own errors.
         return "is already in use" if error.errno == errno.EADDRINUSE else None
     return None

@@ -1,4 +1,4 @@
-"""What ranks write: read through pipes, merged into one stream for the terminal, kept in a file for each rank."""
+"""The ranks' output: read through pipes, merged into one stream for the terminal, saved in a file for each rank."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LEVELS = {"info": ("stdout", "stderr"), "warning": ("stderr",), "error": ()}
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """What is to become of what ranks write.
+    """Settings for the ranks' output.
 
     Attributes:
         folder: For a file of each rank.
         level: What the terminal shows; a key of `LEVELS`.
         merges: Whether the terminal shows one stream; otherwise ranks write to it themselves.
-        excluded_by: The user's flag, if any, that has ranks write to the terminal themselves.
+        excluded_by: The user's flag, if any, that makes ranks write to the terminal themselves.
     """
 
     folder: str | os.PathLike[str] | None = None
@@ -45,7 +45,7 @@ class LogSettings:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ConfigurationError(f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}.")
-        if "://" in str(self.folder):  # they are appended to line by line, which object stores cannot do
+        if "://" in str(self.folder):  # files are appended line by line, which object stores do not support
             raise ConfigurationError(
                 f"--log-dir {self.folder} is not a local folder.\nName one; logs cannot be in an object store."
             )
@@ -56,18 +56,18 @@ class LogSettings:
 
     @property
     def flags(self) -> str:
-        """The flags that need the launcher to read what ranks write."""
+        """The flags that require the launcher to read the ranks' output."""
         level = f"--log-level {self.level}" if self.level != "info" else ""
         return " and ".join(filter(None, (level, "--log-dir" if self.folder is not None else "")))
 
     def need_launcher(self, num_ranks: int) -> bool:
-        """Return whether the launcher reads what its ranks write; else they write to the terminal themselves."""
+        """Return whether the launcher reads its ranks' output; else they write to the terminal themselves."""
         return bool(self.flags) or (self.merges and not self.excluded_by and num_ranks > 1)
 
 
 # De-duplication: many streams of lines become one.
 
-# How long a line waits for the first rank to write the same.
+# How long a line waits for the first rank to write the same line.
 HOLD_S = 0.5
 
 # Distinct lines of the first rank that another one may still repeat.
@@ -84,13 +84,14 @@ class _Held(NamedTuple):
 
 
 class LogDeduplicator:
-    """One stream, such as standard output, of the ranks of a machine: what the first writes, and what differs from it.
+    """One stream, such as standard output, of the ranks of a machine: the first rank's lines, and lines that differ.
 
-    The first rank's lines pass at once and unchanged. Another rank's line is left out if the first rank has written
-    the same, occurrence by occurrence; if it has not yet, it has `HOLD_S` to. Then the line is shown with its rank,
-    once for all ranks that wrote it. So a line without a prefix is the first rank's, or everybody's.
+    The first rank's lines pass at once and unchanged. A line of another rank is dropped if the first rank has written
+    the same line; each occurrence counts once. Otherwise it waits for the first rank, at most `HOLD_S`, and is then
+    shown with its rank, once for all ranks that wrote it. So a line without a prefix was written by the first rank, or
+    by all ranks.
 
-    Pure: lines go in with the time of their arrival, lines come out.
+    No side effects: lines go in with the time of their arrival, lines come out.
 
     Args:
         ranks: The ranks of this machine.
@@ -98,14 +99,14 @@ class LogDeduplicator:
 
     def __init__(self, ranks: range) -> None:
         self._first = ranks.start
-        # On other machines than the first, even the first rank's lines could be taken for those of rank zero.
+        # On machines other than the first, lines without a prefix could be mistaken for those of rank zero.
         self._prefix = "" if ranks.start == 0 else f"[rank {ranks.start}] "
         self._held: dict[int, deque[_Held]] = {rank: deque() for rank in ranks[1:]}
-        # What the first rank has written and another one has not yet, oldest first.
+        # Lines that the first rank has written and another one has not yet, oldest first.
         self._ahead: dict[int, Counter[str]] = {rank: Counter() for rank in ranks[1:]}
 
     def add(self, rank: int, text: str, now_s: float) -> list[str]:
-        """Take in a line; return what is to be shown now."""
+        """Add a line; return the lines to show now."""
         key = _key_of(text)
         if rank != self._first:
             self._held[rank].append(_Held(now_s, text, key))
@@ -141,18 +142,18 @@ class LogDeduplicator:
 
 
 def _last_state(text: str) -> str:
-    """Return the last state of a line: those of a progress bar each begin with a return."""
+    """Return the last state of a line: each state of a progress bar begins with a carriage return."""
     return text.rstrip("\r").rpartition("\r")[2]
 
 
 def _key_of(text: str) -> str:
-    """Return what of a line counts when lines are compared: not torch's rank prefix, nor times in its log."""
+    """Return the part of a line to compare: without torch's rank prefix, and without times in its log."""
     return _GLOG_PREFIX.sub(r"[\1 ", _TORCH_PREFIX.sub("", _last_state(text)))
 
 
 # The pipes.
 
-# How long other lines wait while the first rank is within a line: Python writes a line and its end one by one.
+# How long other lines wait while the first rank has an unfinished line: Python writes a line and its end separately.
 _UNFINISHED_S = 0.2
 
 
@@ -161,23 +162,23 @@ class _Pipe:
     stream: str
     local_rank: int
     decoder: codecs.IncrementalDecoder
-    # What has come without a line end yet.
+    # Text received without a line end so far.
     rest: str = ""
 
 
 class LogTail:
-    """Reads what the ranks of this machine write, within a ``with``, in a thread.
+    """Reads the output of this machine's ranks in a thread, inside a ``with`` block.
 
-    Rank zero's output goes to the terminal as it comes, so prompts and progress bars look as in a single process;
-    that of the others is taken line by line.
+    Rank zero's output goes to the terminal as it arrives, so prompts and progress bars look as in a single process. The
+    output of the others is processed line by line.
 
     Args:
-        run_dir: Where the pipes are made.
+        run_dir: The folder for the pipes.
         num_ranks: Of this machine.
-        settings: What becomes of the lines.
+        settings: What to do with the lines.
 
     Raises:
-        ConfigurationError: The folder cannot be made.
+        ConfigurationError: The folder cannot be created.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, settings: LogSettings) -> None:
@@ -196,7 +197,7 @@ class LogTail:
             for stream in STREAMS:
                 path = rank_file(run_dir, stream, local_rank)
                 os.mkfifo(path, 0o600)
-                # Open for both: so that it has no end while no rank has it open.
+                # Opened for reading and writing, so that it has no end while no rank has it open.
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(stream, local_rank, decoder))
@@ -204,7 +205,7 @@ class LogTail:
         self.started(range(num_ranks))
         # Streams and texts for the terminal, in order.
         self._unwritten: deque[tuple[str, str]] = deque()
-        # Rank zero is within a line, of which the last part came at this moment.
+        # Whether rank zero has an unfinished line, and when its last part arrived.
         self._is_mid_line, self._last_part_s = False, 0.0
         self._region: TerminalRegion | None = None
         if "stdout" in self._shown and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
@@ -213,18 +214,18 @@ class LogTail:
         self._thread = threading.Thread(target=self._follow, name="lockstep-log-tail", daemon=True)
 
     def started(self, ranks: range) -> None:
-        """Take note of the ranks' numbers, which may be others after a restart."""
+        """Set the ranks' numbers, which may change after a restart."""
         with self._lock:
-            if ranks != self._ranks:  # else what has come of them already stays known
+            if ranks != self._ranks:  # otherwise lines that have already arrived are kept
                 self._ranks = ranks
                 self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
 
     def print(self, text: str) -> None:
-        """Have whole lines of the launcher's own printed to standard error soon. Takes no lock: for signal handlers."""
+        """Queue whole lines of the launcher for standard error. Takes no lock, so signal handlers can call it."""
         self._unwritten.append(("stderr", text))
 
     def settle(self) -> None:
-        """Show all that has been written by now, as the ranks have ended."""
+        """Show all output so far, after the ranks have ended."""
         with self._lock:
             self._read()
             for key in self._selector.get_map().values():
@@ -251,7 +252,7 @@ class LogTail:
 
     def _follow(self) -> None:
         while not self._over.is_set():
-            self._selector.select(HOLD_S / 4)  # returns sooner if something comes
+            self._selector.select(HOLD_S / 4)  # returns earlier if there is output
             with self._lock:
                 self._read()
                 if not self._is_mid_line or time.monotonic() - self._last_part_s > _UNFINISHED_S:
@@ -259,7 +260,7 @@ class LogTail:
                 self._write()
 
     def _read(self) -> None:
-        """Take in all that there is."""
+        """Read all available output."""
         # Until nothing is left: a rank that writes much would block on a full pipe.
         while found := self._selector.select(0):
             for key, _ in found:
@@ -271,11 +272,11 @@ class LogTail:
             self._is_mid_line, self._last_part_s = not text.endswith("\n"), time.monotonic()
             self._unwritten.append((pipe.stream, text))
         *lines, pipe.rest = (pipe.rest + text).replace("\r\n", "\n").split("\n")
-        # A progress bar writes one state after the other without a line end: what was before the last need not be kept.
+        # A progress bar writes many states without a line end: only the last one needs to be kept.
         pipe.rest = pipe.rest[max(0, pipe.rest.rstrip("\r").rfind("\r")) :]
         for line in map(_last_state, lines):
             self._keep(rank, line)
-            if pipe.local_rank < len(self._ranks):  # else of a rank that does not come again
+            if pipe.local_rank < len(self._ranks):  # otherwise of a rank that is not started again
                 due = self._deduplicators[pipe.stream].add(rank, line, time.monotonic())
                 self._show(pipe.stream, due[rank == 0 :])  # its own line comes first, and is shown already
 
@@ -298,7 +299,7 @@ class LogTail:
                 self._files[rank].write(f"{line}\n".encode())
 
     def _write(self) -> None:
-        """Write to the terminal what is to be shown, above rank zero's live view."""
+        """Write queued text to the terminal, above rank zero's live view."""
         if not self._unwritten:
             return
         with contextlib.ExitStack() as stack:
@@ -314,8 +315,8 @@ class LogTail:
 
 
 def _put(stream: str, text: str) -> None:
-    target = getattr(sys, stream)  # looked up each time: a notebook replaces it from cell to cell
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    target = getattr(sys, stream)  # looked up each time: a notebook replaces it in every cell
+    with contextlib.suppress(OSError, ValueError):  # its reader is gone
         try:
             target.write(text)
         except UnicodeEncodeError:

@@ -1,8 +1,8 @@
-"""A small process beside the launcher that outlives it and clears away ranks and files, however the launcher ends.
+"""A small process that outlives the launcher and removes ranks and files, however the launcher ends.
 
 The launcher starts this file by path, as ``reaper.py RUN_DIR LAUNCHER_PID ORDERS_FD SOCKET_FD``, with the standard
-library only. Ranks sign in on the socket. The pipe carries the launcher's orders; its end means that the launcher is
-gone.
+library only. Ranks sign in on the socket. The pipe carries the launcher's orders; end of file means that the launcher
+is gone.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-# Orders: end the ranks now, and stay; or: the job is over, and whatever its ranks left behind on purpose may stay.
+# Orders: end the ranks now, and keep running; or: the job is over, and processes left behind on purpose may stay.
 _KILL, _RELEASE = b"k", b"r"
 
 _EXIT_S = 10.0
 _NUM_SWEEPS = 5
-# Of the folder for temporary files: sockets in a run's folder have paths below 104 bytes, which all systems allow.
+# Longest path of the temporary folder: then sockets in a run's folder have paths below 104 bytes, allowed everywhere.
 _LONGEST_FOLDER = 60
 
 
 class Reaper:
-    """The launcher's side: a folder for one run, and the process that clears away its ranks and the folder.
+    """The launcher's side: a folder for one run, and the process that removes its ranks and the folder.
 
-    A context manager: after an error inside, the ranks are killed; otherwise they are taken to have left.
+    A context manager: after an error inside the block, the ranks are killed; otherwise it assumes that they have ended.
     """
 
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         self.run_dir = Path(tempfile.mkdtemp(prefix="lockstep-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp"))
-        # Open here as long as this process lives: see `end_with_launcher` in bootstrap.py.
+        # Stays open as long as this process lives: see `end_with_launcher` in bootstrap.py.
         os.mkfifo(self.run_dir / "alive", 0o600)
         self._alive = os.open(self.run_dir / "alive", os.O_RDWR)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sign_in:
@@ -54,7 +54,7 @@ class Reaper:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C and what else is sent to the launcher's group pass it by
+                start_new_session=True,  # so that Ctrl-C and other signals to the launcher's group do not reach it
             )
             os.close(orders)
 
@@ -76,11 +76,11 @@ class Reaper:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         os.close(self._alive)
-        shutil.rmtree(self.run_dir, ignore_errors=True)  # in case that the reaper itself was killed
+        shutil.rmtree(self.run_dir, ignore_errors=True)  # in case the reaper itself was killed
 
 
 class _Ranks:
-    """What the reaper knows of the ranks of one run; each leads a session that holds it and its children."""
+    """The registered ranks of one run; each leads a session that contains it and its children."""
 
     def __init__(self, sign_in: socket.socket) -> None:
         self._sign_in = sign_in
@@ -89,30 +89,30 @@ class _Ranks:
         self._alive: list[int] = []
 
     def take_in(self) -> None:
-        """Register the rank whose message has come."""
+        """Register the rank whose message has arrived."""
         message, descriptors, _, _ = socket.recv_fds(self._sign_in, 64, 1)
         pid = int(message)
         self._alive += descriptors
-        self._start_times[pid] = start_time(pid)  # with the number it names a process for good
-        if self._is_killing:  # it was being started when the order came
+        self._start_times[pid] = start_time(pid)  # with the pid it identifies a process uniquely
+        if self._is_killing:  # it was being started when the order arrived
             kill_sessions([pid])
 
     def kill_all(self) -> None:
-        """End every rank and whatever shares its session; also those that are still to come."""
+        """End every rank and all processes in its session, including ranks that sign in later."""
         self._is_killing = True
-        # A different start time: the number belongs to another process by now.
+        # A different start time: the pid now belongs to another process.
         kill_sessions([pid for pid, at in self._start_times.items() if start_time(pid) in (at, None)])
 
     def release(self) -> None:
-        """Let what ranks left behind stay: the end of the launcher does not concern it any more."""
+        """Keep processes that ranks left behind: they no longer end with the launcher."""
         for descriptor in self._alive:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
 
 def kill_sessions(leaders: Iterable[int]) -> None:
-    """Kill the leaders of sessions and their members, also when a leader is dead already."""
+    """Kill the leaders of sessions and their members, even if a leader is already dead."""
     names = set(map(str, leaders))
-    for _ in range(_NUM_SWEEPS):  # a member may fork while we look
+    for _ in range(_NUM_SWEEPS):  # a member may fork during the search
         members = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             fields = _stat_fields(int(name))
@@ -127,7 +127,7 @@ def kill_sessions(leaders: Iterable[int]) -> None:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process started, in the system's own terms, or ``None`` if it is gone or unknown."""
+    """Return when a process started, in the system's format, or ``None`` if it is gone or unknown."""
     fields = _stat_fields(pid)
     return fields[19] if fields else None
 
@@ -136,21 +136,21 @@ def _stat_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            # The name before them may hold spaces and parentheses itself.
+            # The name before them may contain spaces and parentheses.
             return file.read().rpartition(")")[2].split()
     except OSError:
         return None
 
 
 def main(argv: list[str]) -> None:
-    """Watch over one run until the launcher is gone or has released the ranks, then clear up."""
+    """Watch one run until the launcher is gone or has released the ranks, then clean up."""
     # Schedulers signal all processes of a job.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     run_dir, launcher_pid, orders, sign_in = argv[1], int(argv[2]), int(argv[3]), socket.socket(fileno=int(argv[4]))
     ranks, order = _Ranks(sign_in), b""
     descriptors = [orders, sign_in.fileno()]
-    # The pipe may have been inherited by another child of the launcher and then stays open.
+    # Another child of the launcher may have inherited the pipe, which then stays open.
     with contextlib.suppress(OSError):  # the launcher may be gone already
         descriptors.append(os.pidfd_open(launcher_pid))
     try:

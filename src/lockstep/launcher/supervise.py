@@ -1,4 +1,4 @@
-"""Run ranks under torch elastic's agent, answer signals and the watchdog, and turn what goes wrong into one error."""
+"""Run ranks under torch elastic's agent, handle signals and the watchdog, and turn all failures into one error."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
-# How long ranks may wait for one that does nothing, if the user has not said.
+# How long ranks may wait for one that does nothing, by default.
 _PATIENCE_S = 60.0
-# The launcher has pipes for what a rank writes, a descriptor of its process, and two or three connections to its store.
+# For each rank the launcher has pipes for its output, a descriptor of its process, and two or three store connections.
 _FILES_PER_RANK = 8
 
 
@@ -71,28 +71,28 @@ def supervise(
     watchdog_action: str | None = None,
     log_tail: LogTail | None = None,
 ) -> None:
-    """Start the ranks of this machine and wait until all have ended well.
+    """Start the ranks of this machine and wait until all have ended without errors.
 
-    Blocks as long as they run. Leaves signal handlers and logging as they were.
+    Blocks as long as they run. Restores signal handlers and logging.
 
     Args:
-        config: Of torch elastic: how many ranks, and where the machines meet.
-        reaper: Clears the ranks away.
-        mode: What each rank becomes: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled
+        config: Of torch elastic: the number of ranks, and the rendezvous of the machines.
+        reaper: Removes the ranks.
+        mode: What each rank runs: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled
             function).
         target: The path, the name, or for a call the folder with the function.
-        args: What it finds in ``sys.argv[1:]``.
+        args: Its ``sys.argv[1:]``.
         python: The interpreter of the ranks.
         min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
-        watchdog_s: How long ranks may wait for one that does nothing; not watched if zero. Who sets it, or the action,
-            is taken to mean ranks that compute as well: they may keep the others waiting five times as long.
-        watchdog_action: What follows: ``end`` the job, or ``warn`` only.
-        log_tail: Reads the pipes that the ranks' output goes into, if they do not write to the terminal themselves.
+        watchdog_s: How long ranks may wait for one that does nothing; zero: no watchdog. If it or the action is set,
+            the watchdog also covers ranks that compute: they may keep the others waiting five times as long.
+        watchdog_action: The action after that time: ``end`` the job, or ``warn`` only.
+        log_tail: Reads the pipes with the ranks' output, if they do not write to the terminal themselves.
 
     Raises:
         JobHangs: Ranks waited for each other for too long.
         RankFailed: A rank failed; the message has the first one's traceback.
-        LockstepError: The machines of the job did not come together.
+        LockstepError: The rendezvous of the job's machines failed.
         Stopped: This process was requested to end, and has ended the ranks, or all of them have stopped gracefully.
     """
     allow_open_files(_FILES_PER_RANK * config.nproc_per_node, f"The launcher of {config.nproc_per_node} ranks")
@@ -106,11 +106,11 @@ def supervise(
     }
     command = ["-u", bootstrap.__file__, json.dumps(orders), target, *args]
     may_shrink = config.min_nodes < config.max_nodes
-    # With other backends, launchers do not know of a store of torch's that all of them reach.
+    # With other backends, there is no store of torch's that all launchers can reach.
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
     job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, min_ranks, may_shrink, store)
-    # The watchdog kills the ranks of a job that hangs; then its report is the cause, not how they ended.
+    # The watchdog kills the ranks of a job that hangs; then its report is the cause, not the ranks' exit codes.
     hangs: list[str] = []
 
     def on_report(text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
@@ -143,14 +143,14 @@ def supervise(
         on_report=on_report,
     )
     stop = GracefulShutdown(reaper, job)
-    # torch makes handler and agent in one function that takes neither from outside.
+    # torch creates handler and agent in one function that accepts neither as an argument.
     agent = patch.object(api, "LocalElasticAgent", partial(_Agent, job, config))
     with forked_ranks(mode, target, config.nproc_per_node), stop.handling(config) as config, elastic_quiet(), agent:
         try:
             with watchdog:
                 api.elastic_launch(config, python)(*command)
         except ChildFailedError as error:
-            # Ranks that stop gracefully leave with a code of their own, which is no failure; those that hung were
+            # Ranks that stop gracefully exit with a special code, which is not a failure; ranks that hung were
             # killed.
             failures = error.failures
             stopped = None if hangs else stop.outcome({failure.exitcode for failure in failures.values()})
@@ -158,7 +158,7 @@ def supervise(
             hang = "\n".join(hangs)
             raise stopped or job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes) from None
         except SignalException as error:
-            # A signal that came while the ranks stopped for another machine finds them stopped, and saved.
+            # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
             stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
             name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
             raise stopped or Stopped(f"Stopped by {name}; all ranks have ended.", signal=error.sigval) from None
@@ -189,16 +189,16 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
 
 
 def log(text: str) -> None:
-    """Print a line of the launcher's own."""
+    """Print a line of the launcher."""
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def elastic_quiet() -> Iterator[None]:
-    """Keep the agent's warnings away unless the user asked for its log: our report replaces them."""
+    """Suppress the agent's warnings unless the user enabled its log: our report replaces them."""
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
     names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
-    # The last is made later, with a level of its own; so loggers are disabled here, not lowered.
+    # The last logger is created later, with its own level; so loggers are disabled here, instead of setting a level.
     loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
     is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
     for logger in loggers:
@@ -210,7 +210,7 @@ def elastic_quiet() -> Iterator[None]:
             logger.disabled = False
 
 
-# What the launcher knows of the ranks; and signals.
+# The launcher's state of the ranks; and signals.
 
 
 def stop_timeout_s() -> float:
@@ -220,16 +220,16 @@ def stop_timeout_s() -> float:
 
 @dataclass
 class Job:
-    """What the launcher knows of the ranks of this machine.
+    """The launcher's state of the ranks of this machine.
 
     Attributes:
         folder: Of the run, in which ranks are requested to stop.
-        ranks: Their numbers, which may be others after a restart.
-        log_tail: Reads the pipes that their output goes into, if they do not write to the terminal themselves.
+        ranks: Their numbers, which may change after a restart.
+        log_tail: Reads the pipes with their output, if they do not write to the terminal themselves.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
-        may_shrink: Whether the job goes on with fewer machines than it has.
-        store: Where the launchers of several machines leave notes for each other.
-        resources: What they hold.
+        may_shrink: Whether the job can go on with fewer machines.
+        store: The store in which the launchers of several machines exchange notes.
+        resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
         stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
         ended_at_ns: When each process ended.
@@ -270,14 +270,14 @@ class GracefulShutdown:
 
     @contextmanager
     def handling(self, config: LaunchConfig) -> Iterator[LaunchConfig]:
-        """Take the signals over, and give what makes torch elastic leave them alone. Only the main thread can."""
+        """Handle the signals, and yield a config with which torch elastic does not. Works in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield config
             return
         # elastic installs handlers for all of these, and never removes them.
         numbers = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
         before = {number: signal.getsignal(number) for number in numbers}
-        is_ours = config.signals_to_handle == _SIGNALS_OF_ELASTIC  # else the user chose
+        is_ours = config.signals_to_handle == _SIGNALS_OF_ELASTIC  # otherwise the user chose
         try:
             if is_ours:
                 for number in run_folder.STOP_SIGNALS:
@@ -285,13 +285,13 @@ class GracefulShutdown:
             yield replace(config, signals_to_handle=_LEFT_TO_ELASTIC) if is_ours else config
         finally:
             if self._timer is not None:
-                self._timer.cancel()  # or it would signal this process, which may live on
+                self._timer.cancel()  # otherwise it would signal this process, which may go on
                 self._timer.join(1.0)
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
-        """Return what to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
+        """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
         reports = run_folder.stop_reports(self._job.folder)
         if self._requested_for is None and exit_codes != {RESUME_EXIT_CODE}:
             return None  # ranks of other machines may have been requested to
@@ -301,14 +301,14 @@ class GracefulShutdown:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         sigval = signal.Signals(number)
-        # Runs in the midst of whatever the main thread does, which may be printing: so nothing here prints.
-        self._num_signals += sigval != signal.SIGUSR1  # which comes ahead of SIGTERM
+        # Interrupts the main thread, possibly while it prints: so this function must not print.
+        self._num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
         if self._requested_for is None and self._can_stop():
             self._requested_for = sigval
             if sigval is signal.SIGINT and self._job.log_tail is not None:
                 self._job.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
             elif sigval is signal.SIGINT:
-                os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)  # print() may be in the midst of another line
+                os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)  # print() may have been interrupted within a line
             run_folder.request_stop(self._job.folder, sigval.name)
             self._timer = threading.Timer(stop_timeout_s(), self._give_up, [sigval])
             self._timer.daemon = True
@@ -324,7 +324,7 @@ class GracefulShutdown:
         return len(self._job.ranks) in counts
 
     def _give_up(self, sigval: signal.Signals) -> None:
-        # As if the user had sent it twice; by a signal, as only the main thread may raise out of elastic's loop.
+        # Act like a second signal of the user. A signal is needed, as only the main thread can raise in elastic's loop.
         self._num_signals += 2
         os.kill(os.getpid(), sigval)
 
@@ -332,27 +332,27 @@ class GracefulShutdown:
 # torch elastic's agent, extended.
 
 _POLL_S = 0.1
-# How often to try to meet the other machines, if one of them is lost meanwhile.
+# How often to try the rendezvous, if one of the machines is lost during it.
 _NUM_RENDEZVOUS_ATTEMPTS = 3
-# How soon a launcher learns that another one has left; it polls once a second.
+# How long it takes until a launcher notices that another one has left; it polls once a second.
 _NOTICED_S = 3.0
 
 
 class StoppedWhileRestarting(SignalException):
-    """A signal came while the ranks stopped for another machine: they have stopped for that, and stay so."""
+    """A signal arrived while the ranks stopped for another machine: they have stopped, and are not started again."""
 
 
 class _Agent(LocalElasticAgent):
-    """Starts the ranks, polls them, stops all when one fails, and meets the other machines again, as torch does.
+    """Starts the ranks, polls them, stops all when one fails, and repeats the rendezvous, as torch does.
 
-    What is added:
+    Additions to torch's agent:
 
-    - Ranks that can are requested to save and stop before they are started again with another machine
-      (`_is_done_after_stop`); a machine whose ranks stopped because another one asked theirs to follows it
+    - Ranks that support it are requested to save and stop before they are started again with another machine
+      (`_is_done_after_stop`). If a machine's ranks stopped at the request of another machine, this one follows it
       (`_follow_others`).
     - After a rank was killed, a job on one machine may go on with one fewer (``min_ranks``).
-    - The number of restarts is that of the whole job; torch's launchers each count the failures that they saw.
-    - It is noted when each rank ended, and which ones still ran when the launcher began to stop them: those are never
+    - The number of restarts is that of the whole job; each of torch's launchers counts the failures that it saw.
+    - It records when each rank ended, and which ones still ran when the launcher began to stop them: those are never
       the cause.
     """
 
@@ -362,15 +362,15 @@ class _Agent(LocalElasticAgent):
         )
         super().__init__(spec, **kwargs)
         self.job = job
-        # How often the ranks of the job have been started again, for whatever reason; the same on all machines.
+        # How often the ranks of the job have been started again, for any reason; the same on all machines.
         self.num_restarts = -1
 
     def run(self, *args: Any) -> RunResult:
-        # A machine that was to spare until the end has no result.
+        # A spare machine that was never used has no result.
         return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other machines; again if one that came is lost before it has written what the others need."""
+        """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
         for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
             try:
@@ -378,10 +378,10 @@ class _Agent(LocalElasticAgent):
                 self.num_restarts += 1
                 if isinstance(handler, RendezvousPerRestart):
                     self.num_restarts = handler.agree_on_restarts(self.num_restarts)
-                    if self.job.store is not None:  # that of the rendezvous may be lost, or be none of torch's
+                    if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
                         self.job.store.move_to(handler.store_address)
                 return
-            except (RuntimeError, RendezvousConnectionError):  # of the store
+            except (RuntimeError, RendezvousConnectionError):  # an error of the store
                 if not isinstance(handler, RendezvousPerRestart) or attempt == _NUM_RENDEZVOUS_ATTEMPTS - 1:
                     raise
 
@@ -396,43 +396,43 @@ class _Agent(LocalElasticAgent):
         self.job.ended_at_ns, watcher = _note_ends(self._pcontext.pids().values())
         stop = self._pcontext.close
 
-        # torch calls this itself, in the midst of the poll that has found the first failed rank: the only moment at
-        # which it can be told who failed and who is merely stopped for that.
+        # torch calls this itself, during the poll that has found the first failed rank: only at this moment can failed
+        # ranks be distinguished from ranks that are stopped because of the failure.
         def close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
             """End the ranks, as torch does; without a signal it does so because one of them has failed."""
             assert self._pcontext is not None
             for pid in filter(_runs, self._pcontext.pids().values()):
                 self.job.stopped_at_ns[pid] = time.time_ns()
             stop(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
-            watcher.join(_POLL_S)  # no rank is left; its last notes may be a moment late
+            watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
 
         self._pcontext.close = close  # type: ignore[method-assign]
         return started
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         super()._initialize_workers(worker_group)
-        set_keepalive()  # to the launchers of other machines
+        set_keepalive()  # for connections to the launchers of other machines
         first = worker_group.workers[0].global_rank
         self.job.ranks = range(first, first + len(worker_group.workers))
         self.job.num_restarts_left = self._remaining_restarts
-        self.job.stopped_at_ns.clear()  # the numbers may be used again
+        self.job.stopped_at_ns.clear()  # pids may be reused
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._last = cast(RunResult, super()._monitor_workers(worker_group))
         codes = {failure.exitcode for failure in self._last.failures.values()}
-        # Scripts of one's own pass this code on after `fit` has stopped; the others may have been stopped by torch.
+        # Users' scripts exit with this code after `fit` has stopped; torch may have stopped the others.
         if RESUME_EXIT_CODE in codes and codes <= {RESUME_EXIT_CODE, -signal.SIGTERM}:
             self._follow_others(worker_group)
         return self._last
 
     def _follow_others(self, worker_group: WorkerGroup) -> None:
-        """The ranks have saved and stopped since another launcher asked theirs to: its machine leaves, or one joins."""
+        """Handle ranks that saved and stopped because another launcher stopped its ranks: a machine leaves or joins."""
         handler = worker_group.spec.rdzv_handler
         if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
             return
-        # A signal may have been meant for all machines, and come here a moment later.
+        # A signal may have been sent to all machines, and arrive here a moment later.
         poll_until(
             lambda: run_folder.is_stopped_by_signal(self.job.folder) or handler.num_nodes_waiting() > 0,
             _NOTICED_S,
@@ -440,7 +440,7 @@ class _Agent(LocalElasticAgent):
         )
         self._raise_if_signalled()
         if self.job.may_shrink or handler.num_nodes_waiting() > 0:
-            self._last = RunResult(WorkerState.HEALTHY)  # no failure: none of the restarts is spent
+            self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
             self._restart_workers(worker_group)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -449,7 +449,7 @@ class _Agent(LocalElasticAgent):
             return
         if self._pcontext is not None:
             self._pcontext.close()
-            # The loader processes of a killed rank, which would go on for some seconds.
+            # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
         job = self.job
         exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
@@ -468,7 +468,7 @@ class _Agent(LocalElasticAgent):
             self.job.log_tail.settle()
         text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
-            # A step in a loop of ours is counted from 0 while it runs; in others, the steps that are done are counted.
+            # Our loops count a step from 0 while it runs; other loops count the steps that are done.
             step, num_steps = read_step_counter(self.job.folder, first.rank)
             step = step if step is not None else num_steps or None
             restart = f"restart {number} of {spec.max_restarts}{fewer}"
@@ -478,7 +478,7 @@ class _Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _is_done_after_stop(self, worker_group: WorkerGroup) -> bool:
-        """Have the ranks save and stop for another machine, if all can; return whether they came to their end."""
+        """Make the ranks save and stop for another machine, if all can; return whether their programs are done."""
         if run_folder.num_graceful_ranks(self.job.folder) != worker_group.spec.local_world_size:
             return False
         run_folder.request_stop(self.job.folder, run_folder.ANOTHER_MACHINE)
@@ -500,12 +500,12 @@ class _Agent(LocalElasticAgent):
 def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread]:
     """Return a mapping to which a thread adds each process with the time of its end, in nanoseconds since the epoch.
 
-    torch notices an end at its next poll only, in whole seconds and in the order of the ranks, whichever was first.
+    torch notices an end only at its next poll, in whole seconds and in the order of the ranks, not of their ends.
     """
     ended_at_ns: dict[int, int] = {}
     selector = selectors.DefaultSelector()
     for pid in pids:
-        # Nobody has asked for its exit status yet, so the number cannot belong to another process.
+        # Its exit status has not been read yet, so the pid cannot belong to another process.
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
     def watch() -> None:
@@ -522,18 +522,18 @@ def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a child of this process has not ended yet; leaves its exit status to torch."""
+    """Return whether a child of this process still runs; does not consume its exit status, which torch reads."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # its status has been read already
+    except ChildProcessError:  # its status has already been read
         return False
 
 
 def _hide_device(index: int, num_ranks: int) -> None:
-    """Keep the GPU of a rank that was lost from the ranks to come."""
+    """Hide the GPU of a lost rank from ranks that start later."""
     accelerator, num_gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if accelerator is None or num_gpus < num_ranks or accelerator.type not in VISIBLE_DEVICES:
-        return  # the ranks are on the CPU, or nothing can hide a device from them
+        return  # the ranks are on the CPU, or a device cannot be hidden from them
     variable = VISIBLE_DEVICES[accelerator.type]
     visible = os.environ.get(variable, ",".join(map(str, range(num_gpus)))).split(",")
     os.environ[variable] = ",".join(visible[:index] + visible[index + 1 :])

@@ -10,8 +10,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def leave_uncompiled(function: _Function) -> _Function:
     """Make torch.compile run ``function`` as it is and compile the frames that it calls."""
-    # ``torch.compiler.disable(recursive=False)`` does the same, but its first call imports the compiler, which costs
-    # seconds, also for those who never compile.
+    # ``torch.compiler.disable(recursive=False)`` does the same, but its first call imports the compiler. That takes
+    # seconds, even in scripts that never compile.
     _set_strategy(function, for_callees=torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
     return function
 
@@ -23,13 +23,13 @@ def leave_all_uncompiled(function: _Function) -> _Function:
 
 
 def keep_out_of_graphs(function: _Function) -> _Function:
-    """Make torch.compile end a graph before each call of ``function``, run it as it is, and go on behind it.
+    """Make torch.compile end a graph before each call of ``function``, run it as it is, and start a new graph after it.
 
-    Not around another decorator, whose code others share.
+    Do not use it around another decorator, because other functions share that decorator's code.
     """
-    # The functions above do so for frames that are entered from outside a graph; the attribute does it for a module's
-    # forward, too, which the compiler would otherwise inline. Autograd calls hooks where a compiled step runs its
-    # backward, so these need it as well.
+    # The functions above do so for frames that are entered from outside a graph. The attribute also does it for a
+    # module's forward, which the compiler would otherwise inline. Hooks need it as well: autograd calls them while a
+    # compiled step runs its backward.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return leave_all_uncompiled(function)
 

@@ -6,35 +6,34 @@
     future.wait()                                                           # flat: the mean, the same bits everywhere
 
 [Note: error feedback]
-What a rank sends is rounded. It keeps what was lost, the *residual*, and adds it to what it sends next. So the sum of
-what the ranks received over all steps differs from the exact sum by the residuals that are left, however many steps
-there were. Residuals are in the units of the mean: the sum over the ranks of theirs is what is still to come. It stays
-the same if residuals move from one rank to another, so a run on another number of ranks can divide them as it likes.
+A rank rounds the values that it sends. It keeps the rounding error, the *residual*, and adds it to the next values. So
+the sum of all received values differs from the exact sum only by the current residuals, however many steps there were.
+Residuals are in the units of the mean: their sum over the ranks is the part of the mean that was not sent yet. This sum
+does not change if residuals move between ranks, so a run on another number of ranks can divide them in any way.
 
 [Note: the exchange]
 A flat tensor is cut into as many slices as there are ranks; each rank *owns* one.
 
     1. Each rank encodes the slices of the others and sends them to their owners.
-    2. An owner decodes what it received and adds it, in the order of the ranks, to its own slice, which is not rounded.
-       It encodes the sum and sends it to all. What that loses is the owner's residual.
-    3. All decode the sums, the owner too: all have the same bits.
+    2. An owner decodes the received slices and adds them, in the order of ranks, to its own slice, which is not
+       rounded. It encodes the sum and sends it to all. The rounding error of the sum is the owner's residual.
+    3. All ranks, including the owner, decode the sums, so all have the same bits.
 
-A rank sends 2 (n - 1) / n times the encoded bytes. What must be exact, such as the tail of a bucket, goes to every rank
-in the messages of the first round, and each rank adds it up.
+A rank sends 2 (n - 1) / n times the encoded bytes. Exact data, such as the tail of a bucket, goes to every rank in the
+messages of the first round, and each rank sums it.
 
 [Note: what is not finite]
-A block with NaN or infinity in it, on any rank, is NaN on all ranks after the exchange. Its residual starts anew from
-zero, so that one bad step does not spoil those that follow. PowerSGD does the same with the whole matrix.
+A block that contains NaN or infinity on any rank is NaN on all ranks after the exchange. Its residual restarts from
+zero, so that one bad step does not affect later steps. PowerSGD does the same with the whole matrix.
 
 [Note: order]
-Both rounds are sends and receives between two ranks, with a tag that says which exchange and which round they belong
-to. Tags are given when an exchange is started, which all ranks do in the same order. From then on nothing depends on
-the order in which messages are posted: rounds of different buckets, and collectives that the script runs on the same
-group meanwhile, cannot be taken for each other. An exchange is a generator that stops where it would wait for a round.
-Three threads of each process group (`_Pipeline`) drive it: the first encodes and starts the first round, the second
-starts the second, the third ends it. Each takes exchanges in their order, so while one waits for the network another
-computes. They are daemon threads and end with the interpreter; an error goes to the future of the exchange, and
-from there to whoever waits for it.
+Both rounds are sends and receives between two ranks, with a tag for the exchange and the round. Tags are assigned when
+an exchange starts, and all ranks start exchanges in the same order. After that, the order of messages does not matter:
+rounds of different buckets, and collectives that the script runs on the same group, cannot be confused. An exchange is
+a generator that yields where it would wait for a round. Three threads of each process group (`_Pipeline`) drive it: the
+first encodes and starts the first round, the second starts the second round, and the third completes the exchange. Each
+thread takes exchanges in order, so one thread can compute while another waits for the network. They are daemon threads
+and end with the interpreter. An error goes to the future of the exchange, and is raised where that is waited for.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
 from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_compressible
 
-# A tensor within a flat one: a key that stays the same from step to step, and its shape.
+# A tensor within a flat one: a key that is the same in every step, and its shape.
 Member = tuple[int, torch.Size]
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -83,10 +82,10 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 class Codec(ABC):
-    """How numbers travel. Made by `make`; one for each model, since it may learn from step to step.
+    """The encoding of numbers in messages. Created by `make`, one per model, since it may keep state between steps.
 
     Attributes:
-        keeps_residual: Whether what is lost is sent later, see [Note: error feedback].
+        keeps_residual: Whether rounding errors are sent later, see [Note: error feedback].
         takes_whole: Whether it needs whole members.
     """
 
@@ -97,19 +96,19 @@ class Codec(ABC):
     def mean(
         self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
     ) -> Iterator[None]:
-        """Sum over the ranks in rounds; yield where a round has been started.
+        """Sum over the ranks in rounds; yield after each start of a round.
 
         Args:
             peers: The ranks that take part.
             values: Flat, float32: this rank's part of the sum, with its residual. Afterwards the new residual.
             result: Like ``values``: gets the sum. May be ``values`` itself if the codec keeps no residual.
             exact: Flat: replaced by its sum, which is not rounded.
-            members: What ``values`` is composed of, one after the other.
+            members: The tensors in ``values``, in order.
         """
 
 
 class SliceCodec(Codec):
-    """Encodes each number, or block of neighbours, for itself, so that slices travel; see [Note: the exchange].
+    """Encodes each number, or each block of numbers, separately, so slices can be sent; see [Note: the exchange].
 
     Attributes:
         block: Slices begin at multiples of it.
@@ -119,15 +118,15 @@ class SliceCodec(Codec):
 
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
-        """Return how many bytes so many numbers take."""
+        """Return the encoded size of ``numel`` numbers in bytes."""
 
     @abstractmethod
     def encode(self, values: Tensor, to: Tensor) -> None:
-        """Write ``values``, flat and float32, to ``to``, bytes; leave in ``values`` what is lost, if that is kept."""
+        """Write ``values``, flat and float32, to the bytes ``to``; leave the residual in ``values``, if it is kept."""
 
     @abstractmethod
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
-        """Write the numbers that ``data`` stands for to ``to``, or add them."""
+        """Decode ``data`` and write the numbers to ``to``, or add them to it."""
 
     @override
     def mean(
@@ -140,7 +139,7 @@ class SliceCodec(Codec):
         own = values[slices[rank]]
         others = [each for each in range(size) if each != rank]
         exact_bytes = exact.view(torch.uint8)
-        start = -(-exact.nbytes // 8) * 8  # what follows is read as numbers of up to 8 bytes
+        start = -(-exact.nbytes // 8) * 8  # the data after it is read as numbers of up to 8 bytes
 
         sent: dict[int, Tensor] = {}
         for other in others:
@@ -177,7 +176,7 @@ class SliceCodec(Codec):
 
 @final
 class Cast(SliceCodec):
-    """Numbers in another dtype; what is lost is lost, since it is little."""
+    """Numbers in another dtype. The rounding error is small and is not kept."""
 
     keeps_residual = False
 
@@ -201,18 +200,18 @@ class Cast(SliceCodec):
             to.copy_(numbers)
 
 
-# Added to a small float32 and taken away again, it rounds to the nearest integer, ties to even.
+# Adding this to a small float32 and subtracting it again rounds to the nearest integer, ties to even.
 _ROUNDING = 1.5 * 2.0**23
 
 
 @final
 class Blocks(SliceCodec):
-    """Integers of 8 or 4 bits: in each block multiples of one scale, a bfloat16.
+    """Integers of 8 or 4 bits: each block holds multiples of one scale, a bfloat16.
 
-    In C, one pass over memory; without the C library in several, by torch, to the same bits.
+    The C library needs one pass over memory. Without it, torch needs several, and gives the same bits.
 
-    Rounded to the nearest: at random the error is 1.4 times as large, that of a sum of steps as well, since error
-    feedback needs no error whose mean is zero (``bench/compression.py``).
+    Numbers are rounded to the nearest. With stochastic rounding the error is 1.4 times as large, also summed over
+    steps, since error feedback does not need errors with mean zero (``bench/compression.py``).
     """
 
     def __init__(self, bits: int, block: int) -> None:
@@ -246,7 +245,7 @@ class Blocks(SliceCodec):
         self._native[1](address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
 
     def _parts(self, values: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Give the whole blocks, a row each, then the rest as one row: numbers, their scales, and their codes."""
+        """Yield the whole blocks, one per row, then the rest as one row: numbers, their scales, and their codes."""
         count = values.numel()
         whole = count // self.block * self.block
         codes = data[self._scale_bytes(count) :]
@@ -258,7 +257,7 @@ class Blocks(SliceCodec):
                 yield rows, scales.view(-1, 1), part.view(len(rows), -1)
 
     def _encode_rows(self, rows: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Do what ``lockstep_encode`` in ``comm/shm/_quantize.c`` does, where the bounds are explained."""
+        """Do the same as ``lockstep_encode`` in ``comm/shm/_quantize.c``, which explains the bounds."""
         largest = rows.abs().amax(1, keepdim=True)
         bad = ~(largest < 2.0**127)
         scale = (largest / (2 ** (self.bits - 1) - 1)).view(torch.int32).add_(0xFFFF) >> 16
@@ -291,15 +290,15 @@ class _Matrix:
 
 @final
 class PowerSGD(Codec):
-    """Matrices as products of two narrow ones; what is too small for that travels as it is.
+    """Matrices as products of two narrow ones. Matrices that are too small for that are sent unchanged.
 
     A parameter of shape (m, ...) is a matrix M of m rows. With Q from the step before (*warm start*) the ranks sum
-    P = M Q, make its columns orthonormal, sum Q = M' P, and have P Q' for the sum of the matrices: one step of a
+    P = M Q, make its columns orthonormal, and sum Q = M' P. The sum of the matrices is then about P Q': one step of a
     subspace iteration. The ranks send (m + n) * rank numbers instead of m * n.
 
-    Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019). There each rank's residual is what its matrix has
-    beyond the mean; here it is what its own matrix has beyond its own projection, M - P (M' P)': they sum to the same,
-    and those of ranks with different data do not grow.
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019). There, a rank's residual is the difference between
+    its matrix and the mean. Here it is the difference between its matrix and its own projection, M - P (M' P)'. The
+    sums of both are equal, and with these the residuals do not grow if ranks have different data.
 
     Attributes:
         bases: By key of a matrix: Q, the same on all ranks.
@@ -338,7 +337,7 @@ class PowerSGD(Codec):
                 continue
             each.result.copy_(each.left @ total.t())
             each.values.addmm_(each.left, each.right.t(), alpha=-1)
-            if bool(total.any()):  # else no rank used the parameter, and there is nothing to learn
+            if bool(total.any()):  # otherwise no rank used the parameter, and the basis does not change
                 self.bases[each.key] = total
 
     def _sort(
@@ -358,7 +357,7 @@ class PowerSGD(Codec):
         return matrices, others
 
     def _basis(self, matrix: _Matrix) -> Tensor:
-        """Return an orthonormal basis to begin with: that of the step before, or one at random, alike on all ranks."""
+        """Return the initial orthonormal basis: that of the step before, or a random one, equal on all ranks."""
         shape = (matrix.values.shape[1], min(self.rank, *matrix.values.shape))
         basis = self.bases.get(matrix.key)
         if basis is None or basis.shape != shape:
@@ -371,12 +370,12 @@ class PowerSGD(Codec):
         flat = torch.cat([_NOTHING, *(each.reshape(-1) for each in tensors)])
         yield from self._numbers.mean(peers, flat, flat, exact)
         parts = flat.split([each.numel() for each in tensors])
-        # Copies, which begin at a multiple of what a vector instruction reads. So products of them have the same bits
-        # on all ranks, wherever their memory is.
+        # Copies are aligned for vector instructions, so their products have the same bits on all ranks, wherever the
+        # original memory is.
         return [part.clone().view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
-# Shorter blocks follow the sizes of the numbers better, longer ones have fewer scales: see bench/compression.py.
+# Shorter blocks fit the magnitudes of the numbers better; longer ones have fewer scales: see bench/compression.py.
 _BLOCKS = {"int8": (8, 256), "int4": (4, 128)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 METHODS = (*_DTYPES, *_BLOCKS, "powersgd:RANK")
@@ -415,13 +414,13 @@ def make(method: str) -> Codec:
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
 
-# Apart from the tags that a script is likely to use. An exchange has at most four rounds.
+# Outside of the tags that a script is likely to use. An exchange has at most four rounds.
 _FIRST_TAG, _NUM_EXCHANGES, _MAX_ROUNDS = 2**30, 2**24, 4
 
 
 @final
 class _Peers:
-    """The ranks of ``group`` in one exchange: its rounds, one after the other; see [Note: order]."""
+    """The ranks of ``group`` in one exchange, which runs its rounds in order; see [Note: order]."""
 
     def __init__(self, group: Group, number: int) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -431,10 +430,10 @@ class _Peers:
         self._tensors: list[Tensor] = []
 
     def post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Start a round: send to ranks and receive from ranks, by rank. Empty tensors are left out."""
+        """Start a round: send to ranks and receive from ranks, by rank. Empty tensors are skipped."""
         group, tag = self._group, self._tag
         self._tag += 1
-        self._tensors = [*sent.values(), *received.values()]  # not every backend keeps them
+        self._tensors = [*sent.values(), *received.values()]  # kept alive: not every backend does that
         for peer, tensor in received.items():
             if tensor.numel():
                 self._works.append((peer, receive_async(tensor, src=peer, tag=tag, group=group)))
@@ -443,7 +442,7 @@ class _Peers:
                 self._works.append((peer, send_async(tensor, to=peer, tag=tag, group=group)))
 
     def wait(self) -> None:
-        """Block until the round is over.
+        """Block until the round is complete.
 
         Raises:
             CollectiveError: A rank ended, or did not take part in time.
@@ -472,12 +471,12 @@ class _Pipeline:
         self._queues = [SimpleQueue[Any]() for _ in range(3)]
         for queue, following in itertools.zip_longest(self._queues, self._queues[1:]):
             threading.Thread(target=_drive, args=(queue, following), name="lockstep-compression", daemon=True).start()
-        # When the group is gone, and before the interpreter is.
+        # Ends the threads when the group is freed, and before the interpreter ends.
         weakref.finalize(self, self._queues[0].put, None)
 
     @classmethod
     def start(cls, group: Group, exchange: Callable[[_Peers], Exchange]) -> Future[Any]:
-        """Start an exchange among ``group``; return what is done when it is. Collective: every rank. Does not block."""
+        """Start an exchange in ``group``; return its future. Collective: every rank. Does not block."""
         pipeline = _pipelines.get(group)
         if pipeline is None:
             pipeline = _pipelines[group] = cls()
@@ -490,7 +489,7 @@ _pipelines: weakref.WeakKeyDictionary[Group, _Pipeline] = weakref.WeakKeyDiction
 
 
 def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
-    """Take each exchange of ``queue`` to its next round and hand it on; the last thread takes it to its end."""
+    """Run each exchange of ``queue`` up to its next round and pass it on; the last thread completes it."""
     torch.set_grad_enabled(False)  # of this thread
     while (item := queue.get()) is not None:
         exchange, done = item
@@ -503,7 +502,7 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
                 done.set_result(None)
         except Exception as error:
             done.set_exception(error)
-        del item, exchange, done  # a thread that waits holds no tensors
+        del item, exchange, done  # a waiting thread must hold no tensors
     if following is not None:
         following.put(None)
 
@@ -511,7 +510,7 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
 def _mean_of(
     codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
 ) -> Iterator[None]:
-    """As `Codec.mean`; a rank alone loses nothing."""
+    """Like `Codec.mean`, but a single rank does not round."""
     if peers.size > 1:
         yield from codec.mean(peers, values, result, exact, members)
     elif values is not result:
@@ -529,16 +528,16 @@ def compressed_all_reduce(
 ) -> Future[Any]:
     """Start to replace ``flat`` by its mean over the ranks of ``group``, compressed; return a future.
 
-    Collective: every rank, in the same order. Does not block; nobody may use ``flat`` and ``residual`` until
+    Collective: every rank, in the same order. Does not block; do not use ``flat`` and ``residual`` until
     ``future.wait()`` has returned. All ranks then have the same bits.
 
     Args:
         flat: One-dimensional, contiguous, float32, on the CPU; the same size on every rank.
         group: The ranks that take part: on Gloo or shm.
-        codec: See `make`. One for each tensor that is exchanged again and again.
-        residual: Like ``flat``: zeros the first time, and then what this call left there the last time. Part of the
-            state. Left alone by ``bf16`` and ``fp16``, which need none.
-        shapes: Of what ``flat`` is composed of, one after the other; PowerSGD sends these as matrices.
+        codec: See `make`. One for each tensor that is exchanged repeatedly.
+        residual: Like ``flat``: zeros in the first call, then the values that the last call left there. Part of the
+            state. ``bf16`` and ``fp16`` need none and do not change it.
+        shapes: The shapes of the tensors in ``flat``, in order; PowerSGD sends them as matrices.
 
     Raises:
         CollectiveError: From ``wait()``: a rank ended, or did not take part in time.
@@ -559,7 +558,7 @@ def compressed_all_reduce(
 
 
 def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketReduction:
-    """Return what reduces the buckets of a model by ``method``; see `make`.
+    """Return the reduction of a model's buckets with ``method``; see `make`.
 
     Raises:
         ConfigurationError: There is no such method, or the group cannot send messages.
@@ -577,28 +576,28 @@ def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketRe
 
 @final
 class CompressedMean(BucketReduction):
-    """The mean over ranks in compressed messages, beside backward; for buckets of float32 and float64.
+    """The mean over ranks in compressed messages, in parallel to backward; for buckets of float32 and float64.
 
     [Note: residuals of parameters]
     Residuals are float32, on the CPU, in one flat tensor for each bucket; they move when the buckets are rebuilt. A
-    parameter that received no gradient here keeps its residual for later. If no rank used it, its gradient stays as it
-    was, so nothing of what was sent has arrived: its residual becomes what it was before.
+    parameter that received no gradient on this rank keeps its residual for later. If no rank used the parameter, its
+    gradient does not change, so the values that were sent had no effect, and its residual is restored.
 
     [Note: compression between machines only]
-    In a hierarchy of groups the ranks of a machine add up their gradients in shared memory. Each then has a part of the
-    bucket that it exchanges, compressed, with the ranks of its place on the other machines, and residuals of this part
-    only. The other parts become zeros, and a second sum inside the machine puts all together: what is added to zero
-    stays as it is. Residuals that lie in another rank's part, since buckets were rebuilt or a state was loaded, are
-    added up inside the machine in the next step.
+    In a hierarchy of groups the ranks of a machine sum their gradients in shared memory. Each rank then owns a part of
+    the bucket. It exchanges this part, compressed, with the ranks with the same local rank on the other machines, and
+    has residuals of this part only. It sets the other parts to zero, and a second sum inside the machine assembles the
+    bucket: adding zeros does not change a value. After buckets were rebuilt or a state was loaded, residuals may lie in
+    another rank's part; they are summed inside the machine in the next step.
 
     [Note: compression of GPU gradients]
-    They are copied to the host, encoded and sent over Gloo, and the mean is copied back: what is slow enough for
-    compression is slower than these copies. The copies have a stream of their own, beside backward.
+    They are copied to the host, encoded and sent over Gloo, and the mean is copied back. On a network where compression
+    helps, the network is slower than these copies. The copies use a separate stream, in parallel to backward.
 
     Args:
         bucket_set: The buckets to reduce.
         group: The ranks that take part.
-        codec: How gradients travel. Tails travel as they are.
+        codec: The encoding of gradients. Tails are not encoded.
     """
 
     def __init__(self, bucket_set: BucketSet, group: Group, codec: Codec) -> None:
@@ -606,12 +605,12 @@ class CompressedMean(BucketReduction):
         inside, between = levels(group)
         self._hierarchy = group if inside is not None and isinstance(group, HierarchicalProcessGroup) else None
         self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
-        self._messages = between if self._hierarchy is not None else None  # who sends them; or found when needed
+        self._messages = between if self._hierarchy is not None else None  # the group that sends; None: found later
         self.finishes_alone = self._hierarchy is None
-        # By the parameters of a bucket, since buckets made by `BucketSet.scratch` share the residuals of the others.
+        # By the parameters of a bucket, since buckets from `BucketSet.scratch` share the residuals of the others.
         self._flat: dict[tuple[int, ...], Tensor] = {}
-        self._residuals: dict[str, Tensor] = {}  # views of the flat ones
-        self._settled: set[tuple[int, ...]] = set()  # those in whose flat residuals each rank has its part only
+        self._residuals: dict[str, Tensor] = {}  # views of the flat tensors
+        self._settled: set[tuple[int, ...]] = set()  # keys of `_flat` that hold only this rank's part
         bucket_set.on_rebuilt.append(self._on_rebuilt)
 
     @override
@@ -645,7 +644,7 @@ class CompressedMean(BucketReduction):
             wait()
         payload = bucket.payload
         if not payload.is_cpu:
-            # A stream for each copy, as several threads make them; see [Note: streams and threads].
+            # A stream for each copy, since several threads copy; see [Note: streams and threads].
             with torch.Stream(payload.device):
                 payload = payload.to("cpu")
         yield from self._reduce_on_host(bucket, payload, peers)
@@ -659,7 +658,7 @@ class CompressedMean(BucketReduction):
         sizes = [shape.numel() for _, shape in members]
         gradients, tail = payload.split([sum(sizes), payload.numel() - sum(sizes)])
         part, mine = self._part(members)
-        result = gradients[part].float()  # no copy of what is float32 already
+        result = gradients[part].float()  # no copy if it is float32 already
         values, held_back = result, []
         if self._codec.keeps_residual:
             residual = self._residual(bucket)
@@ -682,7 +681,7 @@ class CompressedMean(BucketReduction):
         gradients[part.stop :].zero_()
 
     def _part(self, members: Sequence[Member]) -> tuple[slice, Sequence[Member]]:
-        """Return the elements of a bucket that this rank exchanges, and what they are composed of."""
+        """Return the elements of a bucket that this rank exchanges, and their members."""
         ends = list(itertools.accumulate((shape.numel() for _, shape in members), initial=0))
         cuts = [ends[-1] * place // self._num_places for place in range(self._num_places + 1)]
         if self._codec.takes_whole:
@@ -697,7 +696,7 @@ class CompressedMean(BucketReduction):
         self._settled.clear()
 
     def _settle(self, bucket: Bucket, part: slice) -> None:
-        """Once the residuals of the ranks of this machine have been added up, keep those of this rank's part."""
+        """After the residuals of this machine's ranks were summed, keep only those of this rank's part."""
         if bucket.spec.parameters not in self._settled:
             self._settled.add(bucket.spec.parameters)
             residual = self._residual(bucket)
@@ -705,7 +704,7 @@ class CompressedMean(BucketReduction):
             residual[part.stop :].zero_()
 
     def _residual(self, bucket: Bucket) -> Tensor:
-        """Return the residuals of a bucket; with those that its parameters had in buckets of an earlier plan."""
+        """Return the residuals of a bucket, including those of its parameters in buckets of an earlier plan."""
         flat = self._flat.get(bucket.spec.parameters)
         if flat is None:
             flat = torch.zeros(sum(each.numel() for each in bucket.parameters), device="cpu")
@@ -717,7 +716,7 @@ class CompressedMean(BucketReduction):
         return flat
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's ``residuals`` by parameter, and the ``bases`` of PowerSGD, which all ranks have alike."""
+        """Return this rank's ``residuals`` by parameter, and PowerSGD's ``bases``, which are equal on all ranks."""
         names = self._bucket_set.names
         for bucket in filter(is_compressible, self._bucket_set.buckets if self._codec.keeps_residual else ()):
             self._residual(bucket)
@@ -725,10 +724,10 @@ class CompressedMean(BucketReduction):
         return {"residuals": dict(self._residuals), "bases": {names[key]: basis for key, basis in bases.items()}}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
-        """Take over the sum of the residuals of ``states``, and the bases of the first; of none: begin anew.
+        """Load the sum of the residuals of ``states``, and the bases of the first state; without states: reset.
 
         Raises:
-            ConfigurationError: They are of another model.
+            ConfigurationError: The states belong to another model.
         """
         mine = self.state_dict()["residuals"]
         for state in states:

@@ -33,7 +33,7 @@ def check_models_agree(
 ) -> None:
     """Make sure that parameters and buffers have the same shapes, dtypes and strides on all ranks.
 
-    Collective: every rank. Blocks until complete. Values are not compared, and names serve for messages only.
+    Collective: every rank. Blocks until complete. Values are not compared, and names are used in messages only.
 
     Raises:
         ModelMismatch: On every rank; names the first difference, the rank and both sides.
@@ -81,7 +81,7 @@ def _describe_layout(kind: str, name: str, tensor: Tensor) -> tuple[str, str, st
 
 
 def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return where the first model that differs from rank 0's does so, given what `_describe_layout` is by rank."""
+    """Return the first difference to rank 0's model on any rank, given every rank's `_describe_layout`."""
     reference = models[0]
     for rank, model in enumerate(models):
         for ours, theirs in zip_longest(reference, model):
@@ -101,23 +101,22 @@ def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]]) -> str:
 
 # --- a checksum over bits ---------------------------------------------------------------------------------------------
 
-# Numbers that are worked on at once: on CPUs what stays in a core's cache, elsewhere what keeps a device busy.
+# Numbers processed at once: on CPUs as many as fit in a core's cache, on other devices enough to keep them busy.
 _CHUNK_CPU, _CHUNK = 2**14, 2**22
 
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return 64 bits that depend on every bit of ``tensors``, on their order, and on nothing else. Blocks.
+    """Return 64 bits that depend only on the bits of ``tensors`` and on their order. Blocks.
 
     Args:
         tensors: On any devices.
     """
-    # The bits are read as numbers of 32 bits, whatever the dtype, so zero and minus zero differ, and NaNs do. Each is
-    # multiplied by an odd number of 64 bits that depends on its position, and the products are summed modulo 2^64. A
-    # flipped bit changes one product by an odd number times a power of two below 2^64, which is never zero: so it is
-    # always found, and so is whatever changes one number. Elements that changed places show because their factors
-    # differ. Changes of several numbers cancel each other about once in 2^32 times. The sums of chunks are weighted
-    # in the same way.
+    # The bits are read as 32-bit numbers, whatever the dtype, so zero and minus zero differ, and so do different NaNs.
+    # Each number is multiplied by an odd 64-bit number that depends on its position, and the products are summed modulo
+    # 2^64. A change of one number changes one product, and so the sum: an odd factor times a nonzero difference below
+    # 2^32 is never 0 modulo 2^64. Swapped elements are found because their factors differ. Changes of several numbers
+    # cancel each other about once in 2^32 times. The sums of chunks are weighted in the same way.
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_device[tensor.device].append(tensor)
@@ -129,7 +128,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
         sums = []
         for chunk in (chunk for tensor in group for chunk in _as_numbers(tensor).split(size)):
             part = factors[: chunk.numel()]
-            # the dot product is for CPUs only; elsewhere one kernel converts and multiplies
+            # integer dot products exist on CPUs only; elsewhere one kernel converts and multiplies
             sums.append(torch.dot(chunk.long(), part) if on_cpu else (chunk * part).sum())
         if sums:
             total += (2 * place + 1) * int((torch.stack(sums) * _mixed(len(sums), salt=1).to(device)).sum())
@@ -137,11 +136,11 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def _as_numbers(tensor: Tensor) -> Tensor:
-    """Return the bits of a strided ``tensor`` as 32-bit numbers in a row, in the order in which they lie in memory."""
+    """Return the bits of a strided ``tensor`` as a flat tensor of 32-bit numbers, in memory order."""
     flat = flatten(tensor.detach().resolve_conj().resolve_neg())
     if flat.nbytes % 4:
         return flat.view(torch.uint8).to(torch.int32)
-    if flat.storage_offset() * flat.itemsize % 4:  # 32 bits do not begin at a multiple of them
+    if flat.storage_offset() * flat.itemsize % 4:  # not aligned to 32 bits
         flat = flat.clone()
     return flat.view(torch.int32)
 
@@ -152,7 +151,7 @@ def _factors(size: int, device: torch.device) -> Tensor:
 
 
 def _mixed(size: int, salt: int) -> Tensor:
-    """Return odd numbers of 64 bits that look random: those of splitmix64, computed alike on every machine."""
+    """Return pseudo-random odd 64-bit numbers: those of splitmix64, equal on every machine."""
     numbers = torch.arange(1, size + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15) + salt
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> shift)) * _signed(factor)
@@ -160,28 +159,28 @@ def _mixed(size: int, salt: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return ``number`` modulo 2^64 as a signed one."""
+    """Return ``number`` modulo 2^64 as a signed number."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 # --- the same bits on every rank --------------------------------------------------------------------------------------
 
-# Whether rank 0's overwrite the others, norm layers keep each rank's own, or all are the same on all ranks.
+# healed: rank 0's overwrite the others; own: norm layers keep each rank's own; same: all are equal on all ranks.
 Buffers = Literal["healed", "own", "same"]
 
-# What a rank holds that all ranks should, by name, in the order in which a difference is looked for.
+# Tensors that should be equal on all ranks, by name, in the order in which they are searched for a difference.
 Replica = Mapping[str, Tensor]
 
 
 def replica_of(
     module: nn.Module, optimizer: Optimizer | None = None, *, buffers: Buffers, ignore: Collection[str] = ()
 ) -> Replica:
-    """Return what this rank holds that all ranks should, without what each rightly has on its own.
+    """Return the tensors of this rank that should be equal on all ranks, without those that may differ.
 
     Args:
-        module: Its parameters come first, each layer's followed by its buffers.
+        module: The parameters of each layer come first, then its buffers.
         optimizer: Of these parameters.
-        buffers: How they are kept alike, if at all.
+        buffers: How buffers are synchronised, if at all.
         ignore: Names of parameters and buffers to leave out.
     """
     replica: dict[str, Any] = {}
@@ -192,14 +191,14 @@ def replica_of(
             if parameter is not None and parameter not in names and prefix + name not in ignore:
                 names[parameter] = f"parameter {prefix}{name}"
                 replica[names[parameter]] = parameter
-        # Buffers that rank 0's overwrite before each forward hold what this rank's batch left there until then, and
-        # running statistics are of this rank's samples, unless the layer exchanges them.
+        # Buffers that rank 0's overwrite before each forward hold values of this rank's batch until then. Running
+        # statistics are those of this rank's samples, unless the layer synchronises them.
         has_own = buffers == "own" and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
         if buffers != "healed" and not has_own:
             for name, buffer in layer._buffers.items():
                 if prefix + name not in ignore:
                     replica[f"buffer {prefix}{name}"] = buffer
-    # Of a ZeroRedundancyOptimizer, ours or torch's, each rank has a part of the state.
+    # Each rank has only a part of the state of a ZeroRedundancyOptimizer, ours or torch's.
     if optimizer is not None and all(cls.__name__ != "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -219,12 +218,12 @@ def _is_comparable(tensor: Tensor) -> bool:
     return not is_sharded(tensor) and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
 
 
-# The ranks that agree, the largest side first; of equals, that of the first rank.
+# The groups of ranks that agree, the largest first; among equals, the one with the lowest rank first.
 Sides = tuple[tuple[int, ...], ...]
 
 
 def between(sides: Sides) -> str:
-    """Return who differs from whom: the smaller sides from the largest, if there is one."""
+    """Return the text that says which ranks differ: the smaller sides from the largest, if there is one."""
     names = []
     for side in sides:
         *others, last = map(str, side)
@@ -242,9 +241,9 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
     Args:
         replica: What this rank holds, see `replica_of`.
         group: The ranks.
-        device: Where tensors lie that the ranks can exchange.
-        now: When it is, in words.
-        since: When the ranks were alike, as a sentence.
+        device: A device whose tensors the ranks can exchange.
+        now: The time of this check, in words.
+        since: When the ranks were last equal, as a sentence.
 
     Raises:
         ReplicasDiffer: On every rank; names the first tensor that differs, the ranks on each side and the elements.
@@ -252,7 +251,7 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
     total = torch.tensor([checksum(replica.values())], device=device)
     if len({int(each) for each in all_gather(total, group=group)}) == 1:
         return
-    # Only now, a checksum of each tensor; and the elements of the first one that differs.
+    # Only now compute a checksum of each tensor, and compare the elements of the first one that differs.
     mine = {name: [checksum([tensor]), list(tensor.shape), str(tensor.dtype)] for name, tensor in replica.items()}
     ranks: list[dict[str, Any]] = all_gather_object(mine, group=group, device=device)
     names = list(dict.fromkeys(name for tensors in sorted(ranks, key=len, reverse=True) for name in tensors))
@@ -274,7 +273,7 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
 
 
 def sides_of(values: Sequence[str]) -> Sides:
-    """Return the ranks with the same value, the largest side first; of equals, that of the first rank."""
+    """Return the ranks with equal values, the largest side first; among equals, the one with the lowest rank first."""
     sides: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         sides.setdefault(value, []).append(rank)
@@ -282,7 +281,7 @@ def sides_of(values: Sequence[str]) -> Sides:
 
 
 def _describe_elements(tensor: Tensor, sides: Sides, *, group: Group, device: torch.device) -> str:
-    """Return where in a tensor the second side differs from the first. Collective: every rank."""
+    """Return the elements of a tensor in which the second side differs from the first. Collective: every rank."""
     one, other = sides[0][0], sides[1][0]
     mine = tensor.detach().contiguous()
     theirs = mine.to(device, copy=True)
@@ -293,13 +292,13 @@ def _describe_elements(tensor: Tensor, sides: Sides, *, group: Group, device: to
 
 
 def describe_difference(mine: Tensor, theirs: Tensor, here: str, there: str) -> str:
-    """Return how many elements differ in their bits, whether by a single bit, and the first; nothing if none does.
+    """Return how many elements differ in their bits, whether by a single bit, and the first one; empty if none differs.
 
     Args:
         mine: Contiguous.
         theirs: Of the same shape and dtype.
-        here: Where ``mine`` is, in words.
-        there: Where ``theirs`` is.
+        here: The name of ``mine`` in the text.
+        there: The name of ``theirs``.
     """
     bytes_of = [each.reshape(-1).view(torch.uint8).view(mine.numel(), -1) for each in (mine, theirs)]
     changed = torch.bitwise_xor(*bytes_of)

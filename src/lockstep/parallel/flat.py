@@ -24,9 +24,9 @@ def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the elements of ``value`` in the order in which those of ``parameter``, of its shape, lie in memory.
+    """Return the elements of ``value`` in the memory order of ``parameter``, which has the same shape.
 
-    The inverse of `view_like`. A view where ``value`` has the strides of the parameter.
+    The inverse of `view_like`. A view if ``value`` has the strides of the parameter.
     """
     order = _order_in_memory(parameter)
     return value.reshape(-1) if order is None else value.permute(order).reshape(-1)
@@ -46,10 +46,10 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
     if flat.numel() == 0:
         return torch.zeros((), dtype=flat.dtype.to_real(), device=flat.device)
     dtype = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
-    # torch's ``vector_norm`` adds the squares of millions of numbers to a few running sums, which in float32 loses four
-    # digits, and how many running sums there are depends on the threads. Ranks with other threads would then clip by
-    # other factors. So the tensor is cut into rows, each of which is summed by one thread, and the rows' norms are one
-    # short vector (or again rows of them). That takes the same time and loses nothing.
+    # torch's ``vector_norm`` adds the squares of millions of numbers to a few running sums, which loses four digits in
+    # float32. The number of running sums depends on the number of threads, so ranks with different numbers of threads
+    # would clip by different factors. Here the tensor is split into rows, one thread sums each row, and the rows' norms
+    # form one short vector (or rows again). That takes the same time without the loss.
     while flat.numel() > _SHORT:
         num_rows = flat.numel() // _ROW
         rows, rest = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]
@@ -62,14 +62,14 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
 
 
 def total(flat: Tensor) -> Tensor:
-    """Return the sum of a tensor, a 0-dimensional one: NaN or infinite if an element is. Does not block."""
-    # One pass at the speed of memory, also on CPUs, where torch takes 25 times as long for the largest element.
-    # Elements that are all finite can overflow it only if they are about to overflow themselves.
+    """Return the sum of a tensor as a 0-dimensional tensor: NaN or infinite if an element is. Does not block."""
+    # One pass at memory speed, also on CPUs, where torch takes 25 times as long to find the largest element. A sum of
+    # finite elements overflows only if the elements are close to overflow themselves.
     return flat.sum(dtype=torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None)
 
 
 def combine_norms(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of tensors whose norms are given, on the device of the first; zero if there are none."""
+    """Combine the norms of tensors into the norm of all, on the device of the first; zero if there are none."""
     if not norms:
         return torch.tensor(0.0)
     on_first = map(methodcaller("to", norms[0].device), norms)
@@ -78,7 +78,7 @@ def combine_norms(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def list_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
-    """Return norms that together are those of ``tensors``: large ones each on its own, small ones in one go."""
+    """Return the norms of ``tensors``, for `combine_norms`: one call for each large tensor, one for all small ones."""
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     small = [value for value in values if 0 < value.numel() <= _SHORT]
     norms = [flat_norm(flatten(value), norm_type) for value in values if value.numel() > _SHORT]
@@ -88,7 +88,7 @@ def list_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the elements of ``tensor`` in one row, in the order in which they lie in memory; copied if with gaps."""
+    """Return the elements of ``tensor`` as a 1-D tensor in memory order; a copy if there are gaps in memory."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True)
@@ -96,8 +96,8 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
-    if factor.device.type == "cpu" and factor.item() == 1:  # on CUDA to ask would make the host wait
+    """Multiply all gradients in place by a 0-dimensional tensor; do nothing if it is known to be 1."""
+    if factor.device.type == "cpu" and factor.item() == 1:  # on CUDA this check would make the host wait
         return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
@@ -110,11 +110,11 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:
-    """Return whether each element of ``grads`` is finite, whose norm (times something finite) is ``norm``.
+    """Return whether all elements of ``grads`` are finite. ``norm`` is their norm times a finite factor.
 
-    Blocks on CUDA. All ranks with the same gradients return the same.
+    Blocks on CUDA. All ranks with the same gradients return the same value.
     """
     if math.isfinite(float(norm)):
         return True
-    # The sum of squares may overflow on one machine and just not on another: the elements decide.
+    # The sum of squares may overflow on one machine and not on another, so the elements are checked.
     return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)

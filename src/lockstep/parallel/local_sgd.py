@@ -1,13 +1,13 @@
-"""`LocalSGD` and `DiLoCo`: ranks train by themselves, and exchange their parameters every so many steps.
+"""`LocalSGD` and `DiLoCo`: ranks train independently, and exchange their parameters every few steps.
 
 [Note: one exchange]
-Every rank holds the *outer parameters*: what all ranks agreed on last, the same bits everywhere. Its model holds the
-*local* ones, which its own optimizer has moved from there. An exchange of a *fragment*, some parameters in a row:
+Every rank holds the *outer parameters*, the result of the last exchange, with the same bits on all ranks. Its model
+holds the *local parameters*, which its own optimizer updates. An exchange of a *fragment*, some consecutive parameters:
     start    outer gradient = outer - local, weighted by what the rank has trained on; its all-reduce begins
     apply    ``sync_delay`` steps later: the outer optimizer steps the outer parameters by the mean of the ranks'
-             outer gradients; the local ones become the outer ones, plus what the rank has learned since the start
-LocalSGD is the case whose outer optimizer is SGD with a rate of 1: the outer parameters become the mean of the local
-ones. Before each start one small all-reduce compares step counts and sums the weights.
+             outer gradients; the local parameters become the outer ones, plus this rank's updates since the start
+LocalSGD is the case with SGD and a learning rate of 1 as the outer optimizer: the outer parameters become the mean of
+the local ones. Before each start one small all-reduce compares step counts and sums the weights.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from lockstep.parallel.consistency import check_arguments_agree, check_models_ag
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import total, view_like
 
-# Makes the optimizer of the outer parameters, such as ``functools.partial(torch.optim.Adam, lr=0.01)``.
+# Creates the optimizer of the outer parameters, such as ``functools.partial(torch.optim.Adam, lr=0.01)``.
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """Makes SGD with Nesterov momentum, for the outer parameters.
+    """Creates SGD with Nesterov momentum, for the outer parameters.
 
     Args:
         lr: Above 0. With 1, and no momentum, the outer parameters become the mean of the ranks' parameters.
@@ -63,12 +63,12 @@ class OuterSGD:
         return f"outer_lr={self.lr}, outer_momentum={self.momentum}"
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return it."""
+        """Return the optimizer."""
         return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the arguments, and what to do."""
+        """An error in the arguments, and how to fix it."""
         if not 0 < self.lr < math.inf:
             return f"outer_lr={self.lr!r} is not allowed.\nGive a number above 0."
         if not 0 <= self.momentum < 1:
@@ -76,15 +76,15 @@ class OuterSGD:
         return None
 
 
-# --- what is exchanged when -------------------------------------------------------------------------------------------
+# --- the schedule of exchanges ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ExchangeSchedule:
     """Which fragments are exchanged after which steps.
 
-    Each fragment once in ``sync_every`` steps, one after the other and evenly apart; the last one after every
-    ``sync_every``-th step.
+    Each fragment is exchanged once in ``sync_every`` steps. The exchanges are evenly spaced; the last fragment follows
+    every ``sync_every``-th step.
 
     Args:
         sync_every: Steps between two exchanges of a fragment.
@@ -106,7 +106,7 @@ class ExchangeSchedule:
 
 
 def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
-    """Cut parameters in their order into ``count`` parts of about the same size, with one parameter at least in each.
+    """Split parameters in their order into ``count`` parts of about the same size, each with at least one parameter.
 
     Args:
         sizes: Elements of each parameter.
@@ -126,13 +126,13 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
 class Fragment:
     """Parameters that are exchanged together.
 
-    Collective: every rank makes it. On shm, blocks until all have.
+    Collective: every rank creates it. On shm, blocks until all have.
 
     Attributes:
         names, local, outer: Of the parameters: their names, the model's, and the outer ones.
-        flats: The outer gradients on their way, one flat tensor for each dtype and device.
+        flats: The outer gradients to reduce, one flat tensor for each dtype and device.
         gradients: Views of these, like ``outer``.
-        compressed: What sums the flat tensors, if they are compressed.
+        compressed: Sums the flat tensors, if they are compressed.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class Fragment:
         self.gradients = [views[parameter] for parameter in outer]
 
     def gather(self) -> None:
-        """Put outer - local where it will be reduced."""
+        """Write outer - local to the tensors to reduce."""
         for gradient, outer, local in zip(self.gradients, self.outer, self.local, strict=True):
             torch.sub(outer, local, out=gradient)
 
     def start_sum(self, share: float) -> list[Callable[[str], object]]:
-        """Start to sum ``share`` of the outer gradients over the ranks; return what waits for it. Collective."""
+        """Start to sum the outer gradients times ``share`` over the ranks; return functions that wait. Collective."""
         for flat in self.flats:
             flat.mul_(share)
         if self.compressed:
@@ -179,31 +179,31 @@ class Fragment:
         return [local.detach().to(outer.dtype, copy=True) for local, outer in zip(self.local, self.outer, strict=True)]
 
     def merge(self, base: Sequence[Tensor] | None) -> None:
-        """Give the model the outer parameters, plus what it has learned since it held ``base``; None: nothing."""
+        """Set the model to the outer parameters, plus its updates since it held ``base``; None: without updates."""
         for number, (local, outer) in enumerate(zip(self.local, self.outer, strict=True)):
             if base is None:
                 local.copy_(outer)
-            else:  # what the rank learns while an exchange is under way is not lost: it is part of the next one
+            else:  # updates during an exchange are not lost: they are part of the next one
                 local.add_(outer - base[number])
 
 
 @final
 class CompressedSum:
-    """The sum of a flat tensor over the ranks, in few bits on the way between machines.
+    """The sum of a flat tensor over the ranks, compressed between machines.
 
-    Where ranks share machines, these sum it in shared memory first, and each sends a slice.
+    Ranks that share a machine first sum it in shared memory, and each sends a slice.
 
-    Collective: every rank makes it.
+    Collective: every rank creates it.
 
     Args:
-        flat: What is summed, of any floating dtype and on any device; it travels as float32 on the CPU.
-        shapes: Of what it is composed of.
+        flat: The tensor to sum, of any floating dtype and on any device; encoded from float32 on the CPU.
+        shapes: The shapes of the tensors in it.
         method: See `lockstep.parallel.compression.make`.
         group: The ranks.
 
     Attributes:
         codec: Of this tensor.
-        residual: What this rank has not sent yet, if the codec keeps that. Part of the state.
+        residual: What this rank has not sent yet, if the codec keeps it. Part of the state.
     """
 
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
@@ -219,11 +219,11 @@ class CompressedSum:
         self.residual = torch.zeros(size) if self.codec.keeps_residual else None
 
     def start(self) -> Callable[[str], object]:
-        """Start to sum; return what waits for the sum. Collective: every rank. Blocks for the ranks of this machine."""
+        """Start to sum; return a function that waits. Collective: every rank. Blocks for the ranks of this machine."""
         self._values[: self._flat.numel()].copy_(self._flat)
         if self._hierarchy is not None:
             wait_for(self._hierarchy.all_reduce_inside(self._values), "all_reduce inside the machine")
-        self._slice *= self._between.size()  # of which the mean is taken
+        self._slice *= self._between.size()  # the exchange computes the mean
         future = compressed_all_reduce(
             self._slice, group=self._between, codec=self.codec, residual=self.residual, shapes=self._shapes
         )
@@ -231,7 +231,7 @@ class CompressedSum:
 
     def _wait(self, future: Future[Any], operation: str) -> None:
         wait_for(future, operation)
-        if self._hierarchy is not None:  # each rank has the sum of its slice; what is added to zero stays as it is
+        if self._hierarchy is not None:  # each rank has the sum of its slice, and zeros elsewhere
             self._before.zero_()
             self._behind.zero_()
             wait_for(self._hierarchy.all_reduce_inside(self._values), operation)
@@ -244,9 +244,9 @@ class Exchange:
 
     Args:
         number: Of the fragment.
-        step: After which it was started.
-        waits: Block until its sums are there; none, if they are.
-        base: The local parameters that it is about, if training goes on meanwhile.
+        step: The step after which it was started.
+        waits: Functions that block until its sums have arrived; empty if they have.
+        base: The local parameters at its start, if training goes on during the exchange.
     """
 
     number: int
@@ -259,19 +259,20 @@ class Exchange:
 
 
 class PeriodicAveraging:
-    """Exchanges the parameters of a model between ranks that train it by themselves; see [Note: one exchange].
+    """Exchanges the parameters of a model between ranks that train it independently; see [Note: one exchange].
 
-    Parameters that require no gradient, and at first all parameters and buffers, are those of rank 0. Buffers that have
-    changed, such as running statistics, are averaged together with the last fragment.
+    At the start, all ranks copy parameters and buffers from rank 0. Parameters that require no gradient are not
+    exchanged later. Buffers that change, such as running statistics, are averaged together with the last fragment.
 
-    Collective: every rank makes it, and calls each method that says so after the same steps.
+    Collective: every rank creates it, and calls its collective methods after the same steps.
 
     Args:
-        model: Not sharded. In `lockstep.DistributedDataParallel` over the ranks of a machine, these train together.
-        optimizer: Whose steps are counted; None: `step` is called after each.
-        outer_optimizer: Makes the optimizer of the outer parameters.
-        schedule: When what is exchanged.
-        compression: How the differences travel, as for `lockstep.DistributedDataParallel`; None: as they are.
+        model: Not sharded. If it is in a `lockstep.DistributedDataParallel` over the ranks of a machine, these ranks
+            train together.
+        optimizer: Its steps are counted; None: call `step` after each step.
+        outer_optimizer: Creates the optimizer of the outer parameters.
+        schedule: Which fragments are exchanged after which steps.
+        compression: How the differences are sent, as for `lockstep.DistributedDataParallel`; None: not compressed.
         process_group: The ranks that take part. Default: all.
 
     Attributes:
@@ -324,7 +325,7 @@ class PeriodicAveraging:
         buffers = model.named_buffers()
         self._buffers = {name: each.clone() for name, each in buffers if each.numel() and not each.is_complex()}
         self.num_steps = 0
-        # By fragment: what this rank has trained on since, and after how many steps that was.
+        # By fragment: the weight that this rank has trained on since its last exchange, and the step of that exchange.
         self._weights: list[float | Tensor] = [0.0] * schedule.fragments
         self._exchanged_at = [0] * schedule.fragments
         self._under_way: list[Exchange] = []
@@ -338,17 +339,17 @@ class PeriodicAveraging:
 
     @torch.no_grad()
     def step(self, weight: float | Tensor = 1.0) -> bool:
-        """Count a step of this rank, and exchange what is due after it; return whether an exchange was started.
+        """Count a step of this rank, and start the exchanges due after it; return whether an exchange was started.
 
-        Collective after the steps at which something is due: every rank. Blocks then until what is to be applied has
-        arrived, and for a small all-reduce.
+        Collective after the steps with an exchange: every rank. It then blocks until the results to apply have arrived,
+        and for a small all-reduce.
 
         Args:
-            weight: What the step counts for, such as its samples, in the mean over the ranks.
+            weight: The weight of the step in the mean over the ranks, such as its number of samples.
 
         Raises:
             CollectiveError: A rank ended, or did not take part in time.
-            ConfigurationError: On every rank: they are after different steps.
+            ConfigurationError: On every rank: the ranks have made different numbers of steps.
             NonFiniteGradient: On every rank: parameters are NaN or infinite.
         """
         self.num_steps += 1
@@ -361,7 +362,7 @@ class PeriodicAveraging:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Exchange all that ranks have learned since the last exchange: then all models hold the same bits.
+        """Exchange all updates since the last exchange: afterwards all models hold the same bits.
 
         Collective: every rank. Blocks until it is done.
 
@@ -369,16 +370,16 @@ class PeriodicAveraging:
             As `step`.
         """
         self._apply_due(0)
-        # Without steps in between there is nothing to exchange, but outer momentum would move the parameters on.
+        # Without new steps there is nothing to exchange, and outer momentum must not move the parameters.
         self._start([number for number, step in enumerate(self._exchanged_at) if step < self.num_steps])
         self._apply_due(0)
 
     def _start(self, numbers: Sequence[int]) -> None:
-        """Start to exchange fragments. Collective: every rank. Blocks for what the ranks must know before."""
+        """Start to exchange fragments. Collective: every rank. Blocks for the small all-reduce before."""
         chosen = {number: self._fragments[number] for number in numbers}
         for fragment in chosen.values():
             fragment.gather()
-        # A sum is NaN or infinite if an element is: that takes one pass at the speed of memory.
+        # The sum is NaN or infinite if an element is. It takes one pass at memory speed.
         is_finite = all(bool(total(flat).isfinite()) for fragment in chosen.values() for flat in fragment.flats)
         shares, changed = self._agree(is_finite)
         for number, fragment in chosen.items():
@@ -390,7 +391,7 @@ class PeriodicAveraging:
             self._average_buffers(changed)
 
     def _agree(self, is_finite: bool) -> tuple[list[float], list[str]]:
-        """Return what this rank's part of the mean is, by fragment, and which buffers a rank has changed.
+        """Return this rank's share of the mean, by fragment, and the buffers that any rank has changed.
 
         Collective: every rank. Blocks.
         """
@@ -398,12 +399,12 @@ class PeriodicAveraging:
         now = {name: self._model.get_buffer(name) for name in self._buffers}
         changed = [float(not torch.equal(now[name], known)) for name, known in self._buffers.items()]
         weights = [float(weight) for weight in self._weights]
-        # Always of the same size: ranks that come here after different steps shall find that out, and not hang.
+        # Always of the same size: ranks that arrive after different steps must detect that instead of hanging.
         mine = [float(not is_finite), steps, steps**2, *weights, *changed]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         wait_for(all_reduce_work(sums, group=self._group), f"exchange after step {self.num_steps}")
         num_not_finite, sum_steps, sum_squares, *sums_of = sums.tolist()
-        # Equal exactly if all counts are: this way all ranks find a difference, whoever has it.
+        # Equal only if all counts are equal: so all ranks detect a difference on any rank.
         if sum_steps**2 != size * sum_squares:
             raise ConfigurationError(
                 f"The ranks have made different numbers of steps: this one {self.num_steps}, the mean is "
@@ -431,7 +432,7 @@ class PeriodicAveraging:
             self._buffers[name] = buffer.clone()
 
     def _apply_due(self, delay: int) -> None:
-        """Apply the exchanges that were started ``delay`` steps ago, or before. Blocks until they have arrived."""
+        """Apply the exchanges that were started at least ``delay`` steps ago. Blocks until they have arrived."""
         due = [each for each in self._under_way if self.num_steps - each.step >= delay]
         self._under_way = [each for each in self._under_way if self.num_steps - each.step < delay]
         for exchange in due:
@@ -449,21 +450,21 @@ class PeriodicAveraging:
     def _step_outer(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         for outer, gradient in gradients:
             outer.grad = gradient
-        self.outer_optimizer.step()  # leaves parameters without a gradient as they are
+        self.outer_optimizer.step()  # does not change parameters without a gradient
         self.outer_optimizer.zero_grad(set_to_none=True)
 
-    # --- what is kept ---
+    # --- the state ---
 
     def outer_state(self) -> dict[str, Tensor]:
         """Return the outer parameters, and the buffers of the last exchange, by name: the same bits on all ranks."""
         return {**{name: each.detach() for name, each in zip(self._names, self._outer, strict=True)}, **self._buffers}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to go on, besides this rank's model and optimizer.
+        """Return the state that a run needs to resume, besides this rank's model and optimizer.
 
-        All but ``own`` is the same on all ranks. What is under way is applied when it is due.
+        Everything except ``own`` is the same on all ranks. Exchanges under way are applied when they are due.
 
-        Collective: every rank. Blocks until what is under way has arrived.
+        Collective: every rank. Blocks until exchanges under way have arrived.
         """
         own: dict[str, Any] = {"rank": self._group.rank(), "world_size": self._group.size()}
         own["weights"] = [float(weight) for weight in self._weights]
@@ -488,14 +489,14 @@ class PeriodicAveraging:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, after model and optimizer were loaded. Communicates nothing.
+        """Resume from ``state``, after model and optimizer were loaded. Communicates nothing.
 
-        Where ``own`` is of this rank, among as many ranks, the run goes on in the same bits. Otherwise this rank is
-        new: its model takes the outer parameters, with what was under way applied, and its optimizer stays as it is.
-        What compression had not sent yet is then lost.
+        If ``own`` belongs to this rank, and the number of ranks is the same, the run resumes with the same bits.
+        Otherwise this rank is new: its model gets the outer parameters, with exchanges under way applied, and its
+        optimizer is not changed. Residuals of compression are then lost.
 
         Raises:
-            ValueError: It is of another model.
+            ValueError: It belongs to another model.
         """
         known = state["outer"]
         if missing := [name for name in (*self._names, *self._buffers) if name not in known]:
@@ -524,7 +525,7 @@ class PeriodicAveraging:
             self.restore()
 
     def _load_exchange(self, entry: Mapping[str, Any], base: Mapping[str, Tensor] | None) -> None:
-        """Take over an exchange whose outer gradients have arrived; without ``base``, apply it at once."""
+        """Load an exchange whose outer gradients have arrived; without ``base``, apply it at once."""
         gradients = entry["gradients"]
         if base is None:
             outer = dict(zip(self._names, self._outer, strict=True))
@@ -538,7 +539,7 @@ class PeriodicAveraging:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the model the outer parameters, and the buffers of the last exchange."""
+        """Set the model to the outer parameters, and the buffers of the last exchange."""
         for fragment in self._fragments:
             fragment.merge(None)
         for name, known in self._buffers.items():
@@ -546,7 +547,7 @@ class PeriodicAveraging:
 
     @torch.no_grad()
     def restart(self, num_steps: int) -> None:
-        """Make what the model holds, the same on all ranks, the outer parameters, after ``num_steps`` steps."""
+        """Set the outer parameters to the model's, which are equal on all ranks, after ``num_steps`` steps."""
         self.num_steps, self._under_way, self._weights = num_steps, [], [0.0] * self.schedule.fragments
         self._exchanged_at = [num_steps] * self.schedule.fragments
         for fragment in self._fragments:
@@ -557,7 +558,7 @@ class PeriodicAveraging:
     # --- the end ---
 
     def close(self) -> None:
-        """Exchange what is left, as `sync`, and count no more steps of the optimizer.
+        """Exchange the remaining updates, like `sync`, and stop counting steps of the optimizer.
 
         Collective: every rank. Blocks until it is done.
         """
@@ -565,7 +566,7 @@ class PeriodicAveraging:
             self.sync()
 
     def _detach(self) -> bool:
-        """Count no more steps of the optimizer; return whether it is the first time."""
+        """Stop counting steps of the optimizer; return whether this is the first call."""
         was_open, self._is_open = self._is_open, False
         if was_open and self._hook is not None:
             self._hook.remove()
@@ -577,7 +578,7 @@ class PeriodicAveraging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error, which other ranks may not have, exchange nothing."""
+        """Close; after an error, exchange nothing, since other ranks may not have the error."""
         if self._detach() and error is None:
             self.sync()
 
@@ -590,7 +591,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _find_problem(
     model: nn.Module, optimizer: Optimizer | None, schedule: ExchangeSchedule, compression: str | None, group: Group
 ) -> str | None:
-    """Return what is wrong with the arguments on this rank: cause, and what to do."""
+    """Return an error in the arguments on this rank: the cause, and how to fix it."""
     for name, least in (("sync_every", 1), ("fragments", 1), ("sync_delay", 0)):
         value = getattr(schedule, name)
         if type(value) is not int or value < least:
@@ -639,14 +640,14 @@ def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | Non
     return None
 
 
-# --- for a loop of one's own ------------------------------------------------------------------------------------------
+# --- for the user's own loop ------------------------------------------------------------------------------------------
 
 
 @final
 class LocalSGD(PeriodicAveraging):
-    """Train on every rank by itself, and average the parameters over the ranks every ``sync_every`` steps.
+    """Train on every rank independently, and average the parameters over the ranks every ``sync_every`` steps.
 
-    Wrap neither model nor optimizer; each step of the optimizer is counted, and the exchange is a part of it::
+    Wrap neither model nor optimizer. Each step of the optimizer is counted, and the exchange is a part of it::
 
         with lockstep.LocalSGD(model, optimizer, sync_every=8):
             for batch in loader:
@@ -654,29 +655,29 @@ class LocalSGD(PeriodicAveraging):
                 loss_of(model, batch).backward()
                 optimizer.step()
 
-    It is another training run than that of one device. With ``sync_every=1`` and plain SGD it is that of
-    `lockstep.DistributedDataParallel`. At the end of the block, or with `close`, what is left is exchanged. Buffers
-    such as running statistics are averaged, too. To average gradients inside a machine in every step, pass a
+    The training run differs from that on one device. With ``sync_every=1`` and plain SGD it is that of
+    `lockstep.DistributedDataParallel`. At the end of the block, or with `close`, the remaining updates are exchanged.
+    Buffers such as running statistics are averaged, too. To average gradients inside a machine in every step, pass a
     `lockstep.DistributedDataParallel` whose ``process_group`` has the ranks of the machine.
 
-    A link that is down between exchanges costs nothing, if it is up again before the kernel gives it up
-    (``LOCKSTEP_LINK_TIMEOUT_S``); one that is down in an exchange is a `CollectiveError` when the group's time-out is
-    over. torch's ``GradScaler`` leaves out steps on single ranks: pass None as the optimizer, and call `step` of this
-    after each ``scaler.step(optimizer)``.
+    A link that is down between exchanges costs nothing, if it is up again before the kernel closes the connection
+    (``LOCKSTEP_LINK_TIMEOUT_S``). If it is down during an exchange, `CollectiveError` is raised after the group's
+    timeout. torch's ``GradScaler`` skips steps on single ranks: pass None as the optimizer, and call this object's
+    `step` after each ``scaler.step(optimizer)``.
 
-    Collective: every rank makes it, and makes the same number of steps.
+    Collective: every rank creates it, and makes the same number of steps.
 
     Source: Stich 2019 (arXiv:1805.09767).
 
     Args:
         model: Not sharded. All ranks get the parameters and buffers of rank 0.
-        optimizer: Of its parameters. If several train the model, the one that steps last; None: call `step`.
+        optimizer: Of its parameters. If there are several, the one that steps last; None: call `step`.
         sync_every: Steps between two exchanges.
         fragments: Parts of the model, in the order of its parameters and of about the same size, that are exchanged
             after different steps.
-        sync_delay: Steps from the start of an exchange until it is applied, during which training goes on. What a rank
-            learns meanwhile is kept, so models hold the same bits again only after `sync`; 0: it blocks.
-        compression: How the differences travel between machines, as for `lockstep.DistributedDataParallel`.
+        sync_delay: Steps from the start of an exchange until it is applied, during which training goes on. A rank's
+            updates in this time are kept, so models hold the same bits again only after `sync`; 0: it blocks.
+        compression: How the differences are sent between machines, as for `lockstep.DistributedDataParallel`.
         process_group: The ranks that take part. Default: all.
 
     Raises:
@@ -701,22 +702,22 @@ class LocalSGD(PeriodicAveraging):
 
 @final
 class DiLoCo(PeriodicAveraging):
-    """Train on every rank by itself; every ``sync_every`` steps an outer optimizer follows the ranks' mean.
+    """Train on every rank independently; every ``sync_every`` steps an outer optimizer steps with the ranks' mean.
 
-    Used as `LocalSGD`. The mean of what the ranks have moved away from the outer parameters is the gradient of the
-    outer optimizer, SGD with Nesterov momentum: so it takes fewer exchanges than averaging.
+    Used like `LocalSGD`. The gradient of the outer optimizer, SGD with Nesterov momentum, is the mean difference
+    between the outer parameters and the ranks' parameters. So it needs fewer exchanges than averaging.
 
-    Collective: every rank makes it, and makes the same number of steps.
+    Collective: every rank creates it, and makes the same number of steps.
 
     Source: Douillard et al. 2023 (arXiv:2311.08105); fragments and delay from Streaming DiLoCo (arXiv:2501.18512),
-    where what a rank learns during the delay is mixed with the outer parameters. Here it is kept whole, as in Delayed
+    which mixes a rank's updates during the delay with the outer parameters. Here they are kept whole, as in Delayed
     Gradient Averaging (Zhu et al. 2021).
 
     Args:
         model, optimizer, sync_every, fragments, sync_delay, compression, process_group: As for `LocalSGD`.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum.
-        outer_optimizer: Makes another one of the outer parameters; both above are then without meaning.
+        outer_optimizer: Creates another optimizer of the outer parameters; both arguments above are then ignored.
 
     Raises:
         ConfigurationError: On every rank: an argument cannot work, or differs between ranks.

@@ -1,4 +1,4 @@
-"""What wrappers see of their module: the tensors in inputs and outputs, its parameters, and the names of its state."""
+"""How wrappers access their module: the tensors in inputs and outputs, its parameters, and the names of its state."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def hook_tensors(value: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Have autograd call ``hook`` with the gradient of each tensor in ``value``, in every backward through it."""
+    """Make autograd call ``hook`` with the gradient of each tensor in ``value``, in every backward through it."""
     for tensor in find_tensors(value):
-        if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
+        if tensor.grad_fn is not None:  # a hook on a leaf would be permanent
             tensor.register_hook(hook)
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return ``value`` with ``function`` of its tensors; other things, and containers of unknown type, as they are."""
+    """Return ``value`` with ``function`` applied to its tensors; containers of unknown type are not changed."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple, whose class takes its items one by one
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple: its class takes the items one by one
         return type(value)(*(_map_tensors(function, item) for item in value))
-    if type(value) in (list, tuple):  # a subclass may be made in another way: it is left alone
+    if type(value) in (list, tuple):  # subclasses may have other constructors and are not changed
         return type(value)(_map_tensors(function, item) for item in value)
     if is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
         items = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
@@ -60,7 +60,7 @@ def move_to(value: Any, device: torch.device) -> Any:
 
 
 class _Anchor(torch.autograd.Function):
-    """Passes a tensor through and makes it require a gradient, which then goes nowhere."""
+    """Returns a tensor unchanged, but requiring a gradient, which is then dropped."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ class _Anchor(torch.autograd.Function):
 
 
 def anchor_tensors(value: Any) -> Any:
-    """Return ``value`` with its floating-point tensors able to start a backward."""
-    # A rank whose forward touched no parameter must still take part in the reduction. Its loss could not be
-    # differentiated at all; anchored, ``loss.backward()`` works, yields no gradient, and is noticed.
+    """Return ``value`` with floating-point tensors that can start a backward."""
+    # A rank whose forward used no parameter must still take part in the reduction. Without an anchor, its loss has no
+    # gradient function. With an anchor, ``loss.backward()`` works, gives no gradient, and the reducer notices it.
 
     def anchor(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() and not tensor.is_complex():
@@ -87,13 +87,13 @@ def anchor_tensors(value: Any) -> Any:
 
 
 class Wrapper(nn.Module):
-    """A module that holds another one as ``module``, and loads the state of itself and of a bare one."""
+    """A module that wraps another one as ``module``, and loads state dicts with or without the ``module.`` prefix."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         here = [key for key in state_dict if key.startswith(prefix)]
         own = {prefix + name for name, _ in [*self.named_parameters(), *self.named_buffers()]}
-        if own.isdisjoint(here):  # not by their beginning: the bare module may have a child that is called "module"
-            for key in here:  # in place, in a copy that ``load_state_dict`` has made, and before it turns to ``module``
+        if own.isdisjoint(here):  # not by the prefix: the bare module may have a child named "module"
+            for key in here:  # in place: ``load_state_dict`` has made a copy, and loads ``module`` only after this
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
             versions = getattr(state_dict, "_metadata", {})
             for key in [key for key in versions if f"{key}.".startswith(prefix)]:
@@ -103,7 +103,7 @@ class Wrapper(nn.Module):
 
 
 class WrappedParameters:
-    """Notices parameters whose gradient nobody would average: those that were added or unfrozen after wrapping.
+    """Detects parameters whose gradients would not be averaged: those added or unfrozen after wrapping.
 
     Args:
         module: The model.
@@ -118,7 +118,7 @@ class WrappedParameters:
         self._note_entries()
 
     def _note_entries(self) -> None:
-        """Take note of each parameter and each layer, where it is registered, and under which name."""
+        """Record where each parameter and each layer is registered, and under which name."""
         self._homes: list[dict[str, Any]] = []
         for layer in self._module.modules():
             self._homes += [layer._parameters, layer._modules]
@@ -129,13 +129,13 @@ class WrappedParameters:
 
     def check(self) -> None:
         """Raise LockstepError if there is a trainable parameter that is in no bucket."""
-        # No Python loop where all is as it was, since this runs in every step.
+        # No Python loop if nothing has changed, since this runs in every step.
         entries = map(_get, self._home_of, self._names)
         is_changed = sum(map(len, self._homes)) != self._num_entries or any(map(is_not, entries, self._entries))
         if not is_changed and not any(map(requires_grad, self._frozen)):
             return
         for name, parameter in self._module.named_parameters():
-            # torch.func.functional_call puts plain tensors there for a while, which are not this model's to average.
+            # torch.func.functional_call temporarily puts plain tensors there, which must not be averaged.
             if name in self._ignore or not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
                 continue
             if parameter in self._frozen or parameter not in self._known:

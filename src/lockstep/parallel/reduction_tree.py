@@ -1,4 +1,4 @@
-"""One binary tree in which virtual shards' gradients are summed: the same bits on any number of devices."""
+"""One binary tree that sums the virtual shards' gradients: the same bits on any number of devices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lockstep.parallel.flat import view_like
 
 T = TypeVar("T")
 
-# Where each gradient starts: some kernels sum in an order that depends on how the numbers are aligned.
+# The alignment of each gradient: the order in which some kernels sum depends on it.
 _ALIGNMENT_BYTES = 512
 
 _CHUNK_BYTES = 25 * 2**20
 
-# What the watchdog reports of a rank that waits in it: one name, as one rank may be a chunk ahead of another.
+# The watchdog's name for a wait in it. There is one name for all chunks, as one rank may be a chunk ahead of another.
 _EXCHANGE = "exchange of the reduction tree"
 
-# Chunks that travel at the same time: enough to keep the network busy, and a bound for the memory.
+# Chunks in flight at the same time: enough to keep the network busy, and a limit for the memory.
 _MAX_CHUNKS_IN_FLIGHT = 3
 
 
@@ -42,12 +42,12 @@ class ReductionTree:
     """The tree over ``num_leaves`` leaves; see [Note: the tree].
 
     [Note: the tree]
-    Floating-point addition is not associative, so the bits of a sum depend on who adds what to what. Here that is
-    fixed: the gradients of the virtual shards, the *leaves* 0 to n-1, are added in one binary tree, which is a pure
-    function of n. A *node* is the range of leaves under it. A node of more than one leaf splits after the largest power
-    of two that is smaller than its size, so that equal parts of a power of two are nodes themselves: each device sums
-    the nodes within its own leaves (`PairwiseAccumulator`), and only the additions above those are done between devices
-    (`TreeReduction`).
+    Floating-point addition is not associative, so the bits of a sum depend on the order of the additions. Here the
+    order is fixed: the gradients of the virtual shards, the *leaves* 0 to n-1, are added in one binary tree, which is a
+    pure function of n. A *node* is the range of leaves under it. A node of more than one leaf splits after the largest
+    power of two that is smaller than its size, so that equal parts of a power of two are nodes themselves. Each device
+    sums the nodes within its own leaves (`PairwiseAccumulator`), and only the remaining additions above them run
+    between devices (`TreeReduction`).
     """
 
     num_leaves: int
@@ -58,7 +58,7 @@ class ReductionTree:
         return range(self.num_leaves)
 
     def roots(self, leaves: range) -> list[range]:
-        """Return the largest nodes that lie within ``leaves``, in order: what can be summed without the others."""
+        """Return the largest nodes within ``leaves``, in order: the sums that need no other leaves."""
 
         def within(node: range) -> list[range]:
             if leaves.start <= node.start and node.stop <= leaves.stop:
@@ -91,7 +91,7 @@ class ReductionTree:
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """Who computes which leaves: a contiguous range each, in order, that together are all leaves."""
+    """Which device computes which leaves: a contiguous range each, in order, together all leaves."""
 
     ranges: tuple[range, ...]
 
@@ -108,13 +108,13 @@ class LeafPlacement:
 
 
 class GradientLayout:
-    """Flat memory for one gradient of every parameter, laid out the same way whoever sums it.
+    """Flat memory for one gradient of every parameter, with the same layout on every device.
 
     The gradients are cut into chunks of about 25 MiB, the last parameters first.
 
     Args:
         parameters: All on one device.
-        multiple_of: What the numel of each chunk divides by: the number of ranks that share its sum.
+        multiple_of: The numel of each chunk is a multiple of it: the number of ranks that share the sum.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, multiple_of: int = 1) -> None:
@@ -153,7 +153,7 @@ class GradientRow:
     views: list[Tensor]
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of a leaf; None is zero."""
+        """Set the gradients of a leaf; None is zero."""
         views, given, missing = self._sort(gradients)
         if views:
             torch._foreach_copy_(views, given)
@@ -166,7 +166,7 @@ class GradientRow:
         if views:
             torch._foreach_add_(views, given)
         if missing:
-            # -0 + 0 is 0: were it left out, the sign of a zero would tell whether a leaf was added or was the first.
+            # -0 + 0 is 0. Without this addition, the sign of a zero would depend on whether the leaf was the first.
             torch._foreach_add_(missing, 0)
 
     def add_row(self, other: GradientRow) -> None:
@@ -189,10 +189,10 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class PairwiseAccumulator:
-    """Sums the gradients of leaf after leaf, from left to right; whatever makes a whole node is one row.
+    """Sums the gradients of leaves from left to right; complete nodes are merged into one row.
 
-    So n leaves take about log2(n) rows and not n. Rows are kept from step to step; those that `take` gave away are to
-    be given back.
+    So n leaves need about log2(n) rows instead of n. Rows are reused in later steps; the caller of `take` returns them
+    with `give_back`.
 
     Args:
         tree: Of all leaves.
@@ -206,14 +206,14 @@ class PairwiseAccumulator:
         self._pending: list[tuple[range, GradientRow]] = []  # nodes that wait for their right neighbour
 
     def push(self, leaf: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of the next leaf, one for each parameter; None is zero. They are free afterwards."""
+        """Add the gradients of the next leaf, one per parameter; None is zero. The caller may reuse them afterwards."""
         node = range(leaf, leaf + 1)
         parent = self._tree.parent(self._pending[-1][0], node) if self._pending else None
         if parent is None:
-            # Filled over, not zeroed first: a row that is used again costs one pass.
+            # Overwritten without zeroing first: a reused row costs one pass.
             row = self._free.pop() if self._free else self._layout.new_row(self._device)
             row.fill(gradients)
-        else:  # a right leaf needs no row of its own
+        else:  # a right leaf needs no separate row
             _, row = self._pending.pop()
             row.add(gradients)
             node = parent
@@ -225,12 +225,12 @@ class PairwiseAccumulator:
         self._pending.append((node, row))
 
     def take(self) -> dict[range, GradientRow]:
-        """Return the sums of what was pushed, by node, and begin anew."""
+        """Return the sums of the pushed leaves, by node, and start again without leaves."""
         sums, self._pending = dict(self._pending), []
         return sums
 
     def give_back(self, rows: Sequence[GradientRow]) -> None:
-        """Take rows that nobody uses any more, for later leaves."""
+        """Return unused rows, for later leaves."""
         self._free += rows
 
 
@@ -238,7 +238,7 @@ class PairwiseAccumulator:
 
 
 class LocalReduction:
-    """Between the replicas of this process, on the device of the first."""
+    """The additions between the replicas of this process, on the device of the first."""
 
     def __init__(self, tree: ReductionTree) -> None:
         self._tree = tree
@@ -249,7 +249,7 @@ class LocalReduction:
         Args:
             parts: For each replica, the sums of the largest nodes within its leaves.
         """
-        # In the order of the tree, not of the replicas: whose row holds the total does not change its bits.
+        # In the order of the tree, not of the replicas: the row that holds the total does not affect its bits.
         rows = {node: row for part in parts for node, row in part.items()}
         first = rows[min(rows, key=lambda node: node.start)]
         for chunk, total in enumerate(first.flats):
@@ -259,9 +259,9 @@ class LocalReduction:
 
 
 class RankReduction:
-    """Between ranks: each receives its slice of everybody's parts, sums it in the tree, and gives it to all.
+    """The additions between ranks: each receives its slice of all parts, sums it in the tree, and sends it to all.
 
-    Moves as many bytes as an all-reduce does where each rank's leaves make one node.
+    Moves as many bytes as an all-reduce if each rank's leaves make one node.
 
     Args:
         placement: Of the leaves over the ranks.
@@ -276,13 +276,13 @@ class RankReduction:
         """Return the sum of all leaves, in the memory of the first row. Collective: every rank. Blocks until complete.
 
         Args:
-            parts: One item: the sums of the largest nodes within this rank's leaves. The numel of every chunk divides
-                by the number of ranks.
+            parts: One item: the sums of the largest nodes within this rank's leaves. The numel of every chunk is a
+                multiple of the number of ranks.
         """
         (mine,) = parts
         rows = [mine[node] for node in self._nodes[self._group.rank()]]
         arriving: deque[tuple[Tensor, Tensor, Tensor, Work | None]] = deque()
-        gathering: list[tuple[Tensor, Work]] = []  # with what is sent, which not every backend keeps
+        gathering: list[tuple[Tensor, Work]] = []  # with the sent tensors, which not every backend keeps alive
 
         def sum_oldest() -> None:
             total, _, received, work = arriving.popleft()
@@ -291,7 +291,7 @@ class RankReduction:
             own = self._sum_slice(received)
             gathering.append((own, all_gather_flat(total, own, group=self._group)))
 
-        # The next chunks travel while one is added; the sums go out while later chunks still come in.
+        # While one chunk is added, the next are in flight; sums are sent while later chunks still arrive.
         for flats in zip(*(row.flats for row in rows), strict=True):
             if len(arriving) == _MAX_CHUNKS_IN_FLIGHT:
                 sum_oldest()
@@ -306,7 +306,7 @@ class RankReduction:
         """Start to send each rank its slice of this rank's parts, and to receive this rank's slice of theirs."""
         num_ranks = self._group.size()
         numel = flats[0].numel() // num_ranks
-        # What goes to one rank must lie together: its slice of the first node, of the second, and so on.
+        # The data for one rank must be contiguous: its slice of the first node, of the second, and so on.
         sent = torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1).view(-1) if flats[1:] else flats[0]
         received = flats[0].new_empty(numel * sum(map(len, self._nodes)))
         work = all_to_all_async(

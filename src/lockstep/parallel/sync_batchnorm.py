@@ -1,4 +1,4 @@
-"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, also of ranks with fewer samples or none."""
+"""``SyncBatchNorm``: batch normalisation over the samples of all ranks, including ranks with fewer samples or none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.parallel.compile import keep_out_of_graphs
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow
 
-# torch's own class, also after ``adopt()`` has put ours in its place.
+# torch's own class, even after ``adopt()`` has replaced it by ours.
 TorchSyncBatchNorm = nn.SyncBatchNorm
 
 
@@ -31,13 +31,13 @@ TorchSyncBatchNorm = nn.SyncBatchNorm
 
 
 class Event(IntEnum):
-    """What a rank does next; the number travels."""
+    """The next action of a rank; its number is sent."""
 
     NOTHING = 0  # this rank has no batch
     FORWARD = 1
-    TRACKED_FORWARD = 2  # one that moves the running statistics
+    TRACKED_FORWARD = 2  # a forward that updates the running statistics
     BACKWARD = 3
-    END_OF_FORWARD = 4  # a backward will come
+    END_OF_FORWARD = 4  # a backward follows
     END = 5
 
 
@@ -45,7 +45,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[SyncLayerShadow]] = w
 
 
 def register_engine(engine: SyncLayerShadow, layers: Sequence[nn.Module]) -> None:
-    """Have ``layers`` trained by ``engine`` from now on."""
+    """Set ``engine`` as the engine that trains ``layers`` from now on."""
     _engines.update(dict.fromkeys(layers, weakref.ref(engine)))
 
 
@@ -53,13 +53,13 @@ def register_engine(engine: SyncLayerShadow, layers: Sequence[nn.Module]) -> Non
 
 
 class Statistics(NamedTuple):
-    """Of the values of all ranks: mean and biased variance by channel, and how many values a channel has in float64.
+    """Statistics of the values of all ranks, by channel: mean, biased variance, and the number of values in float64.
 
     [Note: what travels]
-    A rank's statistics travel as one float64 vector, whatever the dtype of its input: the number of values in a
+    A rank sends its statistics as one float64 vector, whatever the dtype of its input: the number of values in a
     channel, then the means of the C channels, then their M2, the sums of squared distances from the mean. So ranks can
     exchange them without knowing each other's dtypes, a count beyond 2**24 stays exact, and a rank without any input
-    has zeros to send.
+    sends zeros.
     """
 
     mean: Tensor
@@ -74,7 +74,7 @@ def measure(input: Tensor) -> Tensor:
         return empty_statistics(num_channels, input.device)
     like: tuple[Tensor | None, Tensor | None] = (None, None)
     if input.device.type == "cpu" and input.dtype in (torch.bfloat16, torch.float16):
-        # The kernel rounds its results to half precision unless running statistics tell it another dtype.
+        # The kernel rounds its results to half precision unless running statistics have another dtype.
         like = torch.zeros(num_channels), torch.ones(num_channels)
     mean, var = torch.batch_norm_update_stats(input, *like, 1.0)
     count = input.numel() // num_channels
@@ -90,11 +90,11 @@ def empty_statistics(num_channels: int, device: torch.device) -> Tensor:
 
 
 def merge(vectors: Tensor) -> Statistics:
-    """Return the statistics of the values of all ranks, in float64; with none at all, zeros.
+    """Return the statistics of the values of all ranks, in float64; zeros if there are no values.
 
-    The squared distances between the ranks' means are added to the squared distances within ranks, so nothing cancels
-    where the mean is large. Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
-    sample variances", 1979.
+    The squared distances between the ranks' means are added to the squared distances within ranks, so there is no
+    cancellation if the mean is large. Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances", 1979.
 
     Args:
         vectors: What `measure` returned on each rank, of shape (ranks, 1 + 2 C).
@@ -102,7 +102,7 @@ def merge(vectors: Tensor) -> Statistics:
     num_channels = vectors.size(1) // 2
     counts, means, within = vectors[:, :1], vectors[:, 1 : 1 + num_channels], vectors[:, 1 + num_channels :]
     total = counts.sum()
-    # Nobody may have a value; then mean and variance are zero, and nothing is divided by zero.
+    # If no rank has a value, mean and variance are zero, and there is no division by zero.
     divisor = total.clamp(min=1)
     mean = (counts * means).sum(0) / divisor
     between = (counts * (means - mean).square()).sum(0)
@@ -113,27 +113,27 @@ _ANOTHER_LAYER = "other ranks run another layer."
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer is in its model; not assigned in a model that is not wrapped."""
+    """The place of a layer in its model; not assigned if the model is not wrapped."""
 
     number: int = -1
     name: str = "a SyncBatchNorm layer"
 
 
-# The layers that are known to have as many channels on every rank.
+# The layers that are known to have the same number of channels on every rank.
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class StatisticsExchange:
-    """One forward of ``layer`` and its backward, as the ranks of ``group`` do them together.
+    """The collectives of one forward of ``layer`` and its backward over the ranks of ``group``.
 
     [Note: the same layer everywhere]
-    Collectives are matched by their order alone. Where a layer runs on some ranks only, or ranks use layers in
-    different orders, statistics of two layers would be merged without an error if they have as many channels. So each
-    vector carries the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared;
-    on other devices reading it would make the processor wait for the device in every layer.
+    Collectives are matched by their order alone. If a layer runs on some ranks only, or ranks use layers in different
+    orders, the statistics of two layers with equally many channels would be merged without an error. So each vector
+    contains the layer's place in the model, which `DistributedDataParallel` assigns. On the CPU it is compared; on
+    other devices reading it would make the host wait for the device in every layer.
 
-    Backends cope badly with tensors of different sizes: Gloo ends the process. So the first use of a layer compares the
-    number of channels.
+    Backends do not handle tensors of different sizes well: Gloo ends the process. So the first use of a layer compares
+    the number of channels.
 
     Args:
         layer: The layer.
@@ -144,23 +144,23 @@ class StatisticsExchange:
         self._layer, self._place, self._group = layer, layer.place, group
         reference = _engines.get(layer)
         self._engine = None if reference is None else reference()
-        # Taken now: in its backward the engine may be in another step.
+        # Read now: at its backward, the engine may be in another step.
         self._announces = self._engine is not None and self._engine.is_open
         self._step = 0 if self._engine is None else self._engine.step
 
     def announce(self, event: Event) -> None:
-        """Announce it to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
+        """Announce ``event`` to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
         if self._announces:
             assert self._engine is not None
             self._engine.announce(event, self._layer, self._step)
 
     def compare_channels(self, num_channels: int, device: torch.device) -> None:
-        """Make sure, once for each layer, that it has as many channels on every rank.
+        """Make sure, once for each layer, that it has the same number of channels on every rank.
 
         Collective the first time: every rank. Blocks until complete.
 
         Raises:
-            CollectiveError: On every rank: it has not, or other ranks do something else.
+            CollectiveError: On every rank: the numbers differ, or other ranks do something else.
         """
         if self._layer in _compared:
             return
@@ -172,7 +172,7 @@ class StatisticsExchange:
         _compared.add(self._layer)
 
     def gather(self, vector: Tensor) -> Tensor:
-        """Return every rank's ``vector``, one below the other.
+        """Return every rank's ``vector`` as the rows of a matrix.
 
         Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
 
@@ -219,15 +219,15 @@ class StatisticsExchange:
 
 
 def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor`` in a memory format that kernels are fast with: that of ``like``, if it is one."""
+    """Return ``tensor`` in a memory format for which kernels are fast: that of ``like``, if it is such a format."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim(), torch.contiguous_format)
     is_last = not like.is_contiguous() and like.is_contiguous(memory_format=last)
     return tensor.contiguous(memory_format=last if is_last else torch.contiguous_format)
 
 
-# On the CPU the kernels of ``batch_norm`` in evaluation mode serve, which normalise with statistics that they are given
-# and whose backward yields the two sums that all ranks need. Where a device has them, as CUDA does, those serve that
-# torch's ``SyncBatchNorm`` is made of. ``batch`` is in float64 for an input in float64, else in float32.
+# On the CPU these use the kernels of ``batch_norm`` in evaluation mode, which normalise with given statistics and whose
+# backward gives the two sums that all ranks need. On devices that have them, such as CUDA, these use the kernels of
+# torch's ``SyncBatchNorm``. ``batch`` is in float64 for an input in float64, else in float32.
 
 
 @cache
@@ -265,7 +265,7 @@ def gradient_of_input(
         # scale * (gradient - mean gradient - normalised input * mean product), in two passes
         scale = inverse if weight is None else inverse * weight
         mean_gradient, mean_product = ((sums / batch.total).to(scale.dtype).view(2, -1) * -scale).unbind()
-        # The second and third term are the input normalised once more, with another weight and bias.
+        # The second and third term are the input normalised again, with another weight and bias.
         result = _affine(input.to(scale.dtype), mean_product, mean_gradient, batch, eps)
         by_channel = scale.view(1, -1, *[1] * (input.dim() - 2))
         return result.addcmul_(gradient.to(scale.dtype), by_channel).to(input.dtype)
@@ -281,17 +281,17 @@ def _affine(input: Tensor, weight: Tensor | None, bias: Tensor | None, batch: St
     return output
 
 
-# --- What autograd sees
+# --- The autograd function
 
 
 class NormaliseFunction(torch.autograd.Function):
-    """Normalises with the statistics of all ranks, of which the input is a part.
+    """Normalises with the statistics of all ranks, which include the input.
 
-    The loss depends on an input through every output of its channel, on all ranks, so the backward sums two numbers a
-    channel over the ranks. The gradients of weight and bias are this rank's part only.
+    The loss depends on an input through every output of its channel, on all ranks, so the backward sums two numbers
+    per channel over the ranks. The gradients of weight and bias are this rank's part only.
 
-    If an engine multiplies a rank's gradients by a weight when backward is over, so as to give the gradient of the
-    weighted sum of the ranks' losses, the other ranks' terms must be in that unit already: `StatisticsExchange.sum`.
+    An engine may multiply a rank's gradients by a weight after backward, to get the gradient of the weighted sum of the
+    ranks' losses. Then the other ranks' terms must already be in that unit: `StatisticsExchange.sum`.
     """
 
     @staticmethod
@@ -305,7 +305,7 @@ class NormaliseFunction(torch.autograd.Function):
         exchange: StatisticsExchange,
     ) -> Tensor:
         """Return ``(input - mean) / sqrt(var + eps) * weight + bias`` by channel."""
-        dtype = torch.float64 if input.dtype is torch.float64 else torch.float32  # float32 for half precision too
+        dtype = torch.float64 if input.dtype is torch.float64 else torch.float32  # float32 also for half precision
         batch = batch._replace(mean=batch.mean.to(dtype), var=batch.var.to(dtype))
         ctx.save_for_backward(input, weight, *batch)
         ctx.eps, ctx.exchange = eps, exchange
@@ -323,7 +323,7 @@ class NormaliseFunction(torch.autograd.Function):
         """Return the gradients. Collective if the input requires one: every rank. Blocks."""
         input, weight, *statistics = ctx.saved_tensors
         batch = Statistics(*statistics)
-        gradient = contiguous_like(gradient, input)  # kernels want both in one memory format
+        gradient = contiguous_like(gradient, input)  # kernels need both in one memory format
         mine = sums_of_gradient(gradient, input, batch, ctx.eps)
         of_bias, of_weight = mine.chunk(2)  # this rank's part: the engine sums parameters' gradients over the ranks
         of_input = None
@@ -346,37 +346,37 @@ class NormaliseFunction(torch.autograd.Function):
 class SyncBatchNorm(TorchSyncBatchNorm):
     """Batch normalisation in which all ranks normalise with the statistics of the whole global batch.
 
-    A drop-in for ``torch.nn.SyncBatchNorm``, of which it is a subclass: same arguments, attributes and ``state_dict``
-    keys. It runs on the CPU too, and is exact for ranks with different numbers of samples, or none: outputs,
-    gradients of the input, and running statistics are those of one process that has the whole batch. So must be
-    the losses: each rank's is its part of one sum over the batch, or all are means and weighted by their counts.
+    A drop-in for ``torch.nn.SyncBatchNorm``, and a subclass of it: same arguments, attributes and ``state_dict`` keys.
+    It also runs on the CPU, and is exact for ranks with different numbers of samples, or none: outputs, gradients of
+    the input, and running statistics are those of one process with the whole batch. This requires that each rank's loss
+    is its part of one sum over the batch, or that all losses are means, weighted by their counts.
 
-    The gradients of weight and bias are this rank's part; their sum over the ranks, which `DistributedDataParallel`
-    makes, is the whole. Differentiable once.
+    The gradients of weight and bias are this rank's part. `DistributedDataParallel` sums them over the ranks.
+    Differentiable once.
 
     Collective: ``forward`` in training mode, and its backward if the input requires a gradient: every rank. Both block
-    until complete, at most as long as the group's time-out. In evaluation mode, and in a process without others, it
-    is ``torch.nn.BatchNorm*d``.
+    until complete, at most for the group's timeout. In evaluation mode, and in a single process, it behaves like
+    ``torch.nn.BatchNorm*d``.
 
     Args:
         num_features: C of inputs of shape (N, C, ...), which have 2 to 5 dimensions and any floating dtype.
         eps: Added to the variance.
-        momentum: How much of the running statistics a batch replaces; None: their plain mean over the batches.
+        momentum: The share of the running statistics that a batch replaces; None: their mean over all batches.
         affine: Whether there are weight and bias.
-        track_running_stats: Whether there are running statistics; else batches are used in evaluation mode too.
+        track_running_stats: Whether there are running statistics; without them evaluation mode uses the batch, too.
         process_group: The ranks that take part. Default: all.
         device, dtype: Of parameters and buffers.
         bias: Whether there is a bias, if there is a weight; in torch versions whose layer has this argument.
 
     Raises:
-        ValueError: The input's shape is wrong, or each channel has only one value on all ranks together.
+        ValueError: The input's shape is wrong, or all ranks together have only one value per channel.
         CollectiveError: Another rank ended, did not take part in time, or runs another layer.
     """
 
-    # Where this layer is in its model, the same on every rank; see `StatisticsExchange`.
+    # The place of this layer in its model, the same on every rank; see `StatisticsExchange`.
     place = LayerPlace()
 
-    # Whether this process normalises on its own although it is in a process group: others do not train its model.
+    # Whether this process normalises alone although it is in a process group: other ranks do not train its model.
     alone = False
 
     @override
@@ -410,12 +410,12 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
     @torch.no_grad()
     def forward_without_input(self, group: Group, device: torch.device, *, tracked: bool) -> None:
-        """Take part in the other ranks' forward, without a batch of its own. Collective: every rank.
+        """Take part in the other ranks' forward without a batch. Collective: every rank.
 
         Args:
             group: The ranks that take part.
-            device: Where tensors can be exchanged.
-            tracked: Whether the others move their running statistics.
+            device: A device whose tensors can be exchanged.
+            tracked: Whether the others update their running statistics.
         """
         nothing = empty_statistics(self.num_features, device)
         self._take_part(StatisticsExchange(self, group), nothing, 0, tracked=tracked)
@@ -427,10 +427,10 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         StatisticsExchange(self, group).sum(zeros)
 
     def _take_part(self, exchange: StatisticsExchange, mine: Tensor, num_here: int, *, tracked: bool) -> Statistics:
-        """Return the statistics of the whole batch, after moving the running ones. Collective: every rank."""
+        """Update the running statistics; return those of the whole batch. Collective: every rank."""
         exchange.compare_channels(self.num_features, mine.device)
         batch = merge(exchange.gather(mine))
-        if num_here <= 1:  # only then can there be so few: reading the number makes the processor wait for a GPU
+        if num_here <= 1:  # otherwise there are enough; reading the total would make the host wait for a GPU
             num_in_all = int(batch.total)
             if num_in_all == 1:
                 raise ValueError(
@@ -451,14 +451,14 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     @override
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Group | None = None) -> nn.Module:
-        """Replace every batch norm in ``module`` by a layer of this class, which takes over its tensors.
+        """Replace every batch norm in ``module`` by a layer of this class with the same tensors.
 
-        That is ``BatchNorm1d`` to ``3d``, their lazy variants once they have seen a batch, and torch's
-        ``SyncBatchNorm``. Convert before the optimizer is made, and before the model is wrapped.
+        Replaces ``BatchNorm1d`` to ``3d``, their lazy variants once they have seen a batch, and torch's
+        ``SyncBatchNorm``. Convert before creating the optimizer, and before wrapping the model.
 
         Args:
-            module: A model, which is changed, or a batch norm, in whose place a new layer is returned.
-            process_group: The ranks that take part. Default: as the layer says if it is synchronised already, else
+            module: A model, which is changed in place, or a batch norm, for which a new layer is returned.
+            process_group: The ranks that take part. Default: the layer's own group if it is already synchronised, else
                 all.
 
         Returns:
@@ -479,7 +479,7 @@ _Layer = TypeVar("_Layer", bound=nn.SyncBatchNorm)
 def _convert(
     module: nn.Module, to: type[_Layer], group: Group | None, name: str, done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    if module in done:  # a layer that the model holds twice stays one layer
+    if module in done:  # a layer that the model contains twice stays one layer
         return done[module]
     new = _layer_like(module, to, group, name or "the layer") if isinstance(module, _BatchNorm) else module
     done[module] = done[new] = new

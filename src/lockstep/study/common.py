@@ -1,4 +1,4 @@
-"""What the study commands share: console, tables, JSON, a median with its range, peak memory, the task."""
+"""Common parts of the study commands: console, tables, JSON, a median with its range, peak memory, the task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIB = 2**20
 
 def load(task: Task | str) -> Task:
     """Return the task itself; ``FILE.py`` and ``FILE.py:NAME`` are loaded."""
-    # Only now: torch is behind it, and neither the report nor a table needs seconds to load that.
+    # Imported here, because it imports torch, which takes seconds and is not needed for a report or a table.
     from lockstep.train.task import load_task
 
     return load_task(task) if isinstance(task, str) else task
@@ -40,9 +40,9 @@ def load(task: Task | str) -> Task:
 def run_ranks(
     function: Callable[..., Any], *args: Any, devices: int, timeout_s: float | None = None, backend: str | None = None
 ) -> list[Any]:
-    """Launch ``function`` on ranks, with their `World` as its last argument; return what it gave on each.
+    """Launch ``function`` on ranks, with their `World` as its last argument; return the result of each.
 
-    What one finds wrong with the task is raised without a traceback, as all find the same.
+    An error in the task is raised without a traceback, since all ranks have the same error.
     """
     from lockstep.launcher.api import launch, raising_task_errors
 
@@ -58,34 +58,34 @@ def _in_world(function: Callable[..., Any], args: Sequence[Any], backend: str | 
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that wraps at `WIDTH` columns, or at the terminal's width where that is narrower."""
+    """Return a console that wraps at `WIDTH` columns, or at the terminal's width if that is smaller."""
     found = Console(stderr=stderr, highlight=False)
-    # A pipe has no width of its own; rich would take 80 columns.
+    # A pipe has no width; rich would use 80 columns.
     found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
     return found
 
 
 def log(text: str) -> None:
-    """Print a line about what is being done now, apart from the results."""
+    """Print a line about progress, separate from the results."""
     console(stderr=True).print(Text(text), style="dim")
 
 
 class Shown(ABC):
-    """A result that prints as its command shows it, and that a notebook shows as HTML."""
+    """A result that is printed like the output of its command, and shown as HTML in a notebook."""
 
     @abstractmethod
     def __rich__(self) -> RenderableType:
         """Return it laid out for a terminal."""
 
     def __repr__(self) -> str:
-        """Return what the command prints, also for consoles, and for notebooks that are exported as text."""
+        """Return the command's output, also for consoles, and for notebooks that are exported as text."""
         return self._print().export_text(styles=False)
 
     def _repr_html_(self) -> str:
         return self._print().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
     def _print(self) -> Console:
-        # In a notebook rich would display what is only to be recorded here.
+        # In a notebook rich would display the text, which is only recorded here.
         found = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_jupyter=False)
         found.print(self)
         return found
@@ -96,7 +96,7 @@ class Table:
     """A table as data, for a terminal (`rich`) and for a page (`lockstep.study.drawing.html_table`).
 
     Attributes:
-        rows: Of strings, or of `rich.text.Text` where a terminal emphasizes a cell.
+        rows: Of strings, or of `rich.text.Text` for cells that a terminal emphasizes.
         numbers: Columns that are aligned right and never wrapped.
         differs: First cells of the rows that a page emphasizes.
     """
@@ -115,13 +115,13 @@ class Table:
             is_number = name in self.numbers
             found.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
         for row in self.rows:
-            # As Text, since rich would take the brackets in a string for its markup.
+            # As Text, since rich would interpret brackets in a string as markup.
             found.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
         return found
 
 
 def grid(rows: Iterable[tuple[str, str]], *, gap: int = 1) -> rich_table.Table:
-    """Return texts with a label or a dash before each, beside which long ones hang."""
+    """Return texts with a label or a dash before each; long texts are indented."""
     found = rich_table.Table.grid(padding=(0, gap, 0, 0))
     found.add_column(no_wrap=True, style="dim")
     found.add_column()
@@ -131,7 +131,7 @@ def grid(rows: Iterable[tuple[str, str]], *, gap: int = 1) -> rich_table.Table:
 
 
 def to_json(record: dict[str, Any]) -> str:
-    """Return JSON; what it has no number for, such as the loss of a run that diverged, is null."""
+    """Return JSON; values without a JSON number, such as the loss of a run that diverged, are null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, float):
@@ -143,7 +143,7 @@ def to_json(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
 
 
-# How sure we want to be that the true median lies within a spread.
+# The probability that the true median lies within a spread.
 CERTAINTY = 0.9
 
 
@@ -151,8 +151,8 @@ CERTAINTY = 0.9
 class Spread:
     """A median with the range in which the true median lies, by the sign test, with 90% certainty.
 
-    The sign test asks nothing of the noise but that rounds are alike, and a busy machine's noise is far from normal.
-    Up to seven values the range is simply the lowest to the highest; fewer than five cannot reach 90%.
+    The sign test only assumes that all rounds have the same distribution; the noise of a busy machine is not normal. Up
+    to seven values the range is from the lowest to the highest; fewer than five cannot reach 90%.
     """
 
     median: float
@@ -161,7 +161,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Summarize ``values``, one a round.
+        """Summarize ``values``, one per round.
 
         Raises:
             ValueError: There are no values.
@@ -183,10 +183,10 @@ class Spread:
 
 
 def num_trimmed(num_values: int) -> int:
-    """Return how many values may be cut off at either end before the certainty falls under 90%.
+    """Return how many values may be removed at each end before the certainty falls below 90%.
 
-    The median lies outside the range from the (t+1)-th lowest to the (t+1)-th highest of n values exactly when at most
-    t of them fall on one of its sides, each being a fair coin: the chance is 2 * P(Binomial(n, 1/2) <= t).
+    The median lies outside the range from the (t+1)-th lowest to the (t+1)-th highest of n values exactly if at most t
+    of them lie on one of its sides. Each side is equally likely, so the chance is 2 * P(Binomial(n, 1/2) <= t).
     """
     tail = 0.0  # P(Binomial(n, 1/2) <= trim)
     for trim in range((num_values + 1) // 2):
@@ -199,7 +199,7 @@ def num_trimmed(num_values: int) -> int:
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """Summarize the ratios of two candidates, round by round.
 
-    Both ran within the same few seconds of each round, so what the machine did meanwhile hits both and cancels.
+    Both ran within the same few seconds of each round, so other load of the machine affects both and cancels out.
 
     Raises:
         ValueError: The two do not have the same number of rounds.
@@ -211,13 +211,13 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def reset_peak() -> None:
-    """Start the peak of resident memory anew from what is held now, where the system can do so."""
+    """Reset the peak of resident memory to its current value, if the system supports it."""
     with contextlib.suppress(OSError):
-        _CLEAR.write_text("5")  # what proc(5) gives for "reset the peak"
+        _CLEAR.write_text("5")  # "reset the peak", see proc(5)
 
 
 def peak_bytes() -> int:
-    """Return the most resident memory that this process held since the last `reset_peak`."""
+    """Return the peak of this process's resident memory since the last `reset_peak`."""
     found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
-    # Rather not getrusage: its peak cannot be reset, and begins with what the parent held when it forked.
+    # Preferred to getrusage: its peak cannot be reset, and starts with the parent's memory at the fork.
     return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -1,4 +1,4 @@
-"""The look of the pages: matplotlib's SVG in the page's own colours, tables, the style sheet, and the page itself."""
+"""The style of the pages: matplotlib's SVG in the page's colours, tables, the style sheet, and the page itself."""
 
 import io
 import re
@@ -12,26 +12,26 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.common import Table
 from lockstep.telemetry.provenance import Provenance
 
-# Okabe and Ito's palette, told apart with every common form of colour blindness and on light and dark ground.
+# Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY, YELLOW = "#999999", "#F0E442"
 
-# What a step's time goes into, in words: colour and hatch.
+# The parts of a step's time, by name: colour and hatch.
 PARTS = {
     "data wait": (PURPLE, ""),
     "forward": (SKY, ""),
     "backward": (BLUE, ""),
     "exchange": (VERMILION, "////"),
-    "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would be 170 kB
+    "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would take 170 kB
     "optimizer": (GREEN, ""),
     "other": (GREY, ""),
     "waiting for a core": (YELLOW, "xxxx"),
 }
 
-# Stand-ins that no plot uses otherwise; in the SVG they become the page's own colours, which follow light and dark.
+# Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
 
-# Narrow, so that a phone need not shrink the letters.
+# Narrow, so that letters keep their size on a phone.
 INCHES_WIDE = 4.8
 
 
@@ -52,14 +52,14 @@ def import_matplotlib() -> ModuleType:
 
 @contextmanager
 def drawing_style(font_size: float = 10.0) -> Iterator[None]:
-    """Within, figures look as the pages want them, with letters of that size in points.
+    """Set the style of figures for the pages inside the block; ``font_size`` is in points.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    # In a context, as whoever called us may draw in another style, in a notebook.
+    # In a context, because the caller, such as a notebook, may draw in another style.
     style: dict[str, Any] = {
-        "svg.fonttype": "none",  # text stays text: the page's font, and found by a search
+        "svg.fonttype": "none",  # text stays text: it has the page's font, and can be searched
         "font.size": font_size,
         "text.color": TEXT,
         "axes.labelcolor": TEXT,
@@ -80,10 +80,10 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
 
 
 def make_axes(inches_high: float, *, grid: Literal["x", "y"], inches_wide: float = INCHES_WIDE) -> tuple[Any, Any]:
-    """Return a figure and its axes, with lines across the axis ``grid``."""
+    """Return a figure and its axes, with grid lines of the axis ``grid``."""
     from matplotlib.figure import Figure
 
-    # Not pyplot: it keeps figures alive, and may look for a display.
+    # Not pyplot: it keeps figures alive, and may search for a display.
     figure = Figure(figsize=(inches_wide, inches_high), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(axis=grid)
@@ -91,7 +91,7 @@ def make_axes(inches_high: float, *, grid: Literal["x", "y"], inches_wide: float
 
 
 def label_rows(axes: Any, labels: Sequence[str]) -> None:
-    """Name horizontal bars, from the top."""
+    """Label horizontal bars, from the top."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
@@ -105,13 +105,13 @@ def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
 
 
 def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> str:
-    """Draw a bar of milliseconds for each row, made of its parts.
+    """Draw a stacked bar in milliseconds for each row.
 
     Args:
         heading: Of the drawing.
         label: Of the axis.
         rows: By name of the bar, the seconds of each of its `PARTS`.
-        note: For all to read.
+        note: A visible note.
     """
     figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
     words = []
@@ -119,7 +119,7 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
         left = 0.0
         for part, seconds in parts.items():
             colour, hatch = PARTS[part]
-            # The thin edge, as light colours alone are hard to see on a light ground.
+            # With a thin edge: light colours alone are hard to see on a light background.
             look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
             axes.barh(place, seconds * 1e3, left=left, label=part, **look)
             left += seconds * 1e3
@@ -132,15 +132,15 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
 
 
 def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> str:
-    """Return a figure as HTML, with words for those who do not see it and a ``note`` for all; headings differ."""
+    """Return a figure as HTML, with ``alt`` for screen readers and a visible ``note``; headings must be unique."""
     stream = io.StringIO()
-    # Names within the drawings derive from the salt: several share the page, and may not share names.
+    # Ids in the drawings are derived from the salt. Drawings on the same page must not have the same ids.
     with import_matplotlib().rc_context({"svg.hashsalt": heading}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
     for pattern, instead in _SVG_EDITS.items():
         svg = re.sub(pattern, instead, svg, flags=re.DOTALL)
-    # Within tags, a hundredth of a point will do; the text between them is for readers.
+    # In tags, a hundredth of a point is precise enough; the text between tags is not changed.
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg)
     svg = svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)")
     shown = f'<p class="note">{escape(note)}</p>' if note else ""
@@ -151,11 +151,11 @@ def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> str:
 
 
 _SVG_EDITS = {
-    r"^.*?<svg": '<svg aria-hidden="true"',  # `figure` has the words
+    r"^.*?<svg": '<svg aria-hidden="true"',  # `figure` has the text
     r"<metadata>.*?</metadata>": "",
-    r'<g id="[^"]*"': "<g",  # these would repeat from drawing to drawing
-    r"font-family: [^;]*; ?": "",  # the page has one for all, and they would be half of it
-    r' xmlns(:xlink)?="[^"]*"': "",  # within HTML they are known
+    r'<g id="[^"]*"': "<g",  # the same ids would be in every drawing
+    r"font-family: [^;]*; ?": "",  # the page sets it once; these would be half of its size
+    r' xmlns(:xlink)?="[^"]*"': "",  # not needed in HTML
     r'^(<svg[^>]*?) width="[^"]*"': r"\1",
     r'^(<svg[^>]*?) height="[^"]*"': r"\1",
 }
@@ -165,7 +165,7 @@ IS_TEXT = ' class="text"'
 
 
 def html_table(table: Table) -> str:
-    """Return a table without its title; it scrolls where the screen is narrower."""
+    """Return a table without its title; it scrolls on narrow screens."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = []
     for first, *others in ([str(cell) for cell in row] for row in table.rows):
@@ -187,7 +187,7 @@ def items(texts: Sequence[str]) -> str:
 
 
 def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], command: str, provenance: Provenance) -> str:
-    """Return the body of a page: a plot, tables of which the first needs no title, notes, and where they are from."""
+    """Return the body of a page: a plot, tables (the first without a title), notes, and the provenance."""
     first, *others = tables
     shown = html_table(first) + "".join(f"\n<h2>{escape(each.title)}</h2>\n{html_table(each)}" for each in others)
     below = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in notes)

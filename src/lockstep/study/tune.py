@@ -1,4 +1,4 @@
-"""`tune`: settings that train a task faster on this machine, found by a sweep that leaves the training as it is."""
+"""`tune`: find settings that train a task faster on this machine, by a sweep that does not change the training."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ from lockstep.train.settings import FitSettings, toml_line
 from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
 
-# Those that are tried if none are named.
+# The strategies that are tried by default.
 STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")
 
-# The name in each round of the settings that changes are compared with; and the stage that checks their sum.
+# The name of the reference settings in each round; and the stage that checks the combined changes.
 POSSIBLE = (*STRATEGIES, "fsdp")
 FIRST_LINE = "# Written by lockstep tune"
 NOW, TOGETHER = "now", "all together"
 
-# A change has to make a run so many times as fast to be taken.
+# The smallest speed-up for which a change is kept.
 WORTH = 1.02
 
 # Five rounds are the fewest in which a median can be known with 90% certainty.
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 9
 
-# Steps: buckets are built anew after the first, in which the optimizer makes its state.
+# Steps: buckets are rebuilt after the first step, in which the optimizer also creates its state.
 _NUM_WARMUP, _NUM_PROBED = 4, 2
 
-# Of the memory that is free before anything starts: the rest is for what else goes on.
+# The fraction of the memory that is free at the start; the rest is for other programs.
 _USABLE = 0.8
 
-# Room for the stacks of threads that torch starts later: they count as data, though little of them is ever used.
+# Room for the stacks of threads that torch starts later: they count as data, though little of them is used.
 _STACKS_BYTES = 2**29
 
-# More than anybody waits for: a stream needs a number, and a schedule falls over it.
+# More steps than a sweep ever runs: a stream needs a number of steps, and a schedule is spread over it.
 _MANY_STEPS = 1_000_000
 
-# How long ranks may take beyond their share of the time: they only start in tens of seconds on a busy machine.
+# How long ranks may exceed their share of the time: on a busy machine they need tens of seconds to start.
 _PATIENCE_S = 120.0
 
 Changes = dict[str, Any]
 
 
 def differences(before: FitSettings, after: FitSettings) -> Changes:
-    """Return the settings by name that ``after`` has otherwise."""
+    """Return the settings of ``after`` that differ from ``before``, by name."""
     names = [one.name for one in fields(FitSettings)]
     return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
-    """Return changes as flags are spelled, without dashes before them: ``workers 2, prefetch 4``."""
+    """Return changes as flags without dashes: ``workers 2, prefetch 4``."""
 
     def word(value: Any) -> str:
         if isinstance(value, bool):
@@ -86,12 +86,12 @@ def in_words(changes: Mapping[str, Any]) -> str:
 
 
 def num_shares(strategy: str, num_devices: int) -> int:
-    """Return into how many devices' parts a global batch is divided."""
+    """Return the number of parts into which a global batch is divided."""
     return 1 if strategy == "single" else num_devices
 
 
 class Effect(Enum):
-    """What a change of settings does to the training, from least to most: in a word or two, and in a sentence."""
+    """The effect of a change of settings on the training, from smallest to largest: as a short name and a sentence."""
 
     BITS = "same bits", "The training is the same, bit for bit."
     ROUNDING = (
@@ -109,12 +109,12 @@ class Effect(Enum):
 
 
 def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, layers: Sequence[str]) -> Effect:
-    """Return what becomes of a training if its settings change.
+    """Return the effect of a change of settings on the training.
 
     Args:
-        before: The settings until now.
-        after: Those that are tried.
-        num_devices: That take part.
+        before: The old settings.
+        after: The new settings.
+        num_devices: Number of devices.
         layers: Kinds of layer whose result depends on how a batch is divided, see `split_layers`.
     """
 
@@ -128,26 +128,26 @@ def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, laye
         return Effect.ARITHMETIC
     if layers and division(before) != division(after):
         return Effect.DIVISION
-    # Samples and random numbers depend on the position only, whoever loads them.
+    # Samples and random numbers depend only on the position, not on the process that loads them.
     return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
 
 
-# What is worth trying, stage by stage.
+# The changes to try in each stage.
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to do; the same on every rank.
+    """The request for a sweep; the same on every rank.
 
     Attributes:
         task: The task, or where to find it, as on the command line.
-        num_devices: Devices for all strategies but ``single``.
-        num_cores: That a plain process would use.
+        num_devices: Devices for all strategies except ``single``.
+        num_cores: Cores that a plain process would use.
         global_batch_size: Samples of a step.
-        strategies: That may be tried.
-        seconds: How long all of it may take.
+        strategies: The strategies to try.
+        seconds: How long the sweep may take.
         began_at: When it began, in Unix time.
-        limit_bytes: What all processes of this machine, or one GPU, may use.
+        limit_bytes: Memory that all processes of this machine, or one GPU, may use.
     """
 
     task: Task | str
@@ -161,15 +161,15 @@ class Request:
 
     @property
     def left_s(self) -> float:
-        """How long it may still take."""
+        """The remaining time."""
         return self.seconds - (time.time() - self.began_at)
 
     def threads(self, settings: FitSettings) -> int:
-        """Return the threads of one process, as a run with these settings has them."""
+        """Return the number of threads of one process in a run with these settings."""
         return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
 
     def entrant(self, settings: FitSettings, world: World) -> Entrant:
-        """Return what trains the task for as long as needed. Collective: every rank."""
+        """Return the entrant that trains the task with these settings. Collective: every rank."""
         endless = replace(settings, epochs=None, steps=_MANY_STEPS)
         threads = self.threads(settings)
         return Entrant(load(self.task), endless, settings.strategy, world, self.num_devices, threads)
@@ -177,14 +177,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Known:
-    """What the first processes found out about the task.
+    """The findings of the first processes about the task.
 
     Attributes:
-        largest: Samples of the largest micro-batch that fits; None if it was not looked for.
-        largest_bytes: What it needs.
+        largest: Samples of the largest micro-batch that fits; None if it was not searched for.
+        largest_bytes: The memory that it needs.
         layers: Kinds of layer whose result depends on how a batch is divided.
-        gradient_bytes: Of all gradients.
-        wait_share: The part of a step that waits for data.
+        gradient_bytes: Bytes of all gradients.
+        wait_share: The fraction of a step that waits for data.
     """
 
     largest: int | None = None
@@ -195,7 +195,7 @@ class Known:
 
 
 def candidates(stage: str, base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    """Return the changes that are worth trying on top of ``base``."""
+    """Return the changes to ``base`` that are worth trying."""
     return [changes for changes in _STAGES[stage](base, request, known) if _is_possible(base, changes)]
 
 
@@ -210,15 +210,15 @@ def _is_possible(base: FitSettings, changes: Changes) -> bool:
 
 def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]:
     now = base.workers
-    # Twice and half of what there is; without any, one, two, and what would give each rank its cores.
+    # Twice and half of the current number; without workers, one, two, and the cores per rank.
     per_rank = max(1, request.num_cores // request.num_devices)
     counts = {now // 2, 2 * now} - {now} if now else {1, 2, max(4, per_rank)}
-    waits = now or known.wait_share >= 0.02  # else nothing is to be gained
+    waits = now or known.wait_share >= 0.02  # else there is nothing to gain
     return [{"workers": min(count, 16)} for count in sorted(counts)] if waits else []
 
 
 def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    """Return the changes of strategy, as `compare` measures them: with as many micro-batches, if these fit."""
+    """Return the changes of strategy, as in `compare`: with the same number of micro-batches, if these fit."""
     found: list[Changes] = []
     usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
     for name in request.strategies if request.num_devices > 1 else ():
@@ -231,12 +231,12 @@ def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes
         if name != base.strategy:
             found.append(changes)
         if name == "single" and base.threads is None and _threads(base, request, known):
-            found.append({**changes, "threads": 1})  # a small model is often faster so
+            found.append({**changes, "threads": 1})  # a small model is often faster with one thread
     return found
 
 
 def _fewest_pieces(strategy: str, request: Request, known: Known) -> int:
-    """Return into how many micro-batches a device's part must be divided to fit into memory."""
+    """Return the smallest number of micro-batches per device that fits into memory."""
     share = request.global_batch_size // num_shares(strategy, request.num_devices)
     return 1 if known.largest is None else max(1, math.ceil(share / known.largest))
 
@@ -246,7 +246,7 @@ def _micro_batch(base: FitSettings, request: Request, known: Known) -> list[Chan
         return []
     now, share = base.accumulate, request.global_batch_size // num_shares(base.strategy, request.num_devices)
     fewest = _fewest_pieces(base.strategy, request, known)
-    # Fewer pieces than the fewest do not fit, and batch norm takes no single sample.
+    # Fewer pieces do not fit, and batch norm does not accept a single sample.
     counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
     fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
     return [{"accumulate": count} for count in fitting]
@@ -273,7 +273,7 @@ def _precision(base: FitSettings, request: Request, known: Known) -> list[Change
     return found
 
 
-# In this order: behind a slow loader nothing else can be seen, and what comes later depends on the strategy.
+# In this order: a slow loader hides all other effects, and later stages depend on the strategy.
 _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
     "loading": _loading,
     "strategy": _strategy,
@@ -283,17 +283,17 @@ _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
 }
 
 
-# What the ranks do.
+# The work of the ranks.
 
 
 def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, world: World) -> None:
-    """Train with each size of micro-batch, and write to ``file`` what is `Known` by then. Collective: every rank.
+    """Train with each size of micro-batch, and write what is `Known` so far to ``file``. Collective: every rank.
 
-    These processes end with the first size that does not fit, so the file is written anew after each.
+    These processes end at the first size that does not fit, so the file is rewritten after each size.
     """
     if world.device.type == "cpu":
-        # The host gives more memory than it has, and then kills whom it likes. With a limit on its data this
-        # process gets an error instead, as it would of a GPU.
+        # The host overcommits memory, and then kills any process. With a limit on its data, this process gets an error
+        # instead, as from a GPU.
         limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     torch.set_num_threads(request.threads(base))
@@ -325,21 +325,21 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
 
 
 def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
-    """Let all settings take turns; return the seconds of this rank's turns, by round, for each sample.
+    """Run all settings in turn; return the seconds per sample of this rank's turns, by round.
 
-    Collective: every rank. Ranks that have no part in a turn sleep meanwhile.
+    Collective: every rank. Ranks that do not take part in a turn sleep.
 
     Args:
-        request: What to do.
+        request: The request.
         tried: Settings by name.
-        until: When no other round begins, in Unix time.
+        until: After this time no new round begins, in Unix time.
         world: All ranks.
     """
     # Half a second, if there are five minutes.
     turn_s = min(0.5, max(0.03, request.seconds / 600))
     with contextlib.ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
-        # More processes than cores: whether they help is what is measured here.
+        # There may be more processes than cores: this measures whether they help.
         warnings.filterwarnings("ignore", "This DataLoader will create")
         entrants, num_steps = {}, {}
         for name, settings in tried.items():
@@ -356,7 +356,7 @@ def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, wor
             for name in benchmark.order_of_round(running, len(rounds) - 1):
                 if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps[name])):
                     rounds[-1][name] = turn[0] / sum(record.num_samples for record in turn[1])
-            # Rank zero takes part in every turn, and waits for the slowest rank in each step: it alone can judge.
+            # Rank zero takes part in every turn, and waits for the slowest rank in each step: so only it can judge.
             undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
             is_over = len(rounds) >= MOST_ROUNDS or time.time() > until
             left = [NOW, *undecided] if undecided and not is_over else []
@@ -364,35 +364,35 @@ def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, wor
         return rounds
 
 
-# The judgement.
+# The evaluation.
 
 
 def ratio_of(name: str, rounds: Sequence[Mapping[str, float]]) -> Spread | None:
-    """Return how many times as fast ``name`` was, from the rounds in which it ran; None if there are none."""
+    """Return the speed-up of ``name``, from the rounds in which it ran; None if there are none."""
     both = [each for each in rounds if name in each and NOW in each]
     return paired_ratio([each[NOW] for each in both], [each[name] for each in both]) if both else None
 
 
 def is_decided(name: str, rounds: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether more rounds would change nothing: it is clearly slower or faster."""
+    """Return whether no more rounds are needed: it is clearly slower or faster."""
     ratio, count = ratio_of(name, rounds), sum(name in each for each in rounds)
     if ratio is None:
         return False
-    # Three rounds are enough to give a change up; to take it, as many as a spread with 90% certainty needs.
+    # Three rounds are enough to reject a change; accepting it needs enough rounds for 90% certainty.
     return (count >= 3 and ratio.high < 0.97) or (count >= FEWEST_ROUNDS and ratio.low > 1.05)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a change.
+    """The result of a change.
 
     Attributes:
-        stage: In which it was tried.
+        stage: The stage in which it was tried.
         changes: Settings by name.
-        effect: What becomes of the training.
-        ratio: How many times as fast it was; None if it did not run.
-        num_rounds: In which it ran.
-        why: Why it was not kept; empty if it is part of what was found.
+        effect: Its effect on the training.
+        ratio: The speed-up; None if it did not run.
+        num_rounds: The number of rounds in which it ran.
+        why: Why it was not kept; empty if it was.
     """
 
     stage: str
@@ -404,7 +404,7 @@ class Result:
 
     @property
     def why_no_gain(self) -> str:
-        """Why it is not faster beyond the noise, and by enough to matter; empty if it is."""
+        """Why it is not faster beyond the noise, or not by enough; empty if it is."""
         if self.ratio is None:
             return "time was up before it ran"
         if self.ratio.high < 1:
@@ -427,24 +427,24 @@ def tune(
     allow_division: bool = False,
     began_at: float | None = None,
 ) -> Sweep:
-    """Try settings on ``task`` for some minutes, and return those that train it fastest, with what each gave.
+    """Try settings on ``task`` for some minutes, and return the fastest, with the gain of each change.
 
-    The global batch, the order of the samples and the loss stay as they are. Starts processes of its own, and blocks
-    until they are done; Ctrl-C ends it with what was found by then.
+    The global batch, the order of the samples and the loss do not change. Starts processes, and blocks until they are
+    done; Ctrl-C ends it with the settings found so far.
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
-        devices: Devices for all strategies but ``single``.
-        minutes: How long it may take; longer only where the ranks take longer than that to start.
-        start: Settings to begin with, by name, as `FitSettings` takes them.
-        strategies: That may be tried.
-        allow_precision: Whether another arithmetic may be taken: bf16 in computing, or on the way of gradients.
-        allow_division: Whether a batch may be divided otherwise though layers see that, as batch norm does.
-        began_at: From when on the time counts, in Unix time; now if None.
+        devices: Devices for all strategies except ``single``.
+        minutes: How long it may take; it takes longer only if the ranks need longer than that to start.
+        start: The initial settings, by name, as in `FitSettings`.
+        strategies: The strategies to try.
+        allow_precision: Whether lower precision may be used: bf16 in computation or communication.
+        allow_division: Whether a batch may be divided differently if that affects layers such as batch norm.
+        began_at: The start of the time limit, in Unix time; None: now.
 
     Raises:
-        ConfigurationError: Task, settings and devices do not go together; says what to change.
-        LockstepError: The task cannot be trained with the settings to begin with.
+        ConfigurationError: Task, settings and devices do not fit together; says what to change.
+        LockstepError: The task cannot be trained with the initial settings.
     """
     if devices < 1:
         raise ConfigurationError(f"devices={devices} is not allowed.\nGive a whole number of at least 1.")
@@ -479,9 +479,9 @@ def tune(
 
 
 def _usable_bytes(num_devices: int, device: torch.device) -> int:
-    """Return how much memory all processes may use together, or one GPU."""
+    """Return the memory that all processes together may use, or one GPU."""
     if device.type != "cpu":
-        # Not `get_memory_info`: that would need a context of this process on each.
+        # Not `get_memory_info`: that would create a context of this process on each device.
         properties = map(torch.get_device_module(device).get_device_properties, range(num_devices))
         return int(_USABLE * min(each.total_memory for each in properties))
     return int(_USABLE * free_and_total_bytes()[0])
@@ -489,22 +489,22 @@ def _usable_bytes(num_devices: int, device: torch.device) -> int:
 
 @dataclass(repr=False)
 class Sweep(Shown):
-    """Goes through the stages; what it has found so far is in its attributes at any time.
+    """Runs the stages; its attributes always hold the results so far.
 
-    First the largest micro-batch that fits is looked for, in processes of its own. Then one kind of setting after the
-    other is tried: the settings so far and each change to them take turns in rounds, as in `compare`, and the best
+    First it searches for the largest micro-batch that fits, in separate processes. Then it tries one kind of setting
+    after the other: the current settings and each change to them take turns in rounds, as in `compare`, and the best
     change that is faster beyond the noise is kept.
 
     Attributes:
         task: Its name.
-        request: What to do.
-        start: The settings that it began with.
-        found: Those that it has ended with.
-        allowed: Effects on the training that may be taken.
-        known: What the first processes found out.
-        results: Of all changes, in the order in which they were tried.
-        total: How many times as fast all of it is together; None if that was not measured.
-        notes: What else there is to say.
+        request: The request.
+        start: The initial settings.
+        found: The best settings so far.
+        allowed: The effects on the training that are allowed.
+        known: The findings of the first processes.
+        results: The results of all changes, in the order in which they were tried.
+        total: The speed-up of all kept changes together; None if that was not measured.
+        notes: Further remarks.
         interrupted: Whether it was stopped by Ctrl-C.
     """
 
@@ -525,17 +525,17 @@ class Sweep(Shown):
 
     @property
     def device(self) -> str:
-        """How many of what."""
+        """The number and kind of devices."""
         return f"{self.request.num_devices} x {default_device().type}"
 
     @property
     def effect(self) -> Effect:
-        """What becomes of the training."""
+        """The effect of all changes on the training."""
         return self._effect(self.start, self.found)
 
     @property
     def verdict(self) -> str:
-        """What came of it, in one sentence."""
+        """The result, in one sentence."""
         if self.found == self.start:
             return "No change is faster than the settings at the start."
         if self.total is None:
@@ -549,11 +549,11 @@ class Sweep(Shown):
         """Try all stages, or as many as there is time for.
 
         Raises:
-            LockstepError: The task cannot be trained with the settings to begin with.
+            LockstepError: The task cannot be trained with the initial settings.
         """
         log("memory: looking for the largest micro-batch that fits")
         self._probe()
-        # For the last stage, which measures what all of it gives together.
+        # For the last stage, which measures all changes together.
         reserve_s = min(20.0, 0.2 * self.request.seconds)
         for index, stage in enumerate(_STAGES):
             changes = candidates(stage, self.found, self.request, self.known)
@@ -562,11 +562,11 @@ class Sweep(Shown):
                 self.notes.append("Time was up before all changes were tried. More time (--minutes M) may find more.")
                 break
             if changes:
-                # Twice an equal part: fewer stages to their end are worth more than all without one.
+                # Twice an equal share: it is better to complete fewer stages than to complete none.
                 best = self._try(stage, changes, self.found, min(left_s, 2 * left_s / (len(_STAGES) - index)))
                 self.found = self.found if best is None else replace(self.found, **best.changes)
         if self.found != self.start:
-            # Gains measured one after the other need not add up; if the sum is none, nothing is taken.
+            # Gains measured separately may not add up; if there is no gain in total, no change is kept.
             self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
             result = self.results[-1]
             if result.num_rounds >= FEWEST_ROUNDS:
@@ -574,10 +574,10 @@ class Sweep(Shown):
                 self.found = self.start if result.why_no_gain else self.found
 
     def _probe(self) -> None:
-        """Find the largest micro-batch that fits, in processes that may die of it, and what else is to be known."""
+        """Find the largest micro-batch that fits, in processes that may be killed, and the rest of `Known`."""
         base, request = self.start, self.request
         share = math.ceil(request.global_batch_size / num_shares(base.strategy, request.num_devices))
-        # Halves of a share; but batch norm takes no single sample.
+        # Halves of a share; but batch norm does not accept a single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
         devices = request.num_devices if base.strategy in PER_PROCESS else 1
         limit_s = max(_PATIENCE_S, 0.4 * request.left_s)
@@ -609,7 +609,7 @@ class Sweep(Shown):
         self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
 
     def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result | None:
-        """Measure changes beside ``base``; return the best that is allowed."""
+        """Measure changes against ``base``; return the best allowed one."""
         log(f"{stage}: {'; '.join(map(in_words, tried))}; at most {seconds:.0f} s")
         rounds, lost = self._measure({in_words(each): each for each in tried}, base, time.time() + seconds)
         results = []
@@ -627,7 +627,7 @@ class Sweep(Shown):
     def _measure(
         self, changes: dict[str, Changes], base: FitSettings, until: float
     ) -> tuple[list[dict[str, float]], dict[str, str]]:
-        """Run rounds; return them, and why some changes have none."""
+        """Run rounds; return them, and the reasons why some changes have none."""
         if time.time() >= until:
             return [], {}
         entrants = {NOW: base} | {name: replace(base, **each) for name, each in changes.items()}
@@ -639,7 +639,7 @@ class Sweep(Shown):
             if len(changes) == 1:
                 cause = error.__cause__ if isinstance(error, RankFailed) else None
                 return [], dict.fromkeys(changes, _reason(cause or error))
-        # One of them has ended the ranks, or they do not fit into memory beside each other: now each on its own.
+        # A change has ended the ranks, or they do not fit into memory together: now each change alone.
         rounds: list[dict[str, float]] = []
         lost: dict[str, str] = {}
         for place, (name, each) in enumerate(changes.items()):
@@ -650,7 +650,7 @@ class Sweep(Shown):
         return rounds, lost
 
     def _why_forbidden(self, effect: Effect) -> str:
-        """Return why a change that is faster is not taken; nothing if it is."""
+        """Return why a faster change is not allowed; empty if it is."""
         if effect in self.allowed:
             return ""
         if effect is Effect.ARITHMETIC:
@@ -659,13 +659,13 @@ class Sweep(Shown):
 
 
 def _reason(error: BaseException) -> str:
-    """Return in one line what was wrong."""
+    """Return the cause in one line."""
     lines = str(error).splitlines() or [type(error).__name__]
-    first = (lines[-1] if lines[0].startswith("Caught ") else lines[0]).rstrip(".")  # what a thread has raised
+    first = (lines[-1] if lines[0].startswith("Caught ") else lines[0]).rstrip(".")  # the error of a thread
     return first if isinstance(error, LockstepError) else f"{type(error).__name__}: {first}"
 
 
-# What was found, for a terminal and as a file that ``lockstep train --settings`` reads.
+# The result, for a terminal and as a file that ``lockstep train --settings`` reads.
 
 _HOW_TO_READ = (
     "Times: the samples/s of the change divided by those of the settings so far, measured in interleaved rounds: the "
@@ -675,7 +675,7 @@ _HOW_TO_READ = (
 
 
 def render(outcome: Sweep) -> RenderableType:
-    """Lay out the table, what else there is to say, and the conclusion: at most 100 columns."""
+    """Lay out the table, the remarks and the conclusion: at most 100 columns."""
     began = in_words({"strategy": outcome.start.strategy, **differences(FitSettings(), outcome.start)})
     title = f"{outcome.task}: {outcome.device}, global batch {outcome.request.global_batch_size}, from {began}"
     rows = []
@@ -693,10 +693,10 @@ def render(outcome: Sweep) -> RenderableType:
 
 
 def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, str]) -> str:
-    """Return the text of the file: each setting with what it gave, and what was left out as comments.
+    """Return the text of the file: each setting with its gain, and rejected changes as comments.
 
     Args:
-        outcome: What was found.
+        outcome: The result.
         task_file: The task, as on the command line.
         file: The file's own name.
         facts: Of machine and versions.

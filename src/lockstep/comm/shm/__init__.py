@@ -1,4 +1,4 @@
-"""The backend ``shm``. Here torch.distributed is made to know it, without importing torch before anybody needs it."""
+"""The backend ``shm``. This module registers it with torch.distributed, without importing torch before it is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register_when_needed() -> None:
-    """Register now if torch.distributed is there, else as soon as it has been imported."""
+    """Register now if torch.distributed is imported, else as soon as it has been imported."""
     if _C10D in sys.modules:
         _register(sys.modules[_C10D].Backend)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -28,13 +28,13 @@ def _register(backend: Any) -> None:
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
-    from lockstep.comm.hierarchy import create_group  # the rest of the backend, when a group is made
+    from lockstep.comm.hierarchy import create_group  # import the rest of the backend when a group is created
 
     return create_group(options, backend_options)
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as everybody would, and has its loader register the backend afterwards."""
+    """Finds one module as the import system would, and makes its loader register the backend afterwards."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

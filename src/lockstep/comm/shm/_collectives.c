@@ -1,13 +1,13 @@
-/* The collectives, as steps: publish into the outbox, wait for the others' parts, read them.
+/* The collectives, as steps: publish data in the outbox, wait for the others' parts, read them.
 
    Every step has a number, the same on all ranks. Outboxes and results are doubled: step k uses half k % 2, which is
-   free again when every rank is done with step k - 2. The first step of every collective also compares the calls. */
+   free when every rank has finished step k - 2. The first step of every collective also compares the calls. */
 #include <stdbool.h>
 #include <string.h>
 
 #include "_sync.h"
 
-/* Up to here, over all ranks, every rank sums everything itself: one wait instead of two. */
+/* Up to this size, over all ranks, every rank sums everything itself: one wait instead of two. */
 #define SMALL_BYTES ((size_t)1 << 18)
 #define ARRIVED offsetof(Member, arrived)
 #define REDUCED offsetof(Member, reduced)
@@ -31,14 +31,14 @@ static int open_step(Group *g, uint32_t step, int64_t deadline_ms) { return awai
 
 static int begin(Group *g, const Call *call, int64_t deadline_ms) {
     TRY(open_step(g, g->step + 1, deadline_ms));
-    /* Not every step reduces; a count that stood still for 2^31 steps would read as one to come. */
+    /* Not every step reduces; a count that stayed the same for 2^31 steps would seem to be in the future. */
     atomic_store_explicit(&me(g)->reduced.value, g->step, memory_order_relaxed);
     g->step++;
     me(g)->call[g->step & 1] = *call;
     return OK;
 }
 
-/* Wait for the others' first step, and compare what they call. */
+/* Wait for the others' first step, and compare their calls. */
 static int meet(Group *g, int64_t deadline_ms) {
     TRY(await_all(g, ARRIVED, g->step, deadline_ms));
     const Call *mine = &me(g)->call[g->step & 1];
@@ -68,7 +68,7 @@ static bool any_in_place(const Group *g) {
     return false;
 }
 
-/* Some tensors lie in shared memory and others do not: all ranks alike take the next step, with copies. */
+/* Some tensors lie in shared memory and others do not: all ranks take the next step, with copies. */
 static int begin_again(Group *g, int64_t deadline_ms) {
     announce(&me(g)->done, g->step);
     TRY(open_step(g, g->step + 1, deadline_ms));
@@ -76,7 +76,7 @@ static int begin_again(Group *g, int64_t deadline_ms) {
     return OK;
 }
 
-/* End an in-place collective: nobody may change its tensor before all have read what they need of it. */
+/* End an in-place collective: no rank may change its tensor before all have read the parts they need. */
 static int part(Group *g, int64_t deadline_ms) {
     announce(&me(g)->reduced, g->step);
     TRY(await_all(g, REDUCED, g->step, deadline_ms));
@@ -84,7 +84,7 @@ static int part(Group *g, int64_t deadline_ms) {
     return OK;
 }
 
-/* The elements that this rank reduces where all tensors lie in shared memory. */
+/* The elements that this rank reduces if all tensors lie in shared memory. */
 typedef struct {
     size_t start, end;
 } Slice;
@@ -100,7 +100,7 @@ static int reduce_in_place(Group *g, char *const *parts, Slice slice, size_t wid
                            Pieces *pieces, int64_t deadline_ms) {
     const void *sources[MAX_RANKS];
     char *own = parts[g->rank] + call->offset;
-    /* In blocks, so that what came from the pieces, or goes to the other ranks, is in the cache. */
+    /* In blocks, so that data from the pieces, or for the other ranks, is in the cache. */
     for (size_t at = slice.start, block = 65536 / width; at < slice.end; at += block) {
         size_t end = least(at + block, slice.end);
         for (int rank = 0; rank < g->size; rank++) sources[rank] = parts[rank] + call->offset + at * width;
@@ -112,14 +112,14 @@ static int reduce_in_place(Group *g, char *const *parts, Slice slice, size_t wid
     return part(g, deadline_ms);
 }
 
-/* Fill what other ranks read of this rank's tensor, so that they can begin; `slice` is filled as it is reduced. */
+/* Fill the parts of this rank's tensor that others read, so that they can begin; `slice` is filled while reducing. */
 static void fill_for_others(char *data, Pieces *pieces, Slice slice, int dtype) {
     lockstep_fill(data, pieces, 0, slice.start, dtype);
     lockstep_fill(data, pieces, slice.end, SIZE_MAX, dtype);
 }
 
 typedef struct {
-    size_t start, slice, end; /* elements: of the whole, of one rank's slice */
+    size_t start, slice, end; /* elements of the whole, and of one rank's slice */
 } Span;
 
 static Span span_of(const Group *g, size_t index, size_t count, size_t width) {
@@ -171,14 +171,14 @@ static int reduce_small(Group *g, char *data, size_t count, const Call *call) {
     return OK;
 }
 
-/* Wait until all ranks have begun what this one has begun; TIMED_OUT after at most so long. */
+/* Wait until all ranks have begun the current call; TIMED_OUT after the time limit. */
 int lockstep_have_all_begun(Group *g, int64_t timeout_ms) {
     return await_all(g, ARRIVED, g->step, deadline_after(timeout_ms));
 }
 
 /* `parts` are the ranks' shares of the allocation `alloc`, and `data` lies at `offset` in this rank's; or alloc < 0.
-   `data` begins with what `pieces` hold, if there are any. In two calls with the same arguments, BEGIN returns when the
-   other ranks can read what they need; REST waits for theirs. */
+   `data` is first filled from `pieces`, if there are any. In two calls with the same arguments, BEGIN returns when the
+   other ranks can read the data they need; REST waits for their data. */
 int lockstep_all_reduce(Group *g, char *data, size_t count, int dtype, int op, int root, int64_t alloc, size_t offset,
                         char *const *parts, const char *const *pieces, const uint64_t *piece_counts, size_t num_pieces,
                         double factor, int32_t *nonfinite, int phase, int64_t timeout_ms) {
@@ -231,7 +231,7 @@ static void publish_parts(Group *g, char *const *inputs, const uint64_t *counts,
 
 /* Rank r gets the reduction of every rank's inputs[r], which has counts[r] elements. With alloc >= 0 the inputs lie one
    after the other at `offset` in the ranks' shares of that allocation, `parts`, and the output is this rank's input.
-   inputs[0] begins with what `pieces` hold, if there are any; the inputs then lie back to back. See lockstep_all_reduce
+   inputs[0] is first filled from `pieces`, if there are any; the inputs then lie back to back. See lockstep_all_reduce
    for `phase`. */
 int lockstep_reduce_scatter(Group *g, char *const *inputs, const uint64_t *counts, char *output, int dtype, int op,
                             int64_t alloc, size_t offset, char *const *parts, const char *const *pieces,
@@ -292,7 +292,7 @@ static void publish_sends(Group *g, const char *const *sends, const uint64_t *by
     }
 }
 
-/* Compare what the others send with what this rank expects; `longest` becomes the most that anybody sends anybody. */
+/* Compare the bytes that others send with those that this rank expects; `longest` becomes the largest message. */
 static int compare_sizes(Group *g, const uint64_t *receive_bytes, size_t *longest) {
     for (int from = 0; from < g->size; from++) {
         const uint64_t *sizes = g->head->member[from].sizes[g->step & 1];
@@ -306,8 +306,8 @@ static int compare_sizes(Group *g, const uint64_t *receive_bytes, size_t *longes
 }
 
 /* Every rank sends `send_bytes[r]` bytes at `sends[r]` to rank r; with `same`, they are the same bytes for all. With
-   alloc >= 0, which needs `same`, what is received lies one after the other at `offset` in this rank's share of that
-   allocation, and what it sends is its own place there. */
+   alloc >= 0, which needs `same`, received data lies back to back at `offset` in this rank's share of that allocation,
+   and the data to send is already in its place there. */
 int lockstep_exchange(Group *g, int kind, int root, int same, const char *const *sends, const uint64_t *send_bytes,
                       char *const *receives, const uint64_t *receive_bytes, int64_t alloc, size_t offset,
                       char *const *parts, int64_t timeout_ms) {

@@ -1,14 +1,14 @@
-/* Blocks of numbers as integers of 8 or 4 bits and one scale, for gradients that travel between machines. */
+/* Blocks of numbers as integers of 8 or 4 bits and one scale, for gradients sent between machines. */
 #include <string.h>
 
 #include "_shm.h"
 
 #define LARGEST_BLOCK 1024
-/* 1.5 * 2^23. The last place of a float near it is 1: to add it rounds to the nearest integer, ties to even, and the
-   low bits of the sum are that integer. */
+/* 1.5 * 2^23. The unit in the last place of a float near it is 1: adding it rounds to the nearest integer, ties to
+   even, and the low bits of the sum are that integer. */
 #define ROUNDING 12582912.0f
 #define NOT_FINITE 0x7fc0u       /* as a bfloat16 */
-#define TOO_LARGE 0x7f000000u    /* 2^127: what is decoded could be infinite */
+#define TOO_LARGE 0x7f000000u    /* 2^127: the decoded number could be infinite */
 #define TOO_SMALL 0x0d800000u    /* 2^-100: the inverse of a scale could be infinite; the block is sent as zeros */
 
 /* The scale is a bfloat16, rounded up, so that no integer is larger than `levels`. */
@@ -20,7 +20,7 @@ static inline uint32_t scale_of(uint32_t largest, float levels) {
 /* In a block of 4 bits a byte holds an element of the first half and one of the second. */
 static inline size_t code_bytes(size_t length, int bits) { return bits == 8 ? length : (length + 1) / 2; }
 
-/* Replaces `values` by what the integers leave out; a block that holds a value that is not finite becomes zeros. */
+/* Replaces `values` by the rounding errors; a block with a value that is not finite becomes zeros. */
 FAST void lockstep_encode(float *values, size_t count, int bits, size_t block, uint8_t *scales, uint8_t *codes) {
     uint32_t code[LARGEST_BLOCK];
     float levels = bits == 8 ? 127.0f : 7.0f;
@@ -52,7 +52,7 @@ FAST void lockstep_encode(float *values, size_t count, int bits, size_t block, u
     }
 }
 
-/* Writes what `lockstep_encode` has made to `to`, or adds it to what is there. */
+/* Decodes the result of `lockstep_encode` and writes it to `to`, or adds it. */
 FAST void lockstep_decode(const uint8_t *scales, const uint8_t *codes, size_t count, int bits, size_t block, float *to,
                           int adds) {
     float part[LARGEST_BLOCK + 1];

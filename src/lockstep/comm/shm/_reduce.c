@@ -33,7 +33,7 @@ static inline float from_f16(uint16_t half) {
 
 static inline uint16_t to_f16(float value) {
     uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
-    /* Next to 0.5 a float's last place is 2^-24, the smallest half: the addition rounds as it should. */
+    /* Near 0.5 the unit in the last place of a float is 2^-24, the smallest half: the addition rounds correctly. */
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -47,7 +47,7 @@ static inline uint16_t to_f16(float value) {
 #define AND(a, x) ((a) & (x))
 #define OR(a, x) ((a) | (x))
 #define XOR(a, x) ((a) ^ (x))
-/* As in torch, what is not a number wins. */
+/* As in torch, NaN has priority. */
 #define LEAST(a, x) ((x) < (a) || (x) != (x) ? (x) : (a))
 #define MOST(a, x) ((x) > (a) || (x) != (x) ? (x) : (a))
 #define MEAN(a) ((a) / (float)num_sources)

@@ -1,4 +1,4 @@
-/* The shared segment, and what one process knows about it. docs/design/shm.md draws it. */
+/* The shared segment, and the state of one process. docs/design/shm.md shows the layout. */
 #ifndef LOCKSTEP_SHM_H
 #define LOCKSTEP_SHM_H
 
@@ -17,13 +17,13 @@
 #define MAX_RANKS 64
 #define LINE 128 /* two cache lines: neighbours are fetched in pairs */
 
-/* A number that grows, that others wait for. */
+/* A number that only grows, and that others wait for. */
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
 } Word;
 
-/* What a rank calls; must be the same on all ranks, `alloc` and `offset` excepted. */
+/* The call of a rank; must be the same on all ranks, except for `alloc` and `offset`. */
 typedef struct {
     int32_t kind, dtype, op, root;
     uint64_t extent;
@@ -36,7 +36,7 @@ enum { JOINED = 1, LEFT = 2, FAILED = 3 };
 typedef struct {
     Word arrived; /* this step's part lies in the outbox */
     Word reduced; /* this step's slice lies in the results */
-    Word done;    /* this rank reads nothing of this step any more */
+    Word done;    /* this rank does not read anything of this step any more */
     Word bell;    /* something may have changed for this rank's sends and receives */
     _Alignas(LINE) Call call[2];
     uint64_t sizes[2][MAX_RANKS];
@@ -46,7 +46,7 @@ typedef struct {
 } Member;
 
 typedef struct {
-    char token[16]; /* written by whoever made the segment, so that the others know it for the right one */
+    char token[16]; /* written by the rank that created the segment, so that the others can verify it */
     uint64_t chunk_bytes, ring_bytes;
     _Alignas(LINE) Member member[];
 } Head;
@@ -64,8 +64,8 @@ typedef struct {
     int fd, rank, size, spins;
     uint32_t step;
     int failed_rank;         /* the rank that the last error is about */
-    uint64_t missing;    /* the ranks that a time-out waited for, as bits */
-    _Atomic int stopped; /* another thread of this process gives up */
+    uint64_t missing;    /* the ranks that were missing at a timeout, as bits */
+    _Atomic int stopped; /* another thread of this process stops the call */
     Interrupted interrupted;
 } Group;
 
@@ -90,8 +90,8 @@ static inline float float_of(uint32_t bits) {
 
 size_t lockstep_element_bytes(int dtype);
 
-/* Where the elements of a tensor come from: pieces, back to back, each multiplied by `factor`. No pieces: they are there
-   already. The kernel looks from piece `at` on, which begins at element `offset`. */
+/* Where the elements of a tensor come from: pieces, back to back, each multiplied by `factor`. No pieces: they are
+   already there. The kernel searches from piece `at` on, which begins at element `offset`. */
 typedef struct {
     const char *const *pieces;
     const uint64_t *counts;

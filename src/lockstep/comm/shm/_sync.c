@@ -1,4 +1,4 @@
-/* How the ranks wait for each other: words that grow, read with acquire, written with release, slept on with futex. */
+/* How the ranks wait for each other: words that only grow, read with acquire, written with release; futex waits. */
 #define _GNU_SOURCE
 #include "_sync.h"
 
@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SLICE_MS 50 /* asleep for at most this long before looking whether the others live */
+#define SLICE_MS 50 /* sleep at most this long before checking whether the others are alive */
 
 static size_t aligned(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -41,7 +41,7 @@ size_t lockstep_segment_bytes(int size, size_t chunk_bytes, size_t ring_bytes) {
     return head_bytes(size) + (size_t)size * room_bytes(&head) + (size_t)size * (size_t)size * ring_stride(&head);
 }
 
-/* Of a fresh segment, which is all zeros; before any other rank looks at it. */
+/* For a new segment, which is all zeros; before any other rank reads it. */
 void lockstep_format(void *segment, size_t chunk_bytes, size_t ring_bytes) {
     Head *head = segment;
     head->chunk_bytes = chunk_bytes;
@@ -54,15 +54,15 @@ static int64_t now_ms(void) {
     return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-/* One more, as now_ms() cuts off a part of a millisecond: no wait ends before its time. */
+/* One more, because now_ms() rounds down to milliseconds: no wait ends too early. */
 int64_t deadline_after(int64_t timeout_ms) { return now_ms() + timeout_ms + 1; }
 
 static struct flock byte_of(int rank) {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
 }
 
-/* Join as `rank`. The kernel lets go of the lock when this process ends, however it ends: that is how others know.
-   It belongs to the process, so that children which inherit the file do not hold it. */
+/* Join as `rank`. The kernel releases the lock when this process ends for any reason: so the others notice it.
+   It belongs to the process, so children that inherit the file do not hold it. */
 Group *lockstep_join(void *segment, int fd, int rank, int size, int spins, Interrupted interrupted) {
     struct flock lock = byte_of(rank);
     if (size > MAX_RANKS || (fd >= 0 && fcntl(fd, F_SETLK, &lock) != 0)) return NULL;
@@ -104,7 +104,7 @@ static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_
 
 static void wake_sleepers(Word *word) {
     /* Either this load sees the sleeper, or the sleeper's load after its increment sees the new value: all four are
-       sequentially consistent. And the kernel compares once more before it puts anybody to sleep. */
+       sequentially consistent. And the kernel compares again before it puts a thread to sleep. */
     if (atomic_load(&word->sleepers) > 0) futex_wake(&word->value);
 }
 
@@ -126,7 +126,7 @@ static void breathe(void) {
 #endif
 }
 
-/* The state of another rank: JOINED while it lives. */
+/* The state of another rank: JOINED while it is alive. */
 static uint32_t state_of(const Group *g, int rank, bool *died) {
     Member *member = &g->head->member[rank];
     uint32_t state = atomic_load(&member->state);
@@ -136,14 +136,14 @@ static uint32_t state_of(const Group *g, int rank, bool *died) {
     return state;
 }
 
-/* Say whether one of the ranks that have not reached `target` never will. The dead first: the others fail of them. */
+/* Return whether a rank that has not reached `target` never will. Dead ranks first: they make others fail. */
 static int hopeless(Group *g, size_t word_at, uint32_t target) {
     int found = OK;
     for (int rank = 0; rank < g->size; rank++) {
         if (rank == g->rank) continue;
         bool died;
         uint32_t state = state_of(g, rank, &died);
-        /* Looked at after its state: it may have come here before it ended. */
+        /* Read after its state: the rank may have reached the target before it ended. */
         if (reached((Word *)((char *)&g->head->member[rank] + word_at), target)) continue;
         int code = died ? DIED : state == FAILED ? BROKEN : state == LEFT ? WENT : OK;
         if (code != OK && (found == OK || code == DIED)) {
@@ -220,7 +220,7 @@ void lockstep_await_bell(Group *g, uint32_t seen, int64_t ms) {
     atomic_fetch_sub(&bell->sleepers, 1);
 }
 
-/* Write as much as there is room for; return how much that was. */
+/* Write as much as there is room for; return the number of bytes. */
 size_t lockstep_ring_write(Group *g, int to, const char *data, size_t bytes) {
     Ring *ring = ring_between(g, g->rank, to);
     size_t capacity = g->head->ring_bytes;
@@ -236,7 +236,7 @@ size_t lockstep_ring_write(Group *g, int to, const char *data, size_t bytes) {
     return bytes;
 }
 
-/* Read as much as there is, at most `bytes`; return how much that was. */
+/* Read the available data, at most `bytes`; return the number of bytes. */
 size_t lockstep_ring_read(Group *g, int from, char *data, size_t bytes) {
     Ring *ring = ring_between(g, from, g->rank);
     size_t capacity = g->head->ring_bytes;

@@ -1,4 +1,4 @@
-/* What the collectives use of the waiting. */
+/* The functions for waiting that the collectives use. */
 #ifndef LOCKSTEP_SYNC_H
 #define LOCKSTEP_SYNC_H
 

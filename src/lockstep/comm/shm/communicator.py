@@ -23,7 +23,7 @@ OK, TIMED_OUT, DIED, WENT, BROKEN, MISMATCH, INTERRUPTED, STOPPED = range(8)
 
 
 class CallRecord(ctypes.Structure):
-    """What a rank called, as the others see it."""
+    """The call of a rank, as the other ranks see it."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -39,7 +39,7 @@ class CallRecord(ctypes.Structure):
 _LOCATION = (c_int64, c_size_t, POINTER(c_void_p))  # allocation, offset, where the ranks' shares lie
 _TENSORS = (POINTER(c_void_p), POINTER(c_uint64))  # addresses, sizes
 _PIECES = (*_TENSORS, c_size_t, c_double, c_void_p)  # and how many, a factor, and where a flag is set
-# Of a call that is made in two: until the other ranks can read what they need, and all that waits for theirs.
+# A call can be made in two parts. BEGIN provides the data that other ranks read; REST does what waits for their data.
 WHOLE, BEGIN, REST = range(3)
 _SIGNATURES = {
     "segment_bytes": (c_size_t, [c_int, c_size_t, c_size_t]),
@@ -67,7 +67,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """Return the library, or why there is none. Calls into it do not hold the interpreter's lock."""
+    """Return the library, or the reason why there is none. Calls into it do not hold the interpreter's lock."""
     spec = importlib.util.find_spec("lockstep.comm.shm._native")
     if spec is None or spec.origin is None:
         return "its C library was not built when lockstep was installed; install a C compiler and lockstep again"
@@ -83,7 +83,7 @@ def library() -> ctypes.CDLL | str:
 
 @cache
 def block_codec() -> tuple[Any, Any] | None:
-    """Return the C functions that make blocks of small integers of float32, and numbers of them again, if there are."""
+    """Return the C functions that encode float32 as blocks of small integers and decode them, if available."""
     loaded = library()
     if isinstance(loaded, str):
         return None
@@ -94,9 +94,9 @@ def block_codec() -> tuple[Any, Any] | None:
     return encode, decode
 
 
-# The numbers under which operations, reductions and dtypes go into the C library.
+# The numbers that the C library uses for operations, reductions and dtypes.
 
-# What is called; the C library knows the first two and moves bytes for the others.
+# The operations. The C library knows the first two and moves bytes for the others.
 Kind = IntEnum("Kind", "ALL_REDUCE REDUCE_SCATTER BROADCAST ALL_GATHER GATHER SCATTER ALL_TO_ALL BARRIER EMPTY_SHARED")
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -114,24 +114,24 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-# Those that the C library computes with, by its own numbers.
+# The dtypes that the C library computes with, by its own numbers.
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 _OTHERS = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - set(DTYPES)
 _ALL_DTYPES = (*DTYPES, *sorted(_OTHERS, key=str))
-# All that can be moved.
+# All dtypes that can be moved.
 NUMBERS_OF_ALL = {dtype: number for number, dtype in enumerate(_ALL_DTYPES)}
 
-# The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes, whatever they
-# mean, but it compares the kinds: so a tensor never arrives as one of another dtype.
+# The kind of an exchange has the dtype's number, plus one, in its upper bits. The library moves bytes of any dtype, but
+# it compares the kinds of all ranks, so a tensor never arrives with another dtype.
 EXCHANGED_DTYPE = 2**8
 
-# Flags: a sum says whether any is set. They have no mean.
+# For bool tensors: a sum says whether any element is set. They have no mean.
 _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
 
 
 def describe(call: CallRecord) -> str:
-    """Return a call in words, such as ``all_reduce(sum) of 10 float32``."""
+    """Return the text for a call, such as ``all_reduce(sum) of 10 float32``."""
     number, kind = divmod(call.kind, EXCHANGED_DTYPE)
     name, number = Kind(kind).name.lower(), number - 1 if number else call.dtype
     dtype = str(_ALL_DTYPES[number]).removeprefix("torch.")
@@ -149,7 +149,7 @@ def reduction_of(op: Any, dtype: torch.dtype) -> int:
     """Return the number of an operation, see `operation_of`, for tensors of ``dtype``.
 
     Raises:
-        ConfigurationError: It makes no sense for that dtype, or the backend does not have it.
+        ConfigurationError: The dtype does not allow it, or the backend does not support it.
     """
     name = str(op).rpartition(".")[2].lower()
     if dtype == torch.bool:
@@ -180,15 +180,15 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def operation_of(options: Any) -> Any:
-    """Return the kind of ``ReduceOp`` in a c10d options object, or in what callers pass in its place."""
+    """Return the kind of ``ReduceOp`` in a c10d options object, or in the value that callers pass instead."""
     op = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
     return getattr(op, "op", op)
 
 
-# Reads of a word before going to sleep, some 60 microseconds; none where ranks must share cores. In training steps of 2
-# ranks, who comes first to a reduction mostly waits for milliseconds, which no such budget covers. So the step times
-# with 0 to 8,000 reads differ by less than the noise; 30,000 cost small models with ZeRO 12 %. With more ranks
-# than cores 200 reads gained nothing.
+# How often a waiting rank reads a word before it sleeps, about 60 microseconds; 0 if ranks share cores. In training
+# steps of 2 ranks, the first rank in a reduction usually waits for milliseconds, much longer than that. So step times
+# with 0 to 8,000 reads differ by less than the noise; 30,000 made small models with ZeRO 12 % slower. With more ranks
+# than cores, 200 reads gained nothing.
 SPINS = 2000
 
 
@@ -197,7 +197,7 @@ class Communicator:
 
     Attributes:
         native: The C library.
-        handle: What it knows the group by.
+        handle: The library's handle of the group.
         rank: This rank in the group.
         size: The number of ranks.
         ranks: Each member's rank in the whole job, for messages.
@@ -216,8 +216,8 @@ class Communicator:
         self._broken: LockstepError | None = None
         interruptions = self._interruptions()
         next(interruptions)
-        self._callback = INTERRUPTED_TYPE(interruptions.__next__)  # kept: the C library holds only its address
-        # With more ranks than cores, one that spins takes the core of the one that it waits for.
+        self._callback = INTERRUPTED_TYPE(interruptions.__next__)  # kept alive: the C library holds only its address
+        # With more ranks than cores, a rank that spins takes the core of the rank that it waits for.
         spins = SPINS if size <= len(os.sched_getaffinity(0)) else 0
         handle = native.lockstep_join(segment.address, segment.fd, rank, size, spins, self._callback)
         if handle is None:
@@ -229,17 +229,17 @@ class Communicator:
         """Raise if the group cannot be used (any more).
 
         Raises:
-            LockstepError: It failed before, was closed, or was made in another process.
+            LockstepError: It failed before, was closed, or was created in another process.
         """
         me = self.ranks[self.rank]
-        # A fork copies the object and shares the memory: without this its calls would count as this rank's.
+        # A forked child has a copy of the object and shares the memory: its calls would count as this rank's.
         if os.getpid() != self._pid:
             raise CollectiveError(
                 f"Process {os.getpid()} was forked from rank {me} and calls {operation} on its group.\n"
                 "A forked process is not a member of the group. Start processes that communicate with the spawn method."
             )
         if self._broken is not None:
-            # A new one, since a traceback grows each time that an exception is raised.
+            # A new exception, since a traceback grows each time that the same exception is raised.
             raise type(self._broken)(*self._broken.args) from self._broken
         if not self._joined:
             raise CollectiveError(f"Rank {me} calls {operation}, but has destroyed this process group already.")
@@ -248,7 +248,7 @@ class Communicator:
         """Call a collective of the C library. Collective: every rank. Blocks at most about ``timeout_s``.
 
         Raises:
-            LockstepError: It failed; the group is of no more use, and the other ranks learn why.
+            LockstepError: It failed. The group cannot be used any more, and the other ranks get the reason.
         """
         self.ensure_usable(operation)
         code = function(self.handle, *args, int(timeout_s * 1000))
@@ -256,7 +256,7 @@ class Communicator:
             self._fail(code, operation, timeout_s)
 
     def have_all_begun(self, operation: str, patience_s: float) -> bool:
-        """Return whether all ranks have begun the call that this one has begun; wait for that a moment."""
+        """Return whether all ranks have begun the current call; wait at most ``patience_s`` for that."""
         code = self.native.lockstep_have_all_begun(self.handle, int(patience_s * 1000))
         if code not in (OK, TIMED_OUT):
             self._fail(code, operation, patience_s)
@@ -273,11 +273,11 @@ class Communicator:
         raise found
 
     def _error_of(self, code: int, where: str, timeout_s: float) -> CollectiveError:
-        """Return the error for what the library returned; ranks are named as the whole job counts them."""
+        """Return the error for the library's return code; it names the ranks by their number in the whole job."""
         if code == STOPPED:
             return CollectiveError(f"{where}: the group was closed in this process meanwhile.")
         if code == TIMED_OUT:
-            # A bit for each rank that has not come, by its number in this group.
+            # A bit for each missing rank, by its rank in this group.
             missing = self.native.lockstep_missing(self.handle)
             names = ", ".join(str(rank) for index, rank in enumerate(self.ranks) if missing >> index & 1)
             return CollectiveError(
@@ -301,7 +301,7 @@ class Communicator:
         )
 
     def peer_failure(self, code: int, where: str, index: int) -> CollectiveError:
-        """Return the error about rank ``index`` of the group, which will never come."""
+        """Return the error about rank ``index`` of the group, which will not take part any more."""
         rank = self.ranks[index]
         if code == DIED:
             return CollectiveError(
@@ -317,31 +317,31 @@ class Communicator:
         return CollectiveError(f"{where} waited for rank {rank}, which gave up:\n{reason}")
 
     def give_up(self, reason: LockstepError) -> None:
-        """Let the other ranks know that this one will not come any more, and why."""
+        """Report to the other ranks that this one will not take part any more, and why."""
         if self._joined and self._broken is None:
             self._broken = reason
-            # The shared memory has room for so much; the first lines name the rank and the cause.
+            # The shared memory has room for 500 bytes; the first lines name the rank and the cause.
             self.native.lockstep_fail(self.handle, str(reason).encode()[:500])
 
     def stop(self) -> None:
-        """Let calls in other threads of this process return soon."""
+        """Make calls in other threads of this process return soon."""
         if self._joined:
             self.native.lockstep_stop(self.handle)
 
     def leave(self) -> None:
         """Leave the group. No thread may be in a call any more."""
-        # Not in a forked child, whose copy of this object ends when the child does.
+        # Not in a forked child: its copy of this object ends with the child.
         if self._joined and os.getpid() == self._pid:
             self._joined = False
             self.native.lockstep_leave(self.handle)
-            # Lets go of the lock by which the others know that this process lives.
+            # Releases the lock that shows the other ranks that this process is alive.
             self._segment.close_file()
 
     def _interruptions(self) -> Iterator[int]:
-        """Give 0 again and again, 1 after a signal handler has raised; called while the main thread waits in C.
+        """Yield 0 repeatedly, and 1 after a signal handler has raised; called while the main thread waits in C.
 
-        A generator, because handlers run as soon as Python code does, and so inside of ``try`` only where the code goes
-        on after a ``yield``; a function would begin before its ``try``.
+        It is a generator because handlers run as soon as Python code runs. A resumed generator continues inside its
+        ``try``; a function would start outside of it.
         """
         while True:
             try:
@@ -349,7 +349,7 @@ class Communicator:
                     yield 0
             except GeneratorExit:
                 return
-            except BaseException as error:  # KeyboardInterrupt, or what a handler raised: passed on by `call`
+            except BaseException as error:  # KeyboardInterrupt, or an error of a handler: `call` raises it
                 self._signal = error
             yield 1
 

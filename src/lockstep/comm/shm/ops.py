@@ -24,7 +24,7 @@ from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import ENDED, OpQueue, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError
 
-# Calls a function of the C library with the group, the arguments and the time-out, and raises what comes of it.
+# Calls a function of the C library with the group, the arguments and the timeout, and raises an error if it fails.
 NativeCall = Callable[..., None]
 # Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie.
 BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
@@ -33,18 +33,18 @@ _Flag = ctypes.Array[ctypes.c_int32]
 # Addresses and sizes of tensors, how many, a factor, and where a flag is set.
 _Pieces = tuple[ctypes.Array[ctypes.c_void_p] | None, ctypes.Array[ctypes.c_uint64] | None, int, float, _Flag | None]
 _NO_PIECES: _Pieces = (None, None, 0, 1.0, None)
-# How long a call waits for ranks that are a little late before a thread does.
+# How long a call waits for late ranks before it leaves that to a thread.
 _PATIENCE_S = 0.005
 _Row = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 
 
 class Pieces(NamedTuple):
-    """What a flat tensor begins with when a reduction reads it: ``tensors``, back to back, times ``factor``.
+    """The contents of a flat tensor before a reduction: ``tensors``, back to back, times ``factor``.
 
-    They are copied to their places within the call, and what this rank reduces only when it is reduced, so that it
-    crosses memory once less. Contiguous, of the tensor's dtype, which is float32 or float64, and on the CPU. None of
-    them: the tensor is filled. A call with pieces begins in the thread that makes it, see `ShmOps.begin_at_once`.
-    When it is complete, ``nonfinite[0]`` is 1 if an element is NaN or infinite; None: this is not checked.
+    The call copies them into the flat tensor. It copies the slice that this rank reduces only while reducing it, which
+    saves one pass over memory. They are contiguous, on the CPU, and of the flat tensor's dtype, float32 or float64.
+    Without tensors, the flat tensor is already filled. A call with pieces begins in the thread that makes it, see
+    `ShmOps.begin_at_once`. Afterwards ``nonfinite[0]`` is 1 if an element is NaN or infinite; None: not checked.
     """
 
     tensors: Sequence[Tensor] = ()
@@ -54,7 +54,7 @@ class Pieces(NamedTuple):
     def for_c(self) -> _Pieces:
         """Return them for C; the tensors must outlive the call."""
         count = len(self.tensors)
-        # Arrays of Python: ctypes takes several times as long to fill its own.
+        # Python arrays, because ctypes arrays take several times as long to fill.
         addresses, sizes = (array("Q", map(ask, self.tensors)) for ask in (Tensor.data_ptr, Tensor.numel))
         pointers = (ctypes.c_void_p * count).from_buffer(addresses)
         return pointers, (ctypes.c_uint64 * count).from_buffer(sizes), count, self.factor, self.nonfinite
@@ -62,7 +62,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class _Allocation:
-    """Memory with a share for each rank; this rank's lies from ``start`` to ``end`` in its address space."""
+    """Memory with a share for each rank. This rank's share lies from ``start`` to ``end`` in its address space."""
 
     number: int
     start: int
@@ -80,10 +80,10 @@ class SharedBuffers:
         self._num_made = 0
 
     def add(self, segment: Segment, share_bytes: int) -> None:
-        """Remember an allocation; as all ranks make them in the same order, they give it the same number."""
+        """Add an allocation. All ranks allocate in the same order, so they give it the same number."""
         parts = (ctypes.c_void_p * self._size)(*(segment.address + i * share_bytes for i in range(self._size)))
         start = segment.address + self._rank * share_bytes
-        # The mapping lives as long as a tensor in it does, so a reference to it here would keep it for ever.
+        # A weak reference: the mapping must be freed with the last tensor in it.
         memory = weakref.ref(segment.memory)
         self._allocations = [known for known in self._allocations if known.memory() is not None]
         self._allocations.append(_Allocation(self._num_made, start, start + share_bytes, parts, memory))
@@ -99,14 +99,14 @@ class SharedBuffers:
 
 
 class CommonMemory:
-    """A flat tensor of which the ranks of a machine have one copy, that each of them may write to as if it had its own.
+    """A flat tensor of which the ranks of a machine share one copy. Each rank may still write to it privately.
 
     [Note: one copy for all ranks]
-    All ranks map the same memory twice. Through ``own`` a rank reads it; the first write to a page gives that rank a
-    page of its own, with what was there, and the others see nothing of it (copy-on-write). What a rank writes through
-    ``shared`` all ranks read in their ``own``, but for pages of their own. The kernel tells which these are
-    (/proc/self/pagemap), so no write of a script is missed, whatever it goes through: `publish` hands this rank's
-    part of them to all, `forget_changes` gives them back. Who writes when is the caller's to order.
+    Each rank maps the same memory twice. A rank reads it through ``own``. Its first write to a page of ``own`` gives it
+    a private copy of that page, which the other ranks do not see (copy-on-write). A write through ``shared`` is visible
+    in the ``own`` of all ranks, except in their private pages. The kernel reports which pages are private
+    (/proc/self/pagemap), so no write of a script is missed, whatever code made it. `publish` copies this rank's part of
+    them to ``shared``, and `forget_changes` drops the private pages. The caller orders the writes of the ranks.
     """
 
     def __init__(self, segment: Segment, numel: int, dtype: torch.dtype) -> None:
@@ -117,7 +117,7 @@ class CommonMemory:
         self._changed: list[tuple[int, int]] = []  # ranges of bytes
 
     def publish(self, start: int, stop: int) -> None:
-        """Copy what this rank has changed of the elements ``start`` to ``stop`` to where all ranks read it."""
+        """Copy this rank's changes to the elements ``start`` to ``stop`` to the memory that all ranks read."""
         self._changed = self._own_pages()
         width = self.own.itemsize
         for first, end in self._changed:
@@ -126,18 +126,18 @@ class CommonMemory:
                 self.shared[part] = self.own[part]
 
     def forget_changes(self) -> None:
-        """Read from now on what all ranks share, in place of what this rank had changed before `publish`."""
+        """From now on read what all ranks share, instead of the changes that this rank had before `publish`."""
         for first, end in self._changed:
             self._mapping.madvise(mmap.MADV_DONTNEED, first, end - first)
         self._changed = []
 
     def _own_pages(self) -> list[tuple[int, int]]:
-        """Return where this rank has pages of its own, as ranges of bytes."""
+        """Return the private pages of this rank, as ranges of bytes."""
         entries = torch.empty(len(self._mapping) // mmap.PAGESIZE, dtype=torch.int64, device="cpu")
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(self.own.data_ptr() // mmap.PAGESIZE * 8)
             file.readinto(entries.numpy().data)
-        # The upper bits say whether a page is in memory, is swapped out, and belongs to a file, which is shared.
+        # The upper bits say whether a page is in memory, is swapped out, or belongs to a file, and so is shared.
         kinds = (entries >> 61) & 7
         pages = ((kinds != 0) & (kinds & 1 == 0)).nonzero().view(-1)
         if not len(pages):
@@ -147,10 +147,10 @@ class CommonMemory:
         return list(zip((firsts * mmap.PAGESIZE).tolist(), ((lasts + 1) * mmap.PAGESIZE).tolist(), strict=True))
 
     def objection(self) -> str:
-        """Return why it cannot be used here; nothing if it can."""
+        """Return why this memory cannot be used here; empty if it can."""
         end, common = len(self._mapping), self._segment.memory[-1]
         try:
-            self._mapping[-1] = 1 - common  # one of the zeros that the memory begins with, not of the token
+            self._mapping[-1] = 1 - common  # a byte that is still zero, outside the token
             self.publish(0, 0)
             is_seen = self._changed == [(end - mmap.PAGESIZE, end)] and self._segment.memory[-1] == common
             self.forget_changes()
@@ -169,8 +169,8 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor's bits as the C library reads them; a copy unless they lie so already."""
-    # Conjugate and negative are bits of the tensor object that torch applies lazily: memory does not show them.
+    """Return the tensor in the layout that the C library reads; a copy unless it has that layout already."""
+    # torch applies conjugation and negation lazily, by flags of the tensor object that are not in its memory.
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -210,10 +210,10 @@ class ShmOps:
     """The collectives that one rank calls on its group, one after the other. Each returns a work handle at once.
 
     [Note: life of a call]
-    A method checks its arguments, so that a wrong call raises where it was made, and queues the rest as an action; see
-    work.py for who runs it. The action brings the tensors into the form that the C library takes (contiguous, as
-    addresses and sizes) and calls one of its three functions: all_reduce, reduce_scatter, or exchange, which moves any
-    tensor from any rank to any other. Tensors that had to be copied are copied back at the end.
+    A method checks its arguments, so that a wrong call raises where it was made, and queues the rest as an action. See
+    work.py for which thread runs it. The action converts the tensors for the C library (contiguous, as addresses and
+    sizes) and calls one of its three functions: all_reduce, reduce_scatter, or exchange, which moves any tensor from
+    any rank to any other. Tensors that had to be copied are copied back at the end.
     """
 
     def __init__(self, comm: c.Communicator, name: str) -> None:
@@ -225,7 +225,7 @@ class ShmOps:
     def submit(
         self, name: str, action: Callable[[NativeCall], None], outputs: Sequence[Any], opts: Any = None
     ) -> ShmWork:
-        """Queue ``action``, which makes its calls with what it is given; return the handle."""
+        """Queue ``action``, which calls the C library through its argument; return the handle."""
         self.comm.ensure_usable(name)
         call = partial(self.comm.call, name, self._timeout_s(opts))
 
@@ -233,7 +233,7 @@ class ShmOps:
             try:
                 action(call)
             except Exception as error:
-                # The others are in this collective, or will be: without this they would wait for the time-out.
+                # The others are in this collective, or will be: without this they would wait until the timeout.
                 self.comm.give_up(CollectiveError(f"{name} failed: {error}"))
                 raise
 
@@ -242,7 +242,7 @@ class ShmOps:
         return work
 
     def _timeout_s(self, opts: Any) -> float:
-        """Return the time-out in the options of a call, or the group's."""
+        """Return the timeout in the options of a call, or the group's."""
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
         return seconds if seconds > 0 else self.comm.timeout_s
@@ -252,18 +252,18 @@ class ShmOps:
     ) -> ShmWork | None:
         """Make a call in this thread, if nothing is queued; else return ``None``.
 
-        Ranks with the same work come to a call at nearly the same time. To wait for the others then costs less than a
-        thread that takes turns with backward for a core. If one is late, as its data or its graph differs, the rest of
-        the call is queued, and this rank goes on. So nobody waits here for a rank that waits for this one elsewhere.
+        Ranks with the same work reach a call at nearly the same time. A short wait for them then costs less than a
+        thread that competes with backward for a core. If a rank is late, because its data or its graph differs, the
+        rest of the call is queued, and this rank goes on. So two ranks never wait for each other in different calls.
 
         Args:
             name: For messages.
-            function: Of the C library, with `WHOLE`, `BEGIN` or `REST` as the argument before the time-out.
-            arguments: Those before that.
-            tensors: What has to live until the end.
-            opts: c10d's.
+            function: Of the C library, with `WHOLE`, `BEGIN` or `REST` as the argument before the timeout.
+            arguments: The arguments before that one.
+            tensors: What has to stay alive until the end.
+            opts: c10d's options.
         """
-        # Calls run in the order in which they were made, so what is queued comes first.
+        # Calls run in the order in which they were made, so queued calls come first.
         if not self.queue.take_turn():
             return None
         call = partial(self.comm.call, name, self._timeout_s(opts), function, *arguments)
@@ -275,7 +275,7 @@ class ShmOps:
                 call(c.BEGIN)
                 waits_from_s = time.perf_counter()
                 have_all_begun = self.comm.have_all_begun(name, _PATIENCE_S)
-                activity.now.waited_s += time.perf_counter() - waits_from_s  # it is no work of this rank
+                activity.now.waited_s += time.perf_counter() - waits_from_s  # this time is not work of this rank
                 if have_all_begun:
                     call(c.REST)
                     return ENDED
@@ -290,7 +290,7 @@ class ShmOps:
     def all_reduce_at_once(self, tensor: Tensor, opts: Any, pieces: Pieces | None = None) -> ShmWork | None:
         """Begin to reduce in this thread, if nothing is queued and the tensor needs no copy; else return ``None``.
 
-        Does the same as `allreduce` with less Python around it: at few bytes that is most of the time.
+        Does the same as `allreduce` with less Python code, which takes most of the time for few bytes.
         """
         dtype = c.NUMBERS.get(tensor.dtype)
         if dtype is None or not tensor.is_contiguous() or tensor.is_neg():
@@ -303,7 +303,7 @@ class ShmOps:
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
         """Replace each tensor by its reduction over all ranks. Collective: every rank.
 
-        ``pieces``: what the only one of them, which is contiguous, begins with.
+        ``pieces``: what to fill the tensor with first; then there is only one, and it is contiguous.
         """
         return self._reduce("all_reduce", tensors, opts, root=-1, pieces=pieces)
 
@@ -323,7 +323,7 @@ class ShmOps:
 
         def action(call: NativeCall) -> None:
             for tensor, number in zip(tensors, numbers, strict=True):
-                # Now, not when it was called: the result of the call before may go into this one.
+                # Copied now, not when it was called: this call may read the result of the call before.
                 staged = contiguous(tensor)
                 data = c.as_numbers(staged)
                 dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
@@ -341,7 +341,7 @@ class ShmOps:
                 raise ConfigurationError(
                     f"The backend shm can sum sparse COO tensors, but not reduce {tensor.layout} with {op}."
                 )
-            # Ranks have other rows of an embedding each, and other numbers of them.
+            # Each rank has different rows of an embedding, and a different number of them.
             mine = tensor.detach().coalesce()
             count = torch.tensor([mine._nnz()], device="cpu")
             lengths = [int(each) for each in self._gather(call, count, [1] * self.size)]
@@ -386,7 +386,7 @@ class ShmOps:
     ) -> ShmWork:
         """Fill ``output`` with this rank's part of the reduced ``tensor``. Collective: every rank.
 
-        With ``pieces``, which ``tensor`` begins with, it is contiguous, and ``output`` is a part of it.
+        With ``pieces``, which fill ``tensor`` first, ``tensor`` is contiguous and ``output`` is a part of it.
         """
         if pieces is None:
             return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -423,9 +423,9 @@ class ShmOps:
         return self.submit("reduce_scatter", action, outputs, opts)
 
     def _cut(self, whole: Tensor, *, own: Tensor) -> tuple[list[Tensor], BufferLocation]:
-        """Return a contiguous tensor's piece for each rank; and where it lies, if ``own`` is this rank's piece."""
+        """Return a contiguous tensor's piece for each rank; and its location, if ``own`` is this rank's piece."""
         parts = list(whole.view(-1).split([own.numel()] * self.size))
-        # Only then nothing needs to be copied.
+        # Only in this case nothing needs to be copied.
         in_place = parts[self.rank].data_ptr() == own.data_ptr()
         return parts, self.buffers.find(whole) if in_place else PRIVATE_MEMORY
 
@@ -442,15 +442,15 @@ class ShmOps:
         same: bool = False,
         location: BufferLocation = PRIVATE_MEMORY,
     ) -> None:
-        """Exchange tensors, in the thread whose turn it is; with ``same``, each rank sends one tensor.
+        """Exchange tensors, in the thread that has the turn; with ``same``, each rank sends one tensor.
 
-        ``location`` is that of what is received, if this rank sends what already lies at its own place in it.
+        ``location`` is where the received tensors lie, if the one that this rank sends is already in its place there.
         """
         first = next((tensor for tensor in (*sends, *receives) if tensor is not None), None)
         if first is not None:
-            # The library compares kinds, so ranks that move different dtypes get an error instead of wrong bits.
+            # The library compares kinds, so ranks that send different dtypes get an error instead of wrong bits.
             kind += c.EXCHANGED_DTYPE * (c.NUMBERS_OF_ALL[first.dtype] + 1)
-        # By identity, as what goes to all ranks is one tensor many times, and should be copied once at most.
+        # By identity: a tensor that goes to all ranks appears many times, and should be copied at most once.
         staged = {id(tensor): contiguous(tensor) for tensor in (*sends, *receives) if tensor is not None}
         sources, targets = ([staged.get(id(tensor)) for tensor in row] for row in (sends, receives))
         sent, received = (_pointers(sources), _byte_sizes(sources)), (_pointers(targets), _byte_sizes(targets))
@@ -471,7 +471,7 @@ class ShmOps:
         return self.submit(kind.name.lower(), action, outputs, opts)
 
     def _only(self, tensor: Tensor, rank: int) -> list[Tensor | None]:
-        """Return what is exchanged with one rank only."""
+        """Return the row of an exchange with one rank only."""
         return [tensor if other == rank else None for other in range(self.size)]
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
@@ -497,7 +497,7 @@ class ShmOps:
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> ShmWork:
-        """Fill each output with every rank's input, one after the other. Collective: every rank."""
+        """Fill each output with every rank's input, in the order of ranks. Collective: every rank."""
         size = self.size
         for output, tensor in zip(outputs, inputs, strict=True):
             _check_sizes("all_gather_into_tensor", output, tensor, size)
@@ -512,7 +512,7 @@ class ShmOps:
         return self.submit("all_gather", action, outputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> ShmWork:
-        """Fill ``output`` with every rank's ``tensor``. Collective: every rank."""
+        """Fill ``output`` with every rank's ``tensor``, in the order of ranks. Collective: every rank."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
@@ -569,7 +569,7 @@ class ShmOps:
     def empty_shared(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor in memory that all ranks map, or in ordinary memory on all ranks; see buffers.
 
-        Collective: every rank, with the same shape and dtype. Blocks until all have come.
+        Collective: every rank, with the same shape and dtype. Blocks until all ranks have called it.
         """
         made: list[Tensor] = []
         self.submit("empty_shared", lambda call: made.append(self._allocate(call, sizes, dtype)), made).wait()
@@ -581,15 +581,15 @@ class ShmOps:
         if segment is None:
             return torch.empty(sizes, dtype=dtype, device="cpu")
         segment.close_file()  # the mapping stays
-        # A share for each rank, in the order of ranks: each has a tensor of its own, which the others can read.
+        # A share for each rank, in the order of ranks: each rank has its own tensor, which the others can read.
         self.buffers.add(segment, share_bytes)
         count, offset = math.prod(sizes), self.rank * share_bytes
         return torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset).view(sizes)
 
     def common_memory(self, numel: int, dtype: torch.dtype) -> CommonMemory | None:
-        """Return memory of which all ranks have one copy, with arbitrary values; None on all ranks: it cannot be had.
+        """Return uninitialized memory of which all ranks share one copy; None on all ranks if it is not available.
 
-        Collective: every rank, with the same arguments. Blocks until all have come.
+        Collective: every rank, with the same arguments. Blocks until all ranks have called it.
         """
         made: list[CommonMemory | None] = []
 
@@ -604,7 +604,7 @@ class ShmOps:
         return made[0] if made else None
 
     def _share(self, call: NativeCall, num_bytes: int) -> Segment | None:
-        """Return memory that all ranks have mapped; None: a rank has no room."""
+        """Return memory that all ranks have mapped; None if a rank has no room."""
 
         def broadcast(offer: bytes) -> bytes:
             data = torch.frombuffer(bytearray(offer), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The process group that c10d, the engines and libraries call: how it is made; send queue, unexpected messages."""
+"""The process group that c10d, the engines and libraries call: its creation, its send queue, unexpected messages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 _DRAIN_S = 10.0
 _open_groups: weakref.WeakSet[CpuProcessGroup] = weakref.WeakSet()
-# Groups with a thread that does not end and may still read the segment: it stays mapped until the process ends.
+# Groups with a thread that did not end and may still read the segment, which stays mapped until the process ends.
 _stuck: list[CpuProcessGroup] = []
 
 
 class CpuProcessGroup(dist.ProcessGroup):
-    """A process group written in Python that exchanges CPU tensors; derived classes say how, in `_dispatch`.
+    """A process group written in Python that exchanges CPU tensors; derived classes implement `_dispatch`.
 
-    It is a ``ProcessGroup``, not a ``Backend``, as torch lets Python derive only from the former. So torch puts it in
-    the place of the whole group, and no backend of another device can stand beside it.
+    It is a ``ProcessGroup``, not a ``Backend``, because torch lets Python derive only from the former. So it replaces
+    the whole group in torch, which cannot have a backend for another device as well.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, name: str) -> None:
@@ -44,14 +44,14 @@ class CpuProcessGroup(dist.ProcessGroup):
         _open_groups.add(self)
 
     def stop_threads(self) -> bool:
-        """End the group's threads; return whether none of them runs any more. Blocks some seconds at most."""
+        """End the group's threads; return whether all have ended. Blocks some seconds at most."""
         raise NotImplementedError
 
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        """Do what c10d calls ``call``."""
+        """Run the operation that c10d calls ``call``."""
         raise NotImplementedError
 
-    # --- What c10d asks of a group. Names are kept here, because torch's class keeps them in backend objects only.
+    # --- Methods that c10d requires. Names are kept here, because torch's class keeps them in backend objects only.
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -70,15 +70,15 @@ class CpuProcessGroup(dist.ProcessGroup):
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """Keep what the group is for."""
+        """Keep the group's description."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """Return what the group is for."""
+        """Return the group's description."""
         return self._description
 
     def get_group_store(self) -> dist.Store:
-        """Return the store that the group was made with."""
+        """Return the store that the group was created with."""
         return self._store
 
     @property
@@ -89,7 +89,7 @@ class CpuProcessGroup(dist.ProcessGroup):
         raise RuntimeError(f"{self.name()} serves CPU tensors itself; it has no backend object.")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long calls that are made from now on may wait."""
+        """Set the timeout of calls that are made from now on."""
         raise NotImplementedError
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -105,7 +105,7 @@ class CpuProcessGroup(dist.ProcessGroup):
         return 0
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the shared words count the calls."""
+        """Do nothing: counters in the shared memory count the calls."""
 
 
 # Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too.
@@ -128,7 +128,7 @@ NEW_NAMES = {
 def _method(call: str) -> Any:
     def method(self: CpuProcessGroup, *args: Any, **kwargs: Any) -> Any:
         activity.now.num_calls += 1
-        # c10d's own callers pass lists, functional collectives and tests sometimes one tensor.
+        # c10d's own callers pass lists; functional collectives and tests sometimes pass one tensor.
         if args and isinstance(args[0], Tensor) and NEW_NAMES.get(call, call) not in _OF_ONE_TENSOR:
             args = ([args[0]], *args[1:])
         return self._dispatch(call, *args, **kwargs)
@@ -138,7 +138,7 @@ def _method(call: str) -> Any:
     return method
 
 
-# As methods of the class, because c10d finds them by name on the Python type that overrides its virtual functions.
+# They are methods of the class: c10d finds them by name on the Python type that overrides its virtual functions.
 for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *NEW_NAMES):
     setattr(CpuProcessGroup, _call, _method(_call))
 
@@ -181,9 +181,9 @@ class ShmProcessGroup(CpuProcessGroup):
     # --- The end
 
     def shutdown(self) -> None:
-        """Leave the group, after what was called on it has run."""
+        """Leave the group after all calls made on it have run."""
         if self._is_open:
-            # Works that nobody waits for have been promised to the other ranks all the same.
+            # The other ranks rely on these calls, even if no code on this rank waits for them.
             self.shm_ops.queue.drain()
             self._p2p.drain(_DRAIN_S)
             self._close()
@@ -204,7 +204,7 @@ class ShmProcessGroup(CpuProcessGroup):
         if not self._is_open:
             return True
         self._is_open = False
-        # Threads that wait in C return now; those that wait for work are ended one by one below.
+        # Threads that wait in C return now. The code below ends those that wait for work.
         self.comm.stop()
         have_ended = all([self.shm_ops.queue.stop(), self._p2p.stop()])
         if not have_ended:
@@ -214,10 +214,10 @@ class ShmProcessGroup(CpuProcessGroup):
 
 @atexit.register
 def _stop_all_threads() -> None:
-    """End the threads before the interpreter goes: they would come back into what is being taken down."""
+    """End the threads before the interpreter ends: they must not return to an interpreter that is shutting down."""
     for group in list(_open_groups):
         group.stop_threads()
-        _stuck.append(group)  # the destructor would leave the group, and ranks that still read would fail
+        _stuck.append(group)  # its destructor would leave the group, and ranks that still read would fail
 
 
 def device_of(args: Any) -> torch.device | None:
@@ -234,23 +234,23 @@ def device_of(args: Any) -> torch.device | None:
 
 # --- send and receive -------------------------------------------------------------------------------------------------
 
-# How long the thread sleeps before it checks whether the other ranks still live.
+# How long the thread sleeps before it checks whether the other ranks are alive.
 _POLL_MS = 50
 ANY_SOURCE = -1
 
 
 class _Cursor:
-    """A contiguous tensor of which some bytes have been moved."""
+    """A contiguous tensor, and how many of its bytes have been moved."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.num_moved = 0
 
     def move(self, function: Callable[[int, int, int, int], int], handle: int, peer: int) -> bool:
-        """Move as much as the ring to or from ``peer`` allows; return whether that was anything."""
+        """Move as many bytes as the ring to or from ``peer`` allows; return whether any byte was moved."""
         before, size = self.num_moved, self.tensor.nbytes
         while self.num_moved < size:
-            # It reads from the ring or writes to it, and returns how many bytes it moved.
+            # Reads from the ring or writes to it, and returns how many bytes it moved.
             count = function(handle, peer, self.tensor.data_ptr() + self.num_moved, size - self.num_moved)
             if count == 0:
                 break
@@ -259,7 +259,7 @@ class _Cursor:
 
     @property
     def is_done(self) -> bool:
-        """Whether all has been moved."""
+        """Whether all bytes have been moved."""
         return self.num_moved == self.tensor.nbytes
 
 
@@ -267,7 +267,7 @@ class Transfer(ShmWork):
     """A send or a receive.
 
     Args:
-        operation: In words, for messages.
+        operation: Its description, for messages.
         peer: The other rank in the group.
         tag: Messages of one pair and tag arrive in order.
         tensor: On the CPU.
@@ -276,36 +276,36 @@ class Transfer(ShmWork):
     """
 
     def __init__(self, operation: str, peer: int, tag: int, tensor: Tensor, limit_s: float, *, receives: bool) -> None:
-        # Where a copy is needed, bytes leave from it or arrive in it. What arrived is copied back at the end.
+        # If a copy is needed, bytes are sent from it or received into it; received bytes are copied back at the end.
         self.data = contiguous(tensor)
         super().__init__(operation, None, lambda: copy_back(self.data, tensor) if receives else None, [tensor])
         self.peer, self.tag = peer, tag
         self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s
-        # What a send writes, one after the other. The script may have chosen another default device.
+        # What a send writes, in order. The device is named because the script may have set another default device.
         self.parts = (_Cursor(torch.tensor([tag, self.data.nbytes], device="cpu")), _Cursor(self.data))
 
 
 class _ReceiveBuffer:
-    """What arrives from one rank: the message that is half read, and those that nobody has taken yet."""
+    """Data from one rank: the message that is partly read, and those that no receive has taken yet."""
 
     def __init__(self) -> None:
         self.header = _Cursor(torch.empty(2, dtype=torch.int64, device="cpu"))  # tag and number of bytes
-        self.body: _Cursor | None = None  # once the header is there
-        self.messages: list[tuple[int, Tensor]] = []  # whole ones, with their tags
+        self.body: _Cursor | None = None  # after the header was read
+        self.messages: list[tuple[int, Tensor]] = []  # complete ones, with their tags
 
 
 class P2PEngine:
-    """All sends and receives of one rank of a group, as c10d calls them.
+    """All sends and receives of one rank of a group, with c10d's names.
 
     [Note: why one thread for all of them]
     Messages between different ranks must not wait for each other: a ring may be full because its reader waits for a
-    third rank. So the thread tries all that are open, one after the other, and sleeps only when none of them moves.
+    third rank. So the thread tries all open transfers in turn, and sleeps only when none of them moved any bytes.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._lock = threading.Lock()
-        # By rank; only for ranks that anything was sent to, as a ring takes memory when it is first written.
+        # By rank, only for ranks that were sent to: a ring takes memory once it is written to.
         self._sends: dict[int, deque[Transfer]] = {}
         self._receives: list[Transfer] = []  # in the order of the calls
         self._buffers = [_ReceiveBuffer() for _ in range(comm.size)]
@@ -333,7 +333,7 @@ class P2PEngine:
         transfer = Transfer(what, source, tag, tensor, self._comm.timeout_s, receives=True)
         with self._lock:
             self._receives.append(transfer)
-            self._match()  # its message may be there already
+            self._match()  # its message may have arrived already
             self._wake()
         return transfer
 
@@ -342,7 +342,7 @@ class P2PEngine:
         return self.recv(tensors, ANY_SOURCE, tag)
 
     def _match(self) -> None:
-        """End the receives whose message is there; the lock is held."""
+        """End the receives whose message has arrived. The lock is held."""
         for transfer in list(self._receives):
             found = next(self._messages_for(transfer), None)
             if found is None:
@@ -370,7 +370,7 @@ class P2PEngine:
         return range(self._comm.size) if transfer.peer == ANY_SOURCE else (transfer.peer,)
 
     def _wake(self) -> None:
-        """Have the thread try all that is open; the lock is held."""
+        """Make the thread try all open transfers. The lock is held."""
         self._has_work.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lockstep-shm-p2p", daemon=True)
@@ -378,7 +378,7 @@ class P2PEngine:
         self._comm.native.lockstep_ring_bell(self._comm.handle, self._comm.rank)
 
     def stop(self) -> bool:
-        """End the thread, and fail what is open; return whether it ended in time."""
+        """End the thread and fail open transfers; return whether the thread ended in time."""
         self._stopped = True
         self._has_work.set()
         if self._thread is not None:
@@ -389,7 +389,7 @@ class P2PEngine:
         return self._thread is None or not self._thread.is_alive()
 
     def drain(self, limit_s: float) -> None:
-        """Wait until what was sent has left, at most ``limit_s``."""
+        """Wait until all sends are complete, at most ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while any(self._sends.values()) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -409,7 +409,7 @@ class P2PEngine:
             if is_idle and not ended and not self._stopped:
                 self._has_work.wait()
                 continue
-            # Read before the rings are tried: what arrives after that rings the bell, so that nobody sleeps over it.
+            # Read before the rings are tried: data that arrives later rings the bell, so the thread does not sleep.
             seen = native.lockstep_bell(handle)
             with self._lock:
                 moved = any([*map(self._push, self._sends), *map(self._pull, range(self._comm.size))])
@@ -419,7 +419,7 @@ class P2PEngine:
                     self._fail_hopeless()
 
     def _push(self, peer: int) -> bool:
-        """Write what there is room for in the ring to ``peer``; return whether that was anything."""
+        """Write as much as fits into the ring to ``peer``; return whether any byte was written."""
         queue, moved = self._sends[peer], False
         while queue:
             for part in queue[0].parts:
@@ -430,9 +430,9 @@ class P2PEngine:
         return moved
 
     def _pull(self, peer: int) -> bool:
-        """Read what is in the ring from ``peer``, if anybody wants it; return whether that was anything."""
+        """Read the ring from ``peer`` if a receive waits for it; return whether any byte was read."""
         buffer, moved = self._buffers[peer], False
-        # A message waits in its ring, and its sender with it, until somebody asks for one from that rank.
+        # A message stays in its ring, and its sender waits, until there is a receive from that rank.
         while buffer.body is not None or any(peer in self._peers_of(each) for each in self._receives):
             part = buffer.header if buffer.body is None else buffer.body
             moved |= part.move(self._comm.native.lockstep_ring_read, self._comm.handle, peer)
@@ -452,17 +452,17 @@ class P2PEngine:
             transfer.run(source)
         else:
             transfer.fail(error)
-        self._ended.append(transfer)  # its futures are completed later, as the lock is held
+        self._ended.append(transfer)  # its futures are completed later, because the lock is held now
 
     def _fail_hopeless(self) -> None:
-        """End the transfers whose time is up, or whose peer will not come."""
+        """End the transfers that timed out, or whose peer will not take part any more."""
         for transfer in self._open_transfers():
-            # The check of another one may have read its message.
+            # The check of another transfer may have read its message.
             error = None if transfer.has_ended else self._failure_of(transfer)
             if error is not None:
                 queue = self._receives if transfer in self._receives else self._sends[transfer.peer]
                 queue.remove(transfer)
-                self._comm.give_up(error)  # a message may have been cut in two, so the ring is of no use any more
+                self._comm.give_up(error)  # a message may be incomplete, so the ring cannot be used any more
                 self._end(transfer, error)
 
     def _failure_of(self, transfer: Transfer) -> LockstepError | None:
@@ -477,21 +477,21 @@ class P2PEngine:
             code = comm.native.lockstep_peer_state(comm.handle, peer)
             if peer == comm.rank or code == OK or (code == WENT and from_any):
                 continue
-            # It may have sent between the last read of the ring and its end.
+            # The peer may have sent between the last read of the ring and its end.
             if not from_any and self._pull(peer):
                 return None
             return comm.peer_failure(code, where, peer)
         return None
 
 
-# --- how the ranks make a group together ------------------------------------------------------------------------------
+# --- how the ranks create a group -------------------------------------------------------------------------------------
 
-# How much of a tensor a rank has in the segment at a time: small enough for the processor's cache.
+# How much of a tensor a rank keeps in the segment at a time: small enough for the processor's cache.
 CHUNK_BYTES = 2**18
 
 
 def _ring_bytes(size: int) -> int:
-    """Return the room of a ring. There is one for each ordered pair: all of a rank together stay as large as one."""
+    """Return the size of a ring. There is one per ordered pair of ranks, so it shrinks as ``size`` grows."""
     return max(2**12, 2**17 // size // 2**12 * 2**12)
 
 
@@ -501,29 +501,29 @@ def join_shm(segment: Segment, store: dist.Store, members: Sequence[int], option
     Args:
         segment: What `share_memory` returned.
         store: As for `share_memory`.
-        members: Their ranks in the group that c10d asks for, in the order of their places in this one.
+        members: Their ranks in the group that c10d asks for, in the order of their ranks in this one.
         options: c10d's ``_DistributedBackendOptions`` of that group.
     """
     native, rank, size = library(), members.index(options.group_rank), len(members)
     assert not isinstance(native, str), "there is a segment"
-    # Every rank writes the same, before it joins itself.
+    # Every rank writes the same values before it joins.
     native.lockstep_format(segment.address, CHUNK_BYTES, _ring_bytes(size))
     names = options.global_ranks_in_group or range(options.group_size)
     timeout_s = options.timeout.total_seconds()
     comm = Communicator(native, segment, rank, size, [names[member] for member in members], timeout_s)
-    await_all(store, "joined", size)  # only now may anybody check whether this rank lives
+    await_all(store, "joined", size)  # only from now on may others check whether this rank is alive
     return ShmProcessGroup(options.store, comm, str(options.group_id))
 
 
 def await_all(store: dist.Store, key: str, size: int) -> None:
-    """Wait until all ranks have come here: three requests each, however many they are."""
+    """Wait until all ranks have called this. Takes three requests per rank, however many ranks there are."""
     if store.add(f"{key}/count", 1) == size:
         store.set(f"{key}/done", "")
     store.wait([f"{key}/done"])
 
 
 def agree(store: dist.Store, objection: str, size: int) -> str:
-    """Return an objection of any rank on every rank, the first that came; nothing if there is none."""
+    """Return the first objection of any rank on every rank; empty if there is none."""
     if objection:
         store.compare_set("objection", "", objection)
     await_all(store, "answered", size)
@@ -533,7 +533,7 @@ def agree(store: dist.Store, objection: str, size: int) -> str:
 def share_memory(store: dist.Store, rank: int, size: int) -> tuple[Segment | None, str]:
     """Return a segment that all ranks have mapped, or ``None`` and why not. Collective: every rank.
 
-    All ranks decide alike, by what each of them could really map.
+    All ranks decide the same: each tries to map it, and one failure counts for all.
     """
     if size > MAX_RANKS:
         return None, f"it serves up to {MAX_RANKS} ranks"

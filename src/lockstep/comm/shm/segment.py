@@ -1,4 +1,4 @@
-"""Memory that several processes map: it has no name in any file system, so nothing can be left behind."""
+"""Memory that several processes map. It has no name in any file system, so it cannot be left behind."""
 
 import ctypes
 import mmap
@@ -16,18 +16,18 @@ OFFER_BYTES = _OFFER.size
 
 
 class NoSharedMemory(LockstepError):
-    """This process cannot get or map the memory; the message is the reason, in words that go into a sentence."""
+    """This process cannot allocate or map the memory. The message is the reason, as a part of a sentence."""
 
 
 class Segment:
     """A mapping of shared memory in this process; ``fd`` stays open until `close_file`.
 
     [Note: memory without a name]
-    One rank makes an anonymous file (memfd) and the others open it through ``/proc/<pid>/fd/<number>``. The kernel
-    frees it with the last process that has it mapped, whoever dies how and when; /dev/shm is not used, so its size does
-    not matter. Opening fails where the ranks do not share a host, a process namespace and a user: then they cannot
-    share memory this way, and every rank learns that before anything is built on it. A random token in the memory tells
-    it from another host's file that happens to have the same number.
+    One rank creates an anonymous file (memfd) and the others open it through ``/proc/<pid>/fd/<number>``. The kernel
+    frees it with the last process that maps it, however the processes end. /dev/shm is not used, so its size does not
+    matter. Opening fails if the ranks do not share a host, a process namespace and a user. Then they cannot share
+    memory this way, and every rank learns that before the memory is used. A random token in the memory distinguishes
+    it from a file of another host that has the same number by chance.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -36,7 +36,7 @@ class Segment:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close_file(self) -> None:
-        """Close the file; the memory stays mapped as long as somebody holds ``memory``."""
+        """Close the file; the memory stays mapped as long as there is a reference to ``memory``."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -45,19 +45,19 @@ class Segment:
 def share_segment(
     rank: int, num_bytes: int, broadcast: Callable[[bytes], bytes], agree: Callable[[str], str], *, objection: str = ""
 ) -> tuple[Segment | None, str]:
-    """Return memory that all ranks have mapped; or ``None`` and why one of them could not, on all ranks alike.
+    """Return memory that all ranks have mapped; or ``None``, on all ranks, and why one of them could not map it.
 
     Collective: every rank.
 
     Args:
-        rank: This rank; 0 makes the memory.
+        rank: This rank; rank 0 allocates the memory.
         num_bytes: Its size.
-        broadcast: Returns rank 0's bytes on every rank; always as many.
-        agree: Returns an objection of any rank on every rank, once all have come.
+        broadcast: Returns rank 0's bytes on every rank; their number is always the same.
+        agree: Returns an objection of any rank on every rank, once all ranks have called it.
         objection: Why this rank cannot take part, if it cannot.
     """
     segment: Segment | None = None
-    # An offer of nothing: without memory rank 0 must not leave the others waiting.
+    # An empty offer: if rank 0 gets no memory, it must not leave the others waiting.
     offer = bytes(OFFER_BYTES)
     try:
         if rank == 0 and not objection:
@@ -70,7 +70,7 @@ def share_segment(
             segment = map_segment(offer)
     except NoSharedMemory as error:
         objection = str(error)
-    # Nobody may use the memory before all have mapped it; one that could not decides for all.
+    # No rank may use the memory before all have mapped it. If one could not, none uses it.
     objection = agree(objection)
     if objection and segment is not None:
         segment.close_file()
@@ -79,15 +79,15 @@ def share_segment(
 
 
 def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
-    """Make memory of at least ``num_bytes``, zeroed, with all of its pages reserved; return it and an offer of it.
+    """Allocate at least ``num_bytes`` of zeroed memory, with all pages reserved; return it and an offer of it.
 
     Raises:
-        NoSharedMemory: There is not so much memory, or the system does not have anonymous files.
+        NoSharedMemory: There is not enough memory, or the system has no anonymous files.
     """
     fd = -1
     try:
         fd = os.memfd_create("lockstep")
-        # Now, not when a page is first touched: then it would be a SIGBUS.
+        # Reserved now: a lack of memory at the first access to a page would be a SIGBUS.
         os.posix_fallocate(fd, 0, num_bytes)
         segment = Segment(fd, num_bytes)
     except OSError as error:
@@ -103,10 +103,10 @@ def make_segment(num_bytes: int) -> tuple[Segment, bytes]:
 
 
 def map_segment(offer: bytes) -> Segment:
-    """Map what another process of this host offers.
+    """Map the memory that another process of this host offers.
 
     Raises:
-        NoSharedMemory: It is not there for this process: another host, container or user.
+        NoSharedMemory: This process cannot open it: another host, container or user.
     """
     pid, theirs, num_bytes, token = _OFFER.unpack(offer)
     path, fd = f"/proc/{pid}/fd/{theirs}", -1

@@ -1,4 +1,4 @@
-"""The op queue of a group: its calls in order, and the handles on them."""
+"""The op queue of a group: its calls in order, and their handles."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class OpQueue:
     """The calls of one group that have not run yet.
 
     [Note: who runs a call]
-    Calls run in the order in which they were made, one at a time. A call that somebody waits for at once is run by the
-    thread that waits, which saves two switches of threads; one that is asynchronous is run by the group's own thread,
-    started with the first. Whoever runs a call takes ``_turn`` first and then the oldest call in the queue.
+    Calls run in the order in which they were made, one at a time. A synchronous call is run by the thread that waits
+    for it, which saves two thread switches. An asynchronous call is run by the group's own thread, which starts with
+    the first such call. A thread that runs a call first takes ``_turn``, and then the oldest call in the queue.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,14 +40,14 @@ class OpQueue:
         self._start_lock = threading.Lock()
 
     def add(self, work: ShmWork, *, is_async: bool) -> None:
-        """Put a call at the end. One that is not asynchronous waits for its ``wait()``."""
+        """Append a call. A synchronous one runs in its ``wait()``."""
         self._waiting.append(work)
         if is_async:
             self.signal()
 
     def signal(self) -> None:
-        """Have the group's own thread run what waits."""
-        # Not at creation: most groups of a job never make an asynchronous call.
+        """Make the group's own thread run the queued calls."""
+        # Not started at creation: most groups of a job never make an asynchronous call.
         if not self._threads:
             self._ensure_idle_thread()
         self._signals.put(True)
@@ -75,21 +75,21 @@ class OpQueue:
         return work
 
     def take_turn(self) -> bool:
-        """Let this thread make a call now, up to `end_turn`; say no if others wait or are at it."""
+        """Let this thread make a call, until `end_turn`; return False if calls are queued or running."""
         if self._waiting or not self._turn.acquire(blocking=False):
             return False
-        if self._waiting:  # added between the two
+        if self._waiting:  # added in the meantime
             self._turn.release()
             return False
         return True
 
     def end_turn(self) -> None:
-        """Let others make calls."""
+        """Let other threads make calls."""
         self._turn.release()
 
     def stop(self) -> bool:
-        """End the threads and fail what waits; return whether the threads ended in time."""
-        # A callback of a future, which runs in one of these threads, may close the group.
+        """End the threads and fail queued calls; return whether the threads ended in time."""
+        # A callback of a future runs in one of these threads and may close the group.
         threads = [thread for thread in self._threads if thread is not threading.current_thread()]
         for _ in self._threads:
             self._signals.put(False)
@@ -102,7 +102,7 @@ class OpQueue:
         return not any(thread.is_alive() for thread in threads)
 
     def drain(self) -> None:
-        """Run in this thread what waits."""
+        """Run the queued calls in this thread."""
         self.run_until(lambda: not self._waiting)
 
     def _run(self) -> None:
@@ -112,7 +112,7 @@ class OpQueue:
             with self._turn:
                 work = self._run_oldest()
             if work is not None and work._futures:
-                # A callback may make calls and wait for them, in this thread: another must be there to run them.
+                # A callback in this thread may make calls and wait for them: another thread must be there to run them.
                 self._ensure_idle_thread()
                 work.complete_futures()
             with self._start_lock:
@@ -120,11 +120,11 @@ class OpQueue:
 
 
 class ShmWork(dist.Work):
-    """A call that runs or will run; what torch calls a work handle.
+    """A call that runs or will run: torch's work handle.
 
     Args:
-        operation: In words, for messages and for the watchdog.
-        queue: Where it waits for its turn; ``None`` if something else carries it out, such as p2p.
+        operation: Its description, for messages and for the watchdog.
+        queue: The queue it is in; ``None`` if something else runs it, such as p2p.
         action: What it does.
         outputs: The tensors that it writes.
     """
@@ -140,11 +140,11 @@ class ShmWork(dist.Work):
         self._futures: list[Future[Any]] = []
         self._error: BaseException | None = None
         self._source = -1
-        self._ended: threading.Event | None = None  # made when somebody waits for another thread to run it
+        self._ended: threading.Event | None = None  # created when a thread waits for another one to run it
         self.has_ended = False
 
     def run(self, source: int = -1) -> None:
-        """Run the call in this thread; errors are kept for who waits. ``source``: where a message came from."""
+        """Run the call in this thread; an error is raised in `wait`. ``source``: the rank that sent a message."""
         assert self._action is not None
         self._source = source
         try:
@@ -161,21 +161,21 @@ class ShmWork(dist.Work):
 
     def _end(self) -> None:
         with _end_lock:
-            # What it holds (staged copies, tensors) is not needed any more, but handles are kept for long.
+            # Its staged copies and tensors are not needed any more, but callers may keep the handle for long.
             self._action = None
             self.has_ended = True
             if self._ended is not None:
                 self._ended.set()
 
     def complete_futures(self) -> None:
-        """Complete the futures, after the end; no lock may be held, as callbacks may make calls."""
+        """Complete the futures after the end. The caller must hold no lock, because callbacks may make calls."""
         with _end_lock:
             futures, self._futures = self._futures, []
         for future in futures:
             future.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the call has run, at most ``timeout`` if that is positive; raise what it raised."""
+        """Block until the call has run, at most ``timeout`` if that is positive; raise the call's error."""
         limit_s = timeout.total_seconds()
         if not self.has_ended:
             with activity.waiting(self.operation):
@@ -190,18 +190,18 @@ class ShmWork(dist.Work):
         return True
 
     def _wait_for_end(self, limit_s: float) -> bool:
-        """Wait for another thread to run it: one that runs a call itself cannot give up before the call does."""
+        """Wait for another thread to run the call: a thread that runs a call itself cannot stop at its own timeout."""
         with _end_lock:
             if self.has_ended:
                 return True
             self._ended = self._ended or threading.Event()
-        # The group's own thread must run it, as this one could not stop in the middle when its time is up.
+        # The group's own thread must run it, because this one could not stop in the middle at its timeout.
         if self._queue is not None:
             self._queue.signal()
         return self._ended.wait(limit_s if limit_s > 0 else None)
 
     def is_completed(self) -> bool:
-        """Return whether the call has run, and see to it that it does."""
+        """Return whether the call has run; make sure that it will."""
         if not self.has_ended and self._queue is not None:
             self._queue.signal()
         return self.has_ended
@@ -211,7 +211,7 @@ class ShmWork(dist.Work):
         return self.has_ended and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what the call raised."""
+        """Return the error that the call raised, if any."""
         return self._error
 
     def result(self) -> list[Any]:
@@ -219,7 +219,7 @@ class ShmWork(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """Do as `wait` does."""
+        """Do the same as `wait`."""
         self.wait()
 
     def source_rank(self) -> int:
@@ -231,7 +231,7 @@ class ShmWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors that the call writes."""
         ended: Future[Any] = Future()
-        # An exception in a callback is the only way from Python to a future that C++ also sees as failed.
+        # An exception in a callback is the only way in Python to make a future that C++ also sees as failed.
         outcome: Future[list[Tensor]] = ended.then(self._outcome)
         with _end_lock:
             pending = not self.has_ended
@@ -249,7 +249,7 @@ class ShmWork(dist.Work):
         return self._outputs
 
 
-# The handle on a call that ran before it was returned to somebody who will only wait for it.
+# The handle of a call that had run before the handle was returned, for callers that only wait for it.
 ENDED = ShmWork("", None, lambda: None, [])
 """The handle on a call that ran before it was returned to somebody who will only wait for it."""
 ENDED.run()

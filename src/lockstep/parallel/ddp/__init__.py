@@ -1,1 +1,1 @@
-"""What `DistributedDataParallel` is made of; docs/design/ddp.md draws the parts."""
+"""The parts of `DistributedDataParallel`; docs/design/ddp.md shows how they fit together."""

@@ -27,16 +27,17 @@ from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction
 
 @final
 class BucketStamps:
-    """Takes the moments of each step, for whoever records the run.
+    """Records the times of each step, for the run's record.
 
-    How long the step waited for communication is taken in each step, single buckets only in steps with a timeline.
+    The time that a step waited for communication is measured in every step, single buckets only in steps with a
+    timeline.
 
     Args:
-        device: Where the model is.
+        device: The model's device.
 
     Attributes:
-        closely: Whether single buckets are stamped in the coming step.
-        last: The step that ended last; None once it was taken.
+        closely: Whether single buckets are stamped in the next step.
+        last: The last step that ended; None after `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,17 +49,17 @@ class BucketStamps:
         self._begin()
 
     def take(self) -> Reduction | None:
-        """Return the step that ended last, once."""
+        """Return the last step that ended, once."""
         last, self.last = self.last, None
         return last
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
+        """Handle an event of the reducer."""
         if kind is Event.BACKWARD:
-            self._begin()  # also behind a backward that failed
+            self._begin()  # also after a backward that failed
         elif kind is Event.BACKWARD_END:
             self._is_over = True
-        # Waits within backward are of buckets that are finished early, which are reduced already.
+        # Waits within backward are for buckets that finish early, which are already reduced.
         elif kind is Event.WAIT and self._is_over:
             self._wait_from_s = time.perf_counter()
             if self._own_work_end is None:
@@ -69,8 +70,8 @@ class BucketStamps:
             step = self._now
             if self._own_work_end is not None:
                 step.waited = self._own_work_end, mark_on(self._device)
-                activity.now.waited_s = self._waited_before_s  # what was waited since is in `waited`
-            # On a device the host does not wait, but the stream, which is what `waited` measures.
+                activity.now.waited_s = self._waited_before_s  # the waits since then are in `waited`
+            # On a device the stream waits, not the host; `waited` measures the stream.
             step.exposed_s = self._exposed_s if self._device.type == "cpu" else None
             self.last = step
             self._begin()
@@ -92,7 +93,7 @@ class BucketStamps:
             assert future is not None
 
             def set_done(_: Future[Any] | None = None) -> None:
-                stamp.done = mark_on(self._device)  # the current stream is one that waits for the reduction
+                stamp.done = mark_on(self._device)  # the current stream waits for the reduction
 
             if self._device.type == "cpu" and future.done():
                 set_done()
@@ -108,7 +109,7 @@ class BucketRanges:
         self._open = ExitStack()
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
+        """Handle an event of the reducer."""
         if bucket is None:
             return
         if kind is Event.GATHERED:
@@ -123,14 +124,14 @@ class BucketRanges:
 
 
 class FlatGradients:
-    """What lies in ``param.grad`` of all ``parameters``, in as few pieces as can be.
+    """The gradients (``param.grad``) of all ``parameters``, in as few tensors as possible.
 
-    A bucket counts as one piece if each of its parameters has its gradient there. Where one has none, or one of its
-    own, those of that bucket are taken one by one.
+    A bucket is one tensor if every one of its parameters has its gradient in the bucket. If a parameter has none, or
+    one outside of the bucket, the gradients of that bucket are taken one by one.
 
     Args:
-        reducer: Has the buckets.
-        parameters: Of the model; those that are in no bucket, too.
+        reducer: The reducer of the buckets.
+        parameters: All parameters of the model, including those that are in no bucket.
     """
 
     def __init__(self, reducer: Reducer, parameters: Iterable[nn.Parameter]) -> None:
@@ -140,7 +141,7 @@ class FlatGradients:
         self._norms: dict[Bucket, Tensor] = {}
 
     def expect_norm(self) -> None:
-        """Compute the Euclidean norm of each bucket when it is reduced, while others travel; for the next `norm`.
+        """Compute the Euclidean norm of each bucket once it is reduced, while others are sent; for the next `norm`.
 
         Only for a loop in which nothing changes gradients in between.
         """
@@ -149,14 +150,14 @@ class FlatGradients:
 
     @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
+        """Handle an event of the reducer."""
         if kind is Event.REDUCED and bucket is not None and not bucket.spec.sparse:
             self._norms[bucket] = flat_norm(bucket.gradients)
 
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
-        early, self._norms = self._norms, {}  # they hold once: gradients may be changed
+        early, self._norms = self._norms, {}  # used only once: gradients may change
         norms: list[Tensor] = []
         others = gradients_of(self._outside) if self._outside else []
         for bucket in self._reducer.bucket_set.buckets:
@@ -171,7 +172,7 @@ class FlatGradients:
         return combine_norms(norms, norm_type)
 
     def is_finite(self, norm: Tensor) -> bool:
-        """Return whether all gradients are finite, whose `norm` times something finite is ``norm``. Blocks."""
+        """Return whether all gradients are finite. ``norm`` is their `norm` times a finite factor. Blocks."""
         return math.isfinite(float(norm)) or are_finite(self.tensors(), norm)
 
     def tensors(self) -> list[Tensor]:
@@ -179,24 +180,24 @@ class FlatGradients:
         return gradients_of(self._outside) + self.reduced()
 
     def reduced(self) -> list[Tensor]:
-        """Return tensors that together hold all gradients that are the same on every rank: those of the buckets."""
+        """Return tensors that together hold the gradients in buckets, which are equal on every rank."""
         tensors: list[Tensor] = []
         for bucket in self._reducer.bucket_set.buckets:
             tensors += [bucket.gradients] if bucket.holds_all else gradients_of(bucket.parameters)
         return tensors
 
     def multiply_(self, factor: Tensor) -> None:
-        """Multiply all gradients in place by a 0-dimensional tensor; not at all by one that is known to be 1."""
+        """Multiply all gradients in place by a 0-dimensional tensor; do nothing if it is known to be 1."""
         multiply_(self.tensors(), factor)
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients that there are."""
+    """Return the gradients of those parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 class LocalGradientMonitor:
-    """Whether this rank's own gradients were finite in the last backward, before they were reduced."""
+    """Checks whether this rank's own gradients were finite in the last backward, before they were reduced."""
 
     def __init__(self) -> None:
         self._totals: list[Tensor] = []
@@ -204,8 +205,8 @@ class LocalGradientMonitor:
 
     @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer. Does not block."""
-        # A reduced gradient shows that it is not finite, but not on which rank it was.
+        """Handle an event of the reducer. Does not block."""
+        # A reduced gradient does not show which rank's gradient was not finite.
         if kind is Event.BACKWARD:
             self._totals, self._flags = [], []
         elif kind is not Event.GATHERED or bucket is None or bucket.spec.sparse:
@@ -214,23 +215,23 @@ class LocalGradientMonitor:
             flag = (ctypes.c_int32 * 1)()
             bucket.pieces = bucket.pieces._replace(nonfinite=flag)
             self._flags.append(flag)
-        else:  # one pass over the bucket, whose result stays on the device until it is needed
+        else:  # one pass over the bucket; the result stays on the device until it is needed
             self._totals.append(total(bucket.gradients))
 
     def saw_nonfinite(self) -> bool:
-        """Return whether one of them was not. Blocks."""
+        """Return whether a gradient was not finite. Blocks."""
         return any(flag[0] for flag in self._flags) or any(not bool(each.isfinite()) for each in self._totals)
 
 
 class BucketOptimizer:
-    """Steps ``optimizer`` a bucket at a time inside backward; an observer of the reducer.
+    """Steps ``optimizer`` one bucket at a time within backward; an observer of the reducer.
 
-    A parameter's gradient is complete when all that backward computes with the parameter has run, so it may change
-    while backward goes on. Where something else still needs its old value, autograd raises ("modified by an inplace
-    operation").
+    When a parameter's gradient is complete, backward has finished all computations with the parameter, so it may change
+    while backward goes on. If some other computation still needs the old value, autograd raises ("modified by an
+    inplace operation").
 
     Args:
-        optimizer: Of parameters that the reducer holds, and maybe others: those are stepped when the step closes.
+        optimizer: Of the reducer's parameters, and maybe of others, which are stepped when the step closes.
 
     Raises:
         ConfigurationError: The optimizer cannot step without being called with a closure.
@@ -245,19 +246,19 @@ class BucketOptimizer:
                 "Call its step(closure) after backward."
             )
         self._optimizer = optimizer
-        # The parameters that are still to be stepped, with the place of their group; None between two steps. It is made
-        # anew in each, since parameters may be added to the optimizer.
+        # The parameters that are not stepped yet, with the index of their group; None between two steps. Created again
+        # in each step, since parameters may be added to the optimizer.
         self._left: dict[nn.Parameter, int] | None = None
-        self._changed: dict[int, dict[str, Any]] = {}  # by place of a group, what the steps changed in it
+        self._changed: dict[int, dict[str, Any]] = {}  # by index of a group, the values that the steps changed in it
         self._is_stepping = False
         self._handle = optimizer.register_step_pre_hook(self._refuse_others)
 
     def remove(self) -> None:
-        """Let the optimizer be stepped as before."""
+        """Restore the optimizer's ordinary ``step``."""
         self._handle.remove()
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
+        """Handle an event of the reducer."""
         if kind is Event.BACKWARD:
             self._left, self._changed = None, {}  # of a backward that failed
         elif kind is Event.REDUCED and bucket is not None:
@@ -269,7 +270,7 @@ class BucketOptimizer:
             self._left, self._changed = None, {}
 
     def _step(self, parameters: Iterable[nn.Parameter] | None) -> None:
-        """Step those of ``parameters`` that the optimizer has; None: all that are left."""
+        """Step those of ``parameters`` that the optimizer has; None: all remaining parameters."""
         optimizer, whole = self._optimizer, self._optimizer.param_groups
         if self._left is None:
             self._left = {each: place for place, group in enumerate(whole) for each in group["params"]}
@@ -280,9 +281,9 @@ class BucketOptimizer:
                 members.setdefault(place, []).append(parameter)
         if not members:
             return
-        # The optimizer gets ``param_groups`` that hold these parameters and copies of all else. So its state stays
-        # where it is, schedulers see nothing of it, and what a step counts in a group is counted once, when the step
-        # closes. Whatever treats each parameter on its own gives the same bits as one step over all.
+        # The optimizer temporarily gets ``param_groups`` with only these parameters and copies of everything else. So
+        # its state is not moved, schedulers do not notice, and a counter in a group advances only once, when the step
+        # closes. An optimizer that treats each parameter separately gives the same bits as in one step over all.
         parts = {place: {**whole[place], "params": part} for place, part in members.items()}
         self._is_stepping = True
         optimizer.param_groups = list(parts.values())

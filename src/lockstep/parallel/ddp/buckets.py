@@ -1,4 +1,4 @@
-"""Gradient buckets: which gradients share one, how they get in and out of flat buffers, and all buckets of a model."""
+"""Gradient buckets: which gradients share one, copies in and out of flat buffers, and all buckets of a model."""
 
 import operator
 import sys
@@ -16,7 +16,7 @@ from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import view_like
 
-# --- which gradients travel together: pure functions of sizes and of the observed ready order -------------------------
+# --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
 MIB = 2**20
 DEFAULT_CAP_BYTES = 25 * MIB
@@ -25,7 +25,7 @@ FIRST_CAP_BYTES = 1 * MIB  # small, so that communication starts early
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter. ``deferred``: it may receive several gradients in one backward."""
+    """The properties of a parameter that the plan uses. ``deferred``: may receive several gradients in one backward."""
 
     numel: int
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The parameters of one bucket, by index, in the order in which their gradients lie."""
+    """The parameters of one bucket, by index, in the order of their gradients in the bucket."""
 
     parameters: tuple[int, ...]
     dtype: torch.dtype
@@ -49,18 +49,18 @@ class BucketSpec:
 def plan_buckets(
     parameters: Sequence[ParameterSpec], order: Sequence[int], caps_bytes: Sequence[int]
 ) -> tuple[BucketSpec, ...]:
-    """Cut ``order`` into buckets of one dtype and device; a pure function.
+    """Split ``order`` into buckets of one dtype and device; a pure function.
 
     Args:
         parameters: All parameters, by index.
         order: Every index once, in the order in which gradients are expected.
-        caps_bytes: A bucket closes when it holds this many bytes: one cap per bucket, the last for all that follow.
+        caps_bytes: A bucket closes when it holds this many bytes: one cap per bucket, the last for all later ones.
 
     Returns:
         The buckets in the order in which they are launched. Those of deferred parameters come last.
     """
     finished: list[tuple[int, BucketSpec]] = []
-    # By what the members have in common: buckets of several dtypes fill side by side, each kind with all the caps.
+    # By the common properties of the members: buckets of several dtypes fill in parallel, each kind with its own caps.
     open_buckets: dict[object, list[int]] = defaultdict(list)
     size_bytes: Counter[object] = Counter()
     num_closed: Counter[object] = Counter()
@@ -71,13 +71,13 @@ def plan_buckets(
         members = open_buckets.pop(key)
         first = parameters[members[0]]
         kind = first.dtype, first.device, first.sparse, first.deferred
-        # A bucket is ready when its last gradient is, so that is what orders the launches.
+        # A bucket is ready when its last gradient is, so launches are ordered by the last gradient.
         finished.append((position[members[-1]], BucketSpec(tuple(members), *kind, size_bytes.pop(key))))
         num_closed[key] += 1
 
     for index in order:
         each = parameters[index]
-        key = (each.dtype, each.device, each.deferred, index if each.sparse else None)  # each sparse one on its own
+        key = (each.dtype, each.device, each.deferred, index if each.sparse else None)  # each sparse one alone
         open_buckets[key].append(index)
         size_bytes[key] += each.numel * each.dtype.itemsize
         if size_bytes[key] >= caps_bytes[min(num_closed[key], len(caps_bytes) - 1)]:
@@ -89,10 +89,10 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class ReadyOrder:
-    """Every parameter's index once, in the order of arrival, and those that arrived more than once.
+    """Every parameter's index once, in the order of arrival, and the indices that arrived more than once.
 
     Attributes:
-        is_uneven: Whether ranks that had data saw different things.
+        is_uneven: Whether ranks that had data observed different arrivals.
     """
 
     order: tuple[int, ...]
@@ -101,14 +101,14 @@ class ReadyOrder:
 
 
 def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) -> ReadyOrder:
-    """Combine what each rank saw into one order; a pure function.
+    """Combine the arrivals of all ranks into one order; a pure function.
 
     Args:
-        arrivals: By rank, the indices of the parameters as their gradients arrived, repeats included.
-        default: Every index once; the place of parameters that the chosen rank did not see.
+        arrivals: By rank, the indices of the parameters as their gradients arrived, including repeats.
+        default: Every index once; the order of parameters that did not arrive on the chosen rank.
 
     Returns:
-        The order of the rank that saw most parameters (the lowest such rank), completed from ``default``.
+        The order of the rank on which most parameters arrived (the lowest such rank), completed from ``default``.
         A parameter that arrived twice on any rank counts as repeated, and its last arrival is its place.
     """
     repeated = frozenset(index for seen in arrivals for index, count in Counter(seen).items() if count > 1)
@@ -118,24 +118,24 @@ def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) ->
     return ReadyOrder(order, repeated, is_uneven=len({tuple(seen) for seen in arrivals if seen}) > 1)
 
 
-# --- how gradients get in and out of flat buffers ---------------------------------------------------------------------
+# --- copying gradients in and out of flat buffers ---------------------------------------------------------------------
 
-# Gradients of this size are divided while they are copied; smaller ones all in one go, which takes fewer calls.
+# Gradients of this size are divided while they are copied; smaller ones all in one call.
 _LARGE_NUMEL = 2**15
 
-# Of a view that nobody else holds, as sys.getrefcount counts them where it is called the same way.
+# The sys.getrefcount of a view to which there is no other reference, called in the same way.
 _OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
 
 _grad_of, _dtype_of = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
 
 class GradientScale(NamedTuple):
-    """What a rank's gradients count in the sum over the ranks.
+    """The factors of a rank's gradients in the sum over the ranks.
 
     Attributes:
-        factor: What gradients are multiplied by.
-        unused_factor: The same for the gradients from before, of parameters that received none in this step.
-        message: What the tail ends with, see [Note: weight messages]; None: what a rank without weights sends.
+        factor: The factor for gradients.
+        unused_factor: The factor for the old gradients of parameters that received none in this step.
+        message: The end of the tail, see [Note: weight messages]; None: the message of a rank without weights.
     """
 
     factor: float
@@ -144,17 +144,17 @@ class GradientScale(NamedTuple):
 
 
 class _Members:
-    """What dense and sparse buckets have in common: the parameters whose gradients go through one collective.
+    """The common part of dense and sparse buckets: the parameters whose gradients go through one collective.
 
     Attributes:
         gradients: The gradients alone, as communication hooks see them.
-        payload: What the collective sums: the gradients and what travels with them.
+        payload: The tensor that the collective sums: the gradients and the tail.
         weight_message: The end of the tail, see [Note: weight messages] in weighting.py; None if there is no tail.
-        position, is_last: Its place among the buckets of the model, which is the order in which they are launched.
+        position, is_last: Its place among the buckets of the model, in the order in which they are launched.
         missing: By place, from `gather` to `settle`: the parameters that received no gradient on this rank, and the
             gradient that they had before.
         future: Of the reduction, once it is launched; done when the bucket is reduced.
-        sent_dtype: In what the tail travels; that of the gradients unless they are compressed.
+        sent_dtype: The dtype in which the tail is sent; that of the gradients unless they are compressed.
     """
 
     gradients: Tensor
@@ -176,28 +176,28 @@ class DenseBucket(_Members):
     """Gradients in one flat buffer; see [Note: layout of a bucket].
 
     [Note: layout of a bucket]
-    One flat buffer: the gradients of the parameters, back to back, then a tail that travels in the same collective: one
-    element per parameter, which counts on how many ranks it received a gradient, and the ranks' weight messages (see
-    [Note: weight messages] in weighting.py). ``views[k]`` has the shape and the strides of parameter k and becomes its
-    ``.grad``.
+    One flat buffer: the gradients of the parameters, back to back, then a tail that is reduced in the same collective.
+    The tail has one element per parameter, which counts the ranks on which it received a gradient, and the ranks'
+    weight messages (see [Note: weight messages] in weighting.py). ``views[k]`` has the shape and the strides of
+    parameter k and becomes its ``.grad``.
 
     [Note: held gradients]
-    In torch, a gradient that a script keeps after ``zero_grad()`` stays as it is. Ours are views of a buffer that the
-    next step overwrites, so a bucket whose views are still held takes new memory and leaves the old to its holders.
-    This rank does so alone, so the new memory is ordinary; shm reduces buckets of which only some lie in shared memory
-    as it reduces any other tensor.
+    In torch, a gradient that a script keeps after ``zero_grad()`` does not change. Ours are views of a buffer that the
+    next step overwrites. So if a script still holds views, the bucket allocates new memory and leaves the old memory to
+    the script. Only this rank does so, so the new memory is ordinary memory. shm can reduce a bucket that lies in
+    shared memory on some ranks only, like any other tensor.
 
     [Note: gradients that are copied late]
-    Gradients that are copied into the bucket first cross memory once more when they are reduced, which is most of what
-    synchronisation costs a wide model. So a reduction that can (`BucketReduction.takes_pieces`) gets them where
-    autograd left them, as `pieces`, and copies what the other ranks need first.
+    Gradients that are copied into the bucket first cross memory once more when they are reduced. For a wide model, that
+    is most of the cost of synchronisation. So a reduction that can (`BucketReduction.takes_pieces`) gets them where
+    autograd left them, as `pieces`, and first copies those that the other ranks need.
 
     Args:
         spec, parameters, names: See `BucketSet`.
         keep_held_gradients: See [Note: held gradients].
-        message: What the tail ends with on this rank in a step without weights.
-        group: The ranks that make this bucket at the same time, so that it can lie in memory which they all see; see
-            `empty_buffer`. None: this rank makes it alone.
+        message: The end of the tail on this rank in a step without weights.
+        group: The ranks that create this bucket at the same time, so that it can lie in memory that all of them map;
+            see `empty_buffer`. None: this rank creates it alone.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class DenseBucket(_Members):
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
         self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
-        # C multiplies these two. Gradients of parameters that are not contiguous may lie in another order.
+        # C multiplies these two dtypes. Gradients of parameters that are not contiguous may have another layout.
         is_known = spec.dtype in (torch.float32, torch.float64)
         self._may_wait = is_known and all(each.is_contiguous() for each in self.parameters)
         self.pieces: Pieces | None = None
@@ -230,8 +230,8 @@ class DenseBucket(_Members):
         self.gradients, self._tail = self.payload.split([numel, size - numel])
         message = self._tail[len(self.parameters) :]
         self.weight_message = message.real if message.is_complex() else message
-        # Two tensors for each gradient. What we write through a slot does not move the version counter of its view, so
-        # a counter that moved shows that autograd or the script has changed that gradient in place.
+        # Two tensors for each gradient. Writing through a slot does not change the version counter of its view, so a
+        # changed counter shows that autograd or the script has changed that gradient in place.
         self._slots = cut_views(self.gradients, self.parameters)
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
@@ -239,7 +239,7 @@ class DenseBucket(_Members):
 
     @property
     def holds_all(self) -> bool:
-        """Whether `gradients` is what all its parameters have as their gradients."""
+        """Whether the gradients of all its parameters lie in `gradients`."""
         return not any(map(operator.is_not, map(_grad_of, self.parameters), self._views))
 
     def gradient_views(self) -> list[Tensor]:
@@ -247,23 +247,23 @@ class DenseBucket(_Members):
         return list(self._slots)
 
     def replace_gradients(self, value: Tensor) -> None:
-        """Take what a communication hook has made of `gradients`."""
+        """Replace `gradients` by the result of a communication hook."""
         if value.data_ptr() != self.gradients.data_ptr() or value.dtype != self.gradients.dtype:
             self.gradients.copy_(value.reshape(-1)[: self.gradients.numel()])
 
     def gather(self, used: Sequence[int], scale: GradientScale, *, late: bool = False) -> None:
-        """Bring this rank's gradients in.
+        """Copy this rank's gradients into the bucket.
 
         Args:
             used: At place k, whether that parameter received a gradient since the last step.
-            scale: What they are multiplied by.
+            scale: Their factors.
             late: Whether they may be left in `pieces`; see [Note: gradients that are copied late].
         """
         gradients = list(map(_grad_of, self.parameters))
         is_none = map(operator.is_, gradients, repeat(None))
         if any(is_none) or not all(used) or any(map(operator.is_, gradients, self._views)):
             self._gather_some(gradients, used, scale)
-        else:  # the usual case, without a Python loop over the parameters but the one that hands out the views
+        else:  # the usual case; the only Python loop over the parameters assigns the views
             self.missing = {}
             if self._keep_held_gradients and self._is_held(range(len(self._views))):
                 self._renew()
@@ -277,7 +277,7 @@ class DenseBucket(_Members):
         self._fill_tail(scale)
 
     def _can_wait(self, gradients: Sequence[Tensor]) -> bool:
-        """Return whether C can read them as they are: hooks of the script may have put anything in ``param.grad``."""
+        """Return whether C can read them in place: hooks of the script may have put anything in ``param.grad``."""
         return (
             self._may_wait
             and set(map(type, gradients)) == {Tensor}
@@ -287,19 +287,19 @@ class DenseBucket(_Members):
         )
 
     def take_pieces(self) -> Pieces | None:
-        """Return the gradients that are to be copied in, and forget them."""
+        """Return the gradients that are still to be copied in, and forget them."""
         pieces, self.pieces = self.pieces, None
         return pieces or Pieces()
 
     def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], scale: GradientScale) -> None:
-        """Gather where gradients are missing or in the bucket already."""
+        """Gather if some gradients are missing or already in the bucket."""
         self.missing = {
             place: None if gradient is None else gradient.clone()
             for place, gradient in enumerate(gradients)
             if gradient is None or not used[place]
         }
-        # Slots that will be overwritten, though the parameter does not have them as its gradient now. One without any
-        # gradient is overwritten, too: by zeros, and by what other ranks send.
+        # Slots that will be overwritten although they are not the parameter's gradient now. The slot of a parameter
+        # without a gradient is overwritten, too: by zeros, and by the reduced values.
         outside = [place for place, gradient in enumerate(gradients) if gradient is not self._views[place]]
         if outside and self._keep_held_gradients and self._is_held(outside):
             self._renew()
@@ -314,9 +314,9 @@ class DenseBucket(_Members):
             elif scale.unused_factor != scale.factor:
                 torch.mul(previous, scale.unused_factor, out=self._slots[place])
 
-    @torch.no_grad()  # backward with create_graph=True records what we do
+    @torch.no_grad()  # backward with create_graph=True would record this
     def _copy_in(self, gradients: list[Tensor], factor: float) -> None:
-        """Copy the gradients to their places, multiplied by ``factor``. A slot in their place stays there."""
+        """Copy the gradients to their places, multiplied by ``factor``. A slot in the list is already in its place."""
         slots, large = self._slots, self._large if factor != 1 else ()
         small = [gradient for place, gradient in enumerate(gradients) if place not in large] if large else gradients
         try:
@@ -348,7 +348,7 @@ class DenseBucket(_Members):
             self._tail[len(self.parameters) :].copy_(message, non_blocking=True)
 
     def _is_held(self, places: Iterable[int]) -> bool:
-        """Return whether somebody else holds the gradients ``places``, or tensors made from any of the buffer."""
+        """Return whether the script holds the gradients ``places``, or tensors made from any part of the buffer."""
         if self._count_aliases() > self._num_aliases:
             return True
         return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
@@ -360,7 +360,7 @@ class DenseBucket(_Members):
         old_views = self._views
         self._allocate(None)
         for parameter, old, new in zip(self.parameters, old_views, self._views, strict=True):
-            if parameter.grad is old:  # in use now, not merely held
+            if parameter.grad is old:  # in use as the gradient, not only held
                 new.copy_(old)
                 parameter.grad = new
 
@@ -370,12 +370,12 @@ class DenseBucket(_Members):
         self.gradients.mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
-        """Hand the reduced gradients to the parameters that lack one; the others have theirs since `gather`.
+        """Set the reduced gradients of parameters without a gradient; the others have theirs since `gather`.
 
         Args:
-            num_users: On how many ranks each parameter of the model received a gradient; None: as in the tail.
+            num_users: On how many ranks each parameter of the model received a gradient; None: read it from the tail.
         """
-        if not self.missing:  # so only a rank that lacks a gradient reads the tail
+        if not self.missing:  # only a rank without some gradient reads the tail
             return
         counts = self._tail.real.tolist() if num_users is None else [num_users[each] for each in self.spec.parameters]
         for place, previous in self.missing.items():
@@ -388,7 +388,7 @@ class DenseBucket(_Members):
                 view.copy_(previous)
 
     def adopt(self) -> None:
-        """Take over the gradients that the parameters have now, from a bucket of an earlier plan."""
+        """Copy in the current gradients of the parameters, which lie in buckets of an earlier plan."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
@@ -396,14 +396,14 @@ class DenseBucket(_Members):
 
 
 def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """Cut ``flat`` into views like the parameters; see `view_like`."""
+    """Split ``flat`` into views like the parameters; see `view_like`."""
     pieces = flat.split([parameter.numel() for parameter in parameters])
     return [view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 @final
 class SparseBucket(_Members):
-    """The gradient of one embedding with ``sparse=True``; it has no fixed size and so neither buffer nor tail."""
+    """The gradient of one embedding with ``sparse=True``. It has no fixed size, so it has no buffer and no tail."""
 
     holds_all = False
     pieces = None
@@ -424,11 +424,11 @@ class SparseBucket(_Members):
         return [self.gradients]
 
     def replace_gradients(self, value: Tensor) -> None:
-        """Take what a communication hook has made of `gradients`."""
+        """Replace `gradients` by the result of a communication hook."""
         self.gradients = self.payload = value
 
     def gather(self, used: Sequence[int], scale: GradientScale, *, late: bool = False) -> None:
-        """Take this rank's gradient, coalesced and multiplied; there is nothing to copy late."""
+        """Set this rank's gradient, coalesced and multiplied; there is nothing to copy late."""
         gradient = self._parameter.grad
         self.missing = {} if gradient is not None and used[0] else {0: gradient}
         if gradient is None:
@@ -443,40 +443,40 @@ class SparseBucket(_Members):
         self.replace_gradients(self.gradients * factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
-        """Hand the reduced gradient to the parameter, unless no rank had one."""
+        """Set the reduced gradient of the parameter, unless no rank had one."""
         reduced = self.gradients.coalesce()
         self.replace_gradients(self._empty())
         if not self.missing or reduced._nnz() > 0:
             self._parameter.grad = reduced
 
     def take_pieces(self) -> None:
-        """Do nothing, as `adopt`."""
+        """Do nothing, like `adopt`."""
 
     def adopt(self) -> None:
-        """Do nothing: the parameter's gradient is a tensor of its own."""
+        """Do nothing: the parameter's gradient is a separate tensor."""
 
 
 Bucket = DenseBucket | SparseBucket
 
 
 class BucketSet:
-    """All buckets of a model: first in reverse order of registration, then, once, in the order that was observed.
+    """All buckets of a model: first in reverse order of registration, then rebuilt once in the observed order.
 
     Args:
         parameters: All parameters to reduce, by name, each once; the same order, shapes and dtypes on every rank.
         sparse: Those among them that receive sparse gradients.
         caps_bytes: See :func:`plan_buckets`.
         keep_held_gradients: See [Note: held gradients].
-        message: What this rank sends of weights where it gives none, see [Note: weight messages] in weighting.py.
+        message: The weight message of this rank without weights, see [Note: weight messages] in weighting.py.
 
     Attributes:
-        parameters, names: By index, which is how a bucket names them.
-        device: One whose tensors the ranks can exchange.
+        parameters, names: By the index that a bucket uses.
+        device: A device whose tensors the ranks can exchange.
         buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
-        on_rebuilt: What to call with new buckets when the ranks have made them, all ranks in the same order.
+        on_rebuilt: Called with new buckets when the ranks have created them, on all ranks in the same order.
         is_rebuilt: Whether the order is the observed one.
-        is_uneven: Whether ranks then observed different things.
+        is_uneven: Whether ranks observed different arrivals.
     """
 
     def __init__(
@@ -497,14 +497,14 @@ class BucketSet:
             ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
             for parameter in self.parameters
         ]
-        # A copy of a model that was frozen since has none.
+        # A copy of a model that was frozen in the meantime has no parameters.
         self.device = self._specs[0].device if self._specs else torch.device("cpu")
         self._default_order = tuple(reversed(range(len(self.parameters))))
-        # Not yet with the group: a copy of the model may be made on one rank alone.
+        # Without the group: a copy of the model may be created on one rank alone.
         self._install(self._default_order, None)
 
     def rebuild(self, ready_order: Sequence[int], *, group: Group) -> None:
-        """Build the buckets anew from what the first step showed. Collective: every rank. Blocks until complete.
+        """Rebuild the buckets from the arrivals in the first step. Collective: every rank. Blocks until complete.
 
         Args:
             ready_order: Indices of the parameters as their gradients arrived on this rank; empty if it had no data.
@@ -521,7 +521,7 @@ class BucketSet:
             callback(self.buckets)
 
     def scratch(self) -> list[Bucket]:
-        """Return buckets like these that hold zeros; this rank may be the only one to ask."""
+        """Return buckets like these that hold zeros; not collective."""
         return self._make([bucket.spec for bucket in self.buckets], None)
 
     def _install(self, order: Sequence[int], group: Group | None) -> None:

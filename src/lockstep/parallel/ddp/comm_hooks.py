@@ -1,4 +1,4 @@
-"""How a bucket is reduced: by one all-reduce, also in a narrower dtype, or by a communication hook."""
+"""How a bucket is reduced: by one all-reduce, possibly in a narrower dtype, or by a communication hook."""
 
 import inspect
 import weakref
@@ -21,19 +21,19 @@ CommHook = Callable[[Any, Any], Future[Any]]
 
 
 class BucketReduction(ABC):
-    """Starts the reduction of buckets and takes the results in."""
+    """Starts the reduction of buckets and receives the results."""
 
     # Whether payloads are summed over the ranks. Then gradients are divided before `start`, and the tail of a finished
-    # bucket holds the counts of all ranks. If not, the hook divides, and `count_users` asks for the counts.
+    # bucket holds the counts of all ranks. If not, the hook divides, and `count_users` gets the counts.
     sums_payloads = True
 
-    # Whether every rank then has all of the reduced gradients, and not only a part.
+    # Whether every rank has all of the reduced gradients afterwards, and not only a part.
     leaves_whole = True
 
-    # Whether `start` brings the gradients of a bucket in itself, see `DenseBucket.pieces`.
+    # Whether `start` itself copies the gradients into a bucket, see `DenseBucket.pieces`.
     takes_pieces = False
 
-    # Whether `finish` may be called as soon as a future is done, which is at another time on each rank.
+    # Whether `finish` may be called as soon as a future is done, which happens at different times on the ranks.
     finishes_alone = True
 
     @abstractmethod
@@ -42,7 +42,7 @@ class BucketReduction(ABC):
 
         Args:
             bucket: Holds this rank's gradients.
-            alone: This rank has nothing else to do until the bucket is reduced: this may block until then. Does not
+            alone: Whether this rank has nothing else to do: then this may block until the bucket is reduced. Does not
                 block otherwise. It may differ between ranks.
         """
 
@@ -53,32 +53,32 @@ class BucketReduction(ABC):
     def count_users(
         self, used: Sequence[int], message: Sequence[float], device: torch.device
     ) -> tuple[list[int], Tensor]:
-        """Return what the buckets' tails would hold: by parameter the ranks that used it; the sum of weight messages.
+        """Return the contents of tails: by parameter the number of ranks that used it; the sum of weight messages.
 
         Collective: every rank, when all buckets of the step are finished. Blocks until complete.
 
         Args:
             used: By parameter, whether it received a gradient on this rank.
             message: This rank's weight message.
-            device: Where tensors lie that this group can send.
+            device: A device whose tensors this group can send.
         """
         raise NotImplementedError
 
 
 @final
 class AllReduceMean(BucketReduction):
-    """The mean over ranks: divided first, so that fp16 does not overflow, then summed together with the tail."""
+    """The mean over ranks: gradients are divided first, so that fp16 does not overflow, then summed with the tail."""
 
     def __init__(self, group: Group) -> None:
         self._group, self.takes_pieces = group, collectives.takes_pieces(group)
-        self._may_block = collectives.is_native(group)  # a group written in Python may return before it is done
+        self._may_block = collectives.is_native(group)  # other groups written in Python may return too early
 
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
-        if not (alone and payload.is_cpu and self._may_block):  # on CUDA a future that other streams can wait for
+        if not (alone and payload.is_cpu and self._may_block):  # on CUDA, a future that other streams can wait for
             return all_reduce_async(payload, group=self._group, pieces=pieces)
-        # A blocking call runs in this thread, which has nothing else to do: that saves two hand-overs between threads.
+        # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
         done: Future[Any] = Future()
         done.set_result(None)
@@ -99,10 +99,10 @@ def is_compressible(bucket: Bucket) -> bool:
 
 @final
 class CastAllReduce(BucketReduction):
-    """The mean over ranks by an all-reduce in ``dtype``, where the backend knows best how; see `is_compressible`.
+    """The mean over ranks by an all-reduce in ``dtype``, for backends that do this best; see `is_compressible`.
 
-    The tail travels in the same message. It counts ranks, exactly as far as ``dtype`` can count (256 ranks in bfloat16)
-    and never to zero beyond; a sum of weights follows apart, as for a model whose parameters are that narrow.
+    The tail is part of the same message. Its counts of ranks are exact as far as ``dtype`` can count (256 ranks in
+    bfloat16) and never zero beyond that. A sum of weights needs its own collective, as in a model with such parameters.
     """
 
     def __init__(self, bucket_set: BucketSet, group: Group, dtype: torch.dtype) -> None:
@@ -111,7 +111,7 @@ class CastAllReduce(BucketReduction):
         bucket_set.on_rebuilt.append(self._allocate)
 
     def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        """Give buckets that all ranks make now a buffer where all can see it. Collective: every rank."""
+        """Allocate shared buffers for buckets that all ranks create now. Collective: every rank."""
         for bucket in filter(is_compressible, buckets):
             size, device = bucket.payload.numel(), bucket.payload.device
             self._buffers[bucket] = empty_buffer(size, dtype=self._dtype, device=device, group=self._group)
@@ -122,9 +122,9 @@ class CastAllReduce(BucketReduction):
         if not is_compressible(bucket):
             return all_reduce_async(bucket.payload, group=self._group)
         # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
-        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank made alone
+        if bucket not in self._buffers:  # a bucket of the first step, or one that this rank created alone
             self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
-        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which then follows apart
+        bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which needs its own collective
         return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
 
     @override
@@ -158,11 +158,11 @@ class GradBucket:
 
     def buffer(self) -> Tensor:
         """Return the gradients of this rank, not yet divided by anything: 1-D, or the sparse gradient."""
-        # A compressing wrapper sets its own buffer before it calls the hook inside.
+        # A compressing wrapper sets its own buffer before it calls the inner hook.
         return self._bucket.gradients if self._replacement is None else self._replacement
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let :meth:`buffer` return ``buffer`` from now on, which may be of another dtype (compressed)."""
+        """Make :meth:`buffer` return ``buffer`` from now on; it may have another dtype (compressed)."""
         self._replacement = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -180,7 +180,7 @@ class GradBucket:
 
 @final
 class CommHookReduction(BucketReduction):
-    """A communication hook: it owns the gradients and divides them itself, and the counts travel on their own."""
+    """A communication hook: it reduces and divides the gradients itself; the counts have their own collective."""
 
     sums_payloads = False
 
@@ -203,29 +203,29 @@ class CommHookReduction(BucketReduction):
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        result = future.wait()  # torch's hooks return a tensor, others what all_reduce's future holds: a list of one
+        result = future.wait()  # torch's hooks return a tensor, others the list of one from all_reduce's future
         bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 
     @override
     def count_users(
         self, used: Sequence[int], message: Sequence[float], device: torch.device
     ) -> tuple[list[int], Tensor]:
-        # Not earlier: hooks start collectives of their own when others finish, at a time that differs between ranks.
+        # Not earlier: hooks start their own collectives when others finish, at times that differ between ranks.
         mine = [*used, *message]
         if mine != self._last_sent:  # the same in most steps, and a copy to a GPU would block
             self._last_sent, self._on_device = mine, torch.tensor(mine, dtype=widest_dtype(device), device=device)
         sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
-        # A parameter that was used here needs no count, so usually nothing is read from the device.
+        # A parameter that was used on this rank needs no count, so usually nothing is read from the device.
         num_users = [1] * len(used) if all(used) else [int(count) for count in sums[: len(used)].tolist()]
         return num_users, sums[len(used) :]
 
 
 def check_comm_hook(hook: Any, compression: str | None) -> None:
-    """Refuse what cannot be a hook, with torch's error types and texts.
+    """Refuse an invalid hook, with torch's error types and texts.
 
     Raises:
-        ConfigurationError: Gradients are to be compressed, which is the hook's to decide.
+        ConfigurationError: Compression is set, but with a hook the hook decides about that.
         TypeError: It is not callable.
         ValueError: Its annotations say that it expects or returns something else.
     """

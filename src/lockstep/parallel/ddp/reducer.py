@@ -1,4 +1,4 @@
-"""When each bucket is reduced, and what a backward leaves in ``param.grad``. Design: docs/design/ddp.md."""
+"""When each bucket is reduced, and the contents of ``param.grad`` after a backward. Design: docs/design/ddp.md."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lockstep.parallel.module_io import hook_tensors
 
 
 class Phase(Enum):
-    """What the reducer makes of the next gradient."""
+    """How the reducer handles the next gradient."""
 
     IDLE = "idle"  # no synchronised backward is expected (no_sync, the bare module): it stays on this rank
-    ARMED = "armed"  # a forward promised a backward: it opens a step, if no hooked output has opened one before
-    COLLECTING = "collecting"  # a synchronised backward runs: it completes a bucket, or is noted
-    CLOSING = "closing"  # backward is over on this rank, all buckets are launched and waited for: none can come
+    ARMED = "armed"  # a forward announced a backward: it opens a step, unless a hooked output has opened one before
+    COLLECTING = "collecting"  # a synchronised backward runs: it completes a bucket, or is recorded
+    CLOSING = "closing"  # backward is over on this rank, all buckets are launched and waited for: none can arrive
 
 
 # Python 3.11 takes longer to find a member than to call a function.
@@ -41,31 +41,31 @@ _IDLE, _ARMED, _COLLECTING, _ = Phase
 
 
 class Event(Enum):
-    """What observers of a step get, in this order; those with a bucket once for each bucket."""
+    """The events that observers of a step get, in this order; events with a bucket occur once for each bucket."""
 
     BACKWARD = "backward"  # a backward that is synchronised has reached the model
     READY = "ready"  # bucket: all its gradients are there
     GATHERED = "gathered"  # bucket: it holds this rank's gradients, and is about to be launched
-    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when it is
-    BACKWARD_END = "backward end"  # this rank's own work is done, but for the buckets that are left to launch
+    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when the reduction is
+    BACKWARD_END = "backward end"  # this rank's own work is done, except for the buckets still to be launched
     WAIT = "wait"  # bucket: the host begins to wait for it
-    WAIT_END = "wait end"  # bucket: and has it (on CUDA: the stream will wait)
-    REDUCED = "reduced"  # bucket: ``param.grad`` of its parameters is what the step leaves there
+    WAIT_END = "wait end"  # bucket: the wait is over (on CUDA: the stream will wait)
+    REDUCED = "reduced"  # bucket: ``param.grad`` of its parameters has the final value of the step
     CLOSED = "closed"  # the step is over
 
 
 class Observer(Protocol):
-    """Gets the moments of a step; called under the reducer's lock, so it must start no backward."""
+    """Gets the events of a step. Called under the reducer's lock, so it must start no backward."""
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of ``kind``, which concerns ``bucket``."""
+        """Handle the event ``kind`` of ``bucket``."""
 
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _nothing() -> None:
-    """Stand for a reference to something that is gone."""
+    """Stand for a dead reference."""
 
 
 def live_reducers() -> list[Reducer]:
@@ -77,43 +77,43 @@ class Reducer:
     """Averages the gradients of ``bucket_set.parameters`` over the ranks of ``group`` during backward.
 
     [Note: when a backward is synchronised]
-    ``forward`` hooks the tensors it returns. The first such hook that autograd runs opens the step: at that moment we
-    are in the outermost graph task, so a callback queued there runs when the whole backward is over, whatever nested
-    backwards reentrant checkpointing starts. That callback closes the step. So each backward through an output of the
-    wrapper is one synchronised step, however many there are. Outputs that we cannot find have no hooks: for these the
-    forward arms the reducer, and the first gradient opens the step.
+    ``forward`` hooks the tensors it returns. The first such hook that autograd runs opens the step. At that moment
+    autograd is in the outermost graph task, so a callback queued there runs when the whole backward is over, even if
+    reentrant checkpointing starts nested backwards. That callback closes the step. So each backward through an output
+    of the wrapper is one synchronised step, however many there are. Outputs that we cannot find have no hooks: for
+    these, the forward arms the reducer, and the first gradient opens the step.
 
     [Note: when a bucket is launched]
-    As soon as all its gradients are there and all buckets before it are launched: on every rank in the same order,
-    which is that of the plan, whatever the order in which gradients arrive. Closing the step launches the others. Until
-    the step closes stay
+    A bucket is launched when all its gradients have arrived and all buckets before it are launched. So every rank
+    launches buckets in the order of the plan, whatever the order in which gradients arrive. Closing the step launches
+    the remaining buckets. These buckets always wait until the step closes:
 
-    - the last bucket: when it is complete, backward is over but for inputs, and the closing thread can reduce it
-      itself, which saves two hand-overs between threads. Where one backward runs through several wrappers, only the
-      first time;
+    - the last bucket: when it is complete, backward is over except for inputs, and the closing thread can reduce it
+      itself, which saves two thread switches. If one backward runs through several wrappers, this holds only the first
+      time;
     - all buckets of the first step, which shows in which order gradients arrive and which parameters receive several in
-      one backward (a shared layer under reentrant checkpointing). All ranks then agree on what they saw, and the
+      one backward (a shared layer under reentrant checkpointing). All ranks then agree on these observations, and the
       buckets are rebuilt, once;
-    - buckets of parameters that received several gradients then, since no arrival of theirs is known to be the last;
+    - buckets of parameters that received several gradients in that step, since the last arrival cannot be recognised;
     - a bucket with a gradient that a hook of the script may change, see `_is_settled`;
-    - all buckets where layers of the model exchange something in backward, see ``before_launch``, or where another
-      wrapper averages some of the same gradients, see [Note: shared parameters].
+    - all buckets, if layers of the model run collectives in backward, see ``before_launch``, or if another wrapper
+      averages some of the same gradients, see [Note: shared parameters].
 
     [Note: parameters without a gradient]
-    A bucket that lacks gradients leaves with zeros in their place. Its tail counts the ranks on which each parameter
-    received a gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter
-    that another rank used takes the reduced gradient, one that nobody used keeps what it had, and None stays None.
+    Missing gradients are sent as zeros. The tail of a bucket counts the ranks on which each parameter received a
+    gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter that
+    another rank used gets the reduced gradient, one that no rank used keeps its gradient, and None stays None.
 
     [Note: a backward that fails]
-    autograd then drops the queued callback, so nobody closes the step: buckets that were launched are still written to
-    by their reductions. The next forward, or the next backward, forgets the step and waits for these. What is in
-    ``param.grad`` is of no use, as with any backward that failed. If it failed on all ranks, training can go on; if on
-    some, the others wait in reductions that never end, until the group's time-out.
+    autograd then drops the queued callback, so the step is not closed, and the reductions of launched buckets still
+    write to them. The next forward or backward discards the step and waits for these reductions. The contents of
+    ``param.grad`` are invalid, as after any backward that failed. If it failed on all ranks, training can go on. If it
+    failed on some ranks, the others wait in their reductions until the group's timeout.
 
     [Note: shared parameters]
-    A wrapper may lie within another, and two may share a layer. Then both average the same gradients, and who gathers
-    second must not find a bucket of the first that is on its way. So both launch nothing before backward is over, and
-    close one after the other: the mean of means that are equal on all ranks is that mean.
+    A wrapper may lie within another, and two may share a layer. Then both average the same gradients, and the second
+    must not gather from a bucket that the first is still reducing. So both launch nothing before backward is over, and
+    close one after the other. Averaging a mean that is equal on all ranks does not change it.
 
     Args:
         bucket_set: The buckets, and the parameters whose gradients they hold.
@@ -123,16 +123,16 @@ class Reducer:
     Attributes:
         bucket_set: The buckets.
         reduction: How a bucket is reduced. Replaced by `set_reduction`.
-        divisor: What gradients are divided by before they are summed: the number of ranks.
-        weights: What the ranks weigh.
-        observers: Who gets the moments of a step.
-        before_launch: What to do at the end of backward before any bucket is launched; None: they are launched as they
-            are complete. Set where some rank may be without a batch, see uneven_inputs.py.
-        finishes_early: Whether buckets that are reduced are finished during backward, where that is possible.
+        divisor: Gradients are divided by it before they are summed: the number of ranks.
+        weights: The weights of the ranks.
+        observers: They get the events of a step.
+        before_launch: Called at the end of backward before any bucket is launched. None: buckets are launched when they
+            are complete. Set if some rank may be without a batch, see uneven_inputs.py.
+        finishes_early: Whether reduced buckets are finished during backward, if possible.
         post_backward: Futures that the end of the step waits for.
         is_alone: Whether the group has one rank only.
         has_run: Whether there was a forward.
-        num_forwards: Those whose backward was to be synchronised.
+        num_forwards: Number of forwards with a synchronised backward.
         num_buckets_reduced: In the last step.
     """
 
@@ -152,40 +152,40 @@ class Reducer:
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
         self._phase = Phase.IDLE
-        # The callback that will close the step, which only autograd keeps alive: until it has called it, or the
-        # backward has failed. So the phase alone does not show that a backward still runs.
+        # A weak reference to the callback that will close the step. Only autograd keeps the callback alive, until it
+        # has run or the backward has failed. The phase alone does not show whether a backward still runs.
         self._queued_close: Callable[[], object] = _nothing
         # By parameter, whether it received a gradient since the last synchronised step, in no_sync() too.
         self._used = bytearray(len(bucket_set.parameters))
         self._in_flight: list[Bucket] = []  # launched in this step, in order
         self._num_finished = 0  # of these, those that are reduced and settled
-        self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has cut short
+        self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has interrupted
         self._finishing_stream: torch.Stream | None = None
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._may_hook = True
         self._reset_step()
         self._launches_last_early = False
-        self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # who averages some of the same parameters
+        self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
         mine = set(map(id, bucket_set.parameters))
         for other in _reducers:
             if not mine.isdisjoint(map(id, other.bucket_set.parameters)):
                 self._sharers.add(other)
                 other._sharers.add(self)
         _reducers.add(self)
-        # A rank alone has nothing to reduce, but a process group written in Python may want to see the gradients.
+        # A single rank has nothing to reduce, but a process group written in Python may need to see the gradients.
         if not self.is_alone or not is_native(group):
             self._hook_parameters()
 
     # --- configuration, between steps -------------------------------------------------------------------------------
 
     def set_reduction(self, reduction: BucketReduction) -> None:
-        """Let ``reduction`` reduce the buckets from now on; on every rank alike."""
+        """Use ``reduction`` for the buckets from now on; call it on every rank."""
         self.reduction = reduction
         self._hook_parameters()
 
     def set_weight(self, weight: float) -> None:
-        """Let the next backward's gradients, and all ranks' of this step, count by weight; see weighting.py."""
+        """Set the weight of the next backward; all gradients of this step are then weighted; see weighting.py."""
         was_hooked = bool(self._hooks)
         self._hook_parameters()
         self.weights.set_weight(weight, self.bucket_set.parameters, self._used)
@@ -199,12 +199,12 @@ class Reducer:
     def _hook_parameters(self) -> None:
         """Call `_on_gradient` for each parameter's gradient."""
         if not self._hooks and self._may_hook:
-            # Hooks live as long as their parameter, so they hold the reducer weakly: a wrapper that is gone is freed
-            # with its buckets, and leaves the model alone.
+            # Hooks live as long as their parameter, so they hold the reducer weakly: an unused wrapper is freed with
+            # its buckets, and the model does not keep it.
             this = weakref.ref(self)
             for index, parameter in enumerate(self.bucket_set.parameters):
                 requires_grad = parameter.requires_grad
-                parameter.requires_grad_(True)  # only such parameters take hooks, and one may be frozen for a while
+                parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
                 hook = partial(Reducer._on_gradient, this, index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(requires_grad)
@@ -213,7 +213,7 @@ class Reducer:
         return False  # Accelerate and Lightning call it before a forward; ours are rebuilt after the first backward
 
     def remove_hooks(self) -> None:
-        """Stop watching the parameters, for good."""
+        """Remove the hooks from the parameters permanently."""
         for handle in self._hooks:
             handle.remove()
         self._hooks, self._may_hook = [], False
@@ -221,7 +221,7 @@ class Reducer:
     # --- around forward ---------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, will_sync: bool) -> None:
-        """Take note that a forward begins, and whether its backward is to be synchronised."""
+        """Record that a forward begins, and whether its backward will be synchronised."""
         self.has_run = True
         if self._optimizers_in_backward is None and self._hooks:
             self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
@@ -229,7 +229,7 @@ class Reducer:
             self.num_forwards += 1
 
     def begin_alone(self) -> bool:
-        """Take note of a forward on the only rank; return False, and do nothing, if its gradients are watched."""
+        """Record a forward on a single rank; return False, and do nothing, if its gradients are watched."""
         if self._hooks or self.observers:
             return False
         self.has_run = True
@@ -238,29 +238,29 @@ class Reducer:
         return True
 
     def disarm(self) -> None:
-        """Forget that a backward was expected, or one that failed. Does nothing inside a backward.
+        """Forget an expected backward, or one that failed. Does nothing inside a backward.
 
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
-        # A forward within backward, as checkpointing runs it, is a part of the step.
+        # A forward within backward, as in checkpointing, is a part of the step.
         if torch._C._current_graph_task_id() != -1:
             return
-        if self._phase is _COLLECTING:  # its backward has failed, or the step would be closed
+        if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
             self._abandon_step()
         self._phase = _IDLE
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
     def prepare_for_backward(self, outputs: Any = ()) -> None:
-        """Make the next backward a synchronised step, and every backward that reaches a tensor in ``outputs``."""
+        """Make the next backward, and every backward that reaches a tensor in ``outputs``, a synchronised step."""
         if self._phase is _IDLE:
             self._phase = _ARMED
         if self._hooks:
             hook_tensors(outputs, self._on_output)
 
     def expect_accumulation(self, output: Any) -> None:
-        """Take note of a forward whose backward is not synchronised, and of what it returned."""
-        if self.weights.window is not None or self.weights.shares_batch:  # else nothing is to be done before gradients
+        """Record a forward without a synchronised backward, and its output."""
+        if self.weights.window is not None or self.weights.shares_batch:  # else there is nothing to do before gradients
             hook_tensors(output, self._on_local_output)
 
     # --- a step opens -----------------------------------------------------------------------------------------------
@@ -291,9 +291,9 @@ class Reducer:
         """Begin a synchronised step, in autograd's thread.
 
         Args:
-            arrived: The parameter whose gradient has come before any hooked output.
+            arrived: The parameter whose gradient has arrived before any hooked output.
         """
-        compiler = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported where nobody compiles
+        compiler = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported if nothing is compiled
         if compiler is not None and compiler.in_compiled_autograd_region:  # it calls hooks late, and no callbacks
             raise ConfigurationError(
                 "Compiled autograd does not work with DistributedDataParallel: gradients would not be averaged.\n"
@@ -303,7 +303,7 @@ class Reducer:
         if self._phase is Phase.COLLECTING:
             self._abandon_step()
         self._phase = Phase.COLLECTING
-        # A bound method is a new object each time. Autograd alone will hold this one, and drops it if backward fails.
+        # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._queued_close = weakref.ref(close)
         Variable._execution_engine.queue_callback(close)
@@ -317,14 +317,14 @@ class Reducer:
     @staticmethod
     @keep_out_of_graphs
     def _on_gradient(this: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
-        """Take note that a parameter's gradient was accumulated; launch the buckets that this completes."""
-        # Runs once for each parameter, which is most of what small layers pay: the rest is done for many at a time.
+        """Record that a parameter's gradient was accumulated; launch the buckets that this completes."""
+        # Runs once for each parameter, which is most of the cost for small layers. The rest runs for many at a time.
         self = this()
         if self is None:
             return
         if self._queued_close() is None:  # not is_collecting, without a call
             with self._lock:
-                if not self.is_collecting:  # nor has another device's thread opened the step meanwhile
+                if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
                     self._used[index] = 1
                     if self._phase is not Phase.ARMED:
                         if self.weights.window is not None:
@@ -341,7 +341,7 @@ class Reducer:
         arrived = self._arrived[self._num_noted :]
         self._num_noted += len(arrived)
         for index in arrived:
-            # Again: autograd has added to what is there, if that has not been launched.
+            # A second gradient: autograd has added it to the first, which is fine if that has not been launched.
             if self._received[index] and self.bucket_set.position_of[index] < self._num_launched:
                 raise LockstepError(
                     f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
@@ -352,10 +352,10 @@ class Reducer:
             self._used[index] = self._received[index] = 1
 
     def _launch_complete(self) -> None:
-        """Launch the buckets that are complete, up to the first that is not or that has to stay."""
+        """Launch the complete buckets, up to the first that is incomplete or has to wait."""
         self._note_arrivals()
         self._num_awaited = self._num_noted + 1
-        if self.before_launch is not None:  # layers may exchange something in an order that buckets would disturb
+        if self.before_launch is not None:  # buckets would disturb the order of collectives in layers
             return
         for other in self._sharers:  # it may still launch the bucket that has one of these gradients
             if other.is_collecting:
@@ -371,7 +371,7 @@ class Reducer:
             self._launch(bucket)
             if self.finishes_early:
                 self._finish_early()
-        self._num_awaited = sys.maxsize  # the others stay
+        self._num_awaited = sys.maxsize  # the others wait until the step closes
 
     def _is_settled(self, bucket: Bucket) -> bool:
         """Return whether no hook of the script can change a gradient that has arrived."""
@@ -379,8 +379,8 @@ class Reducer:
         for index in bucket.spec.parameters:
             hooks, handle = self.bucket_set.parameters[index]._post_accumulate_grad_hooks, self._hooks[index]
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                # Registered after ours, it may run now. So the bucket stays until the step closes. From the next
-                # backward on we come last.
+                # A hook registered after ours may still run. So the bucket waits until the step closes. From the next
+                # backward on, our hook runs last.
                 hooks[handle.id] = hooks.pop(handle.id)
                 is_settled = False
         return is_settled
@@ -388,14 +388,14 @@ class Reducer:
     def _launch(self, bucket: Bucket, *, alone: bool = False) -> None:
         """Gather the gradients of the next bucket and start its reduction. Collective: every rank.
 
-        Does not block, unless ``alone``: then nothing is left to do meanwhile, and it may block until complete.
+        Does not block, unless ``alone``: then there is nothing else to do, and it may block until complete.
         """
         self._num_launched += 1
         self._notify(Event.READY, bucket)
         used = list(map(self._used.__getitem__, bucket.spec.parameters))
         divisor = self.divisor if self.reduction.sums_payloads else None
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
-        if self._skip_unused_buckets and not any(used):  # the caller has promised that this is so on all ranks
+        if self._skip_unused_buckets and not any(used):  # the caller guarantees that this holds on all ranks
             return
         bucket.gather(used, scale, late=self.reduction.takes_pieces)
         if bucket.missing and is_capturing(bucket.spec.device):
@@ -404,10 +404,10 @@ class Reducer:
                 "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
             )
         self._notify(Event.GATHERED, bucket)
-        # Also if not alone: on shm a call begins in this thread, and goes on in it if no rank is late.
+        # Also if not alone: on shm a call begins in this thread, and continues in it if no rank is late.
         with self._waiting_for(bucket, is_observed=alone):
             bucket.future = self.reduction.start(bucket, alone=alone)
-        # From here on something may write to the bucket, until its future is done, whatever becomes of this step.
+        # From here on the reduction may write to the bucket until its future is done, even if this step fails.
         self._in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
 
@@ -415,9 +415,9 @@ class Reducer:
 
     @keep_out_of_graphs
     def _close_step(self) -> None:
-        """Launch what is left, wait for everything, and settle the gradients that never came.
+        """Launch the remaining buckets, wait for all, and settle the gradients that never arrived.
 
-        Collective: every rank. autograd calls it when the whole backward is over; what it raises, ``backward`` raises.
+        Collective: every rank. autograd calls it when the whole backward is over; ``backward`` raises its errors.
         """
         with self._lock:
             try:
@@ -438,7 +438,7 @@ class Reducer:
                 self._finish(message)
                 for future in self.post_backward:
                     future.wait()
-                # What `_apply_optimizer_in_backward` set up steps now, and leaves no gradients, as with torch.
+                # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
                     for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                         optimizer.step()
@@ -454,7 +454,7 @@ class Reducer:
                 self._reset_step()
 
     def _finish(self, message: Sequence[float]) -> None:
-        """Wait for the buckets in flight and hand their gradients to the parameters."""
+        """Wait for the buckets in flight and assign their gradients to the parameters."""
         if self._finishing_stream is not None:
             torch.accelerator.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
         if self._finishes_one_by_one:
@@ -462,7 +462,7 @@ class Reducer:
                 self._finish_next()
             self._correct(self._in_flight, self._used, message)  # raises if other ranks gave weights
             return
-        for bucket in self._in_flight:  # all, since it takes all of them to know the sum of the weights
+        for bucket in self._in_flight:  # all, since the sum of the weights is known only after all of them
             self._wait_for(bucket)
         num_users = self._correct(self._in_flight, self._used, message)
         for bucket in self._in_flight:
@@ -471,7 +471,7 @@ class Reducer:
 
     @property
     def _finishes_one_by_one(self) -> bool:
-        """Whether a bucket's own collective brings all that is needed: no sum of weights, no counts apart."""
+        """Whether a bucket's own collective is enough: there is no sum of weights, and no separate counts."""
         return self.weights.window is None and self.reduction.sums_payloads
 
     def _finish_next(self) -> None:
@@ -482,18 +482,18 @@ class Reducer:
         self._notify(Event.REDUCED, bucket)
 
     def _finish_early(self) -> None:
-        """Finish the first buckets in flight, as far as they are reduced already."""
+        """Finish the first buckets in flight, as far as they are already reduced."""
         if not (self._finishes_one_by_one and self.reduction.finishes_alone):
             return
         has_streams = self.bucket_set.device.type != "cpu"
-        if has_streams and self._finishing_stream is None:  # beside backward, which must not wait for reductions
+        if has_streams and self._finishing_stream is None:  # a separate stream: backward must not wait for reductions
             self._finishing_stream = torch.Stream(self.bucket_set.device)
         with self._finishing_stream or nullcontext():
             while self._num_finished < len(self._in_flight):
                 bucket = self._in_flight[self._num_finished]
                 assert bucket.future is not None
                 if not bucket.future.done() or (has_streams and (bucket.missing or bucket.spec.sparse)):
-                    return  # to read the tail would make the host wait for the device
+                    return  # reading the tail would make the host wait for the device
                 self._finish_next()
 
     def _wait_for(self, bucket: Bucket) -> None:
@@ -503,13 +503,13 @@ class Reducer:
 
     @contextmanager
     def _waiting_for(self, bucket: Bucket, *, is_observed: bool = True) -> Iterator[None]:
-        """Name the bucket to the watchdog, and in the error of a reduction that fails inside; let observers know."""
+        """Report the bucket to the watchdog and to observers, and name it in the error of a failed reduction inside."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
         try:
             yield
-        except ConfigurationError:  # not the reduction's, but of who called for it
+        except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
             raise CollectiveError(
@@ -523,9 +523,9 @@ class Reducer:
                 self._notify(Event.WAIT_END, bucket)
 
     def _correct(self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]) -> list[int] | None:
-        """Make of the reduced ``buckets`` the weighted mean; return on how many ranks each parameter was used.
+        """Turn the reduced ``buckets`` into the weighted mean; return on how many ranks each parameter was used.
 
-        Collective: every rank. None: see the buckets' tails.
+        Collective: every rank. None: read the buckets' tails.
 
         Raises:
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
@@ -543,15 +543,15 @@ class Reducer:
     # --- a rank without data ----------------------------------------------------------------------------------------
 
     def shadow_step(self) -> None:
-        """Take part in one step of the other ranks with zero gradients; ``param.grad`` stays as it is.
+        """Take part in one step of the other ranks with zero gradients; ``param.grad`` does not change.
 
-        A rank that still holds weighed gradients, because its data ended in ``no_sync()``, sends them instead.
+        A rank that still holds weighted gradients, because its data ended in ``no_sync()``, sends them instead.
 
         Collective: every rank that has data runs a synchronised backward. Blocks until complete.
         """
         window = self.weights.window
         if window is not None and window.holds_gradients(self._used):
-            self.before_launch = None  # the layers of the others have been followed to the end already
+            self.before_launch = None  # this rank has already taken part in all layers of the others
             self._close_step()
             return
         message = self.weights.encode()
@@ -570,12 +570,12 @@ class Reducer:
     # --- a step ends ------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
-        """Forget a backward that failed; block until nothing is written into its buckets any more."""
+        """Discard a backward that failed; block until no reduction writes into its buckets any more."""
         for index in self._arrived:
             self._used[index] = 1  # the gradients stay
         self._reset_step()
         while self._abandoned:
-            with suppress(RuntimeError):  # that failed, too: nothing will be written any more
+            with suppress(RuntimeError):  # it failed, too: nothing is written any more
                 self._abandoned.pop().wait()
 
     def _reset_step(self) -> None:
@@ -584,10 +584,10 @@ class Reducer:
             if bucket.future is not None:
                 self._abandoned.append(bucket.future)
         self._in_flight, self._num_finished, self._num_launched = [], 0, 0
-        self._arrived: list[int] = []  # parameters, in the order in which their gradients came in this step
-        self._num_noted = 0  # of these, those that are in the next, by parameter
+        self._arrived: list[int] = []  # parameters, in the order in which their gradients arrived in this step
+        self._num_noted = 0  # of these, the number that is recorded in the next attribute, by parameter
         self._received = bytearray(len(self._used))
-        self._num_awaited = 1  # arrivals at which another bucket may be complete
+        self._num_awaited = 1  # the number of arrivals at which another bucket may be complete
         if self.weights.window is not None:
             self.weights.window.close()
 
@@ -597,10 +597,10 @@ class Reducer:
 
 
 def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters with optimizers of their own, and keep these from stepping on this rank's gradient alone.
+    """Return the parameters that have their own optimizer, and remove torch's hooks that would step it.
 
-    Those that ``torch.distributed.optim._apply_optimizer_in_backward`` set up. Torch's hooks would run them as soon as
-    a gradient is there, and it has not been averaged yet: they are removed.
+    ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
+    gradient arrives, before it has been averaged.
     """
     ours = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     for parameter in ours:

@@ -1,4 +1,4 @@
-"""What happens when a model is wrapped: checks of the arguments, and the broadcast of parameters and buffers."""
+"""Wrapping a model: checks of the arguments, and the broadcast of parameters and buffers."""
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,7 @@ from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
 
 
 def refuse_unsupported(mixed_precision: object, delayed: object, trigger: object) -> None:
-    """Raise ConfigurationError if the caller asked for what torch's class has and ours does not."""
+    """Raise ConfigurationError if the caller uses a feature that torch's class has and ours does not."""
     if mixed_precision is not None:
         what = "mixed_precision is"
         advice = "Run forward under torch.autocast, or fit() with precision='bf16'"
@@ -32,7 +32,7 @@ def refuse_unsupported(mixed_precision: object, delayed: object, trigger: object
 
 
 def check_parameters(parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a module that has nothing to reduce, or parameters that do not exist yet.
+    """Refuse a module without trainable parameters, or with uninitialized ones.
 
     Raises:
         RuntimeError: No parameter requires a gradient, or a lazy module was not run yet.
@@ -104,7 +104,7 @@ def bucket_caps_bytes(
     Args:
         bucket_cap_mb: As the user gave it.
         bucket_cap_mb_list: As the user gave it.
-        can_overlap: Whether buckets travel while backward goes on at its pace.
+        can_overlap: Whether buckets are reduced while backward goes on at full speed.
         is_compressed: Whether gradients are compressed.
 
     Raises:
@@ -114,11 +114,11 @@ def bucket_caps_bytes(
         raise ValueError("bucket_cap_mb and bucket_cap_mb_list cannot both be given.\nUse one of them.")
     caps = list(bucket_cap_mb_list or []) if bucket_cap_mb is None else [bucket_cap_mb]
     if not caps:
-        # Without overlap an early start gains nothing, and a bucket costs two changes of threads.
+        # Without overlap an early start gains nothing, and each bucket costs two thread switches.
         if not can_overlap:
             return (DEFAULT_CAP_BYTES,)
-        # On a slow network the exchange is to start early in backward, and its rounds run beside each other: at
-        # 100 Mbit/s a step of 1.4 s takes 1.1 s.
+        # On a slow network the exchange should start early in backward, and its rounds overlap: at 100 Mbit/s that
+        # reduces a step from 1.4 s to 1.1 s.
         return (FIRST_CAP_BYTES, 8 * MIB if is_compressed else DEFAULT_CAP_BYTES)
     for cap in caps:
         if not isinstance(cap, int | float) or cap <= 0:
@@ -144,14 +144,14 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
             "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init."
         )
     if text:
-        warnings.warn(text, FutureWarning, stacklevel=3)  # of whoever wraps a model
+        warnings.warn(text, FutureWarning, stacklevel=3)  # points to the code that wraps a model
     if forward_sync_buffers is not None:
         return True, forward_sync_buffers
     return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
 
 
 def choose_compression(compression: str | None, wire_dtype: Any) -> str | None:
-    """Return how gradients are compressed, of ``compression`` and what it was called before.
+    """Return how gradients are compressed, from ``compression`` and its older name ``wire_dtype``.
 
     Raises:
         ConfigurationError: There is no such method, or both are given.
@@ -194,18 +194,18 @@ BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
 
 
 class ModelSync:
-    """Compares and broadcasts the state of ``module``, without what is named in ``ignore``.
+    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``.
 
     Attributes:
-        buffer_hook: A user's own way to synchronise buffers, its state, and whether it runs after ``forward``.
+        buffer_hook: A user's hook that synchronises buffers, its state, and whether it runs after ``forward``.
     """
 
     def __init__(self, module: nn.Module, ignore: set[str], group: Group, device: torch.device) -> None:
         self.buffer_hook: tuple[BufferHook, object, bool] | None = None
         self._module, self._ignore, self._group, self._device = module, ignore, group, device
         self._broadcast = RepeatedBroadcast(group)
-        # By buffer, the dict that holds it, and its name there. Asked once: walking a large model takes long. A module
-        # that assigns a buffer anew changes what its dict holds.
+        # By buffer, the dict that holds it, and its name there. Collected once: walking a large model takes long. If a
+        # module assigns a new tensor to a buffer, the dict holds the new one.
         self._homes: list[tuple[dict[str, Any], str]] = []
         for full_name in self.named_buffers():
             module_name, _, name = full_name.rpartition(".")
@@ -217,7 +217,7 @@ class ModelSync:
         return {name: value for name, value in self._module.named_parameters() if name not in self._ignore}
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers by name. To be asked anew each time, since modules may assign new ones."""
+        """Return the buffers by name. Call it again each time, since modules may assign new ones."""
         return {name: value for name, value in self._module.named_buffers() if name not in self._ignore}
 
     def check(self, *, with_buffers: bool) -> None:
@@ -234,7 +234,7 @@ class ModelSync:
 
     @torch.no_grad()
     def sync_buffers(self, *, after_forward: bool, src: int) -> list[Future[Any]]:
-        """Synchronise buffers, if this is the moment for it; return futures to wait for at the end of backward.
+        """Synchronise buffers, if they are due at this point; return futures to wait for at the end of backward.
 
         Collective: every rank. Blocks until complete, except for what a registered hook returns as futures.
         """

@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank that has run out of data does while others still train. Design: docs/design/ddp.md."""
+"""Uneven inputs: how a rank without more data takes part while others still train. Design: docs/design/ddp.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batch
 
 
 class _Phase(Enum):
-    CLOSED = "closed"  # an ordinary step: nobody announces anything
+    CLOSED = "closed"  # an ordinary step: no announcements
     FORWARD = "forward"
     BACKWARD = "backward"  # its forward has ended
 
@@ -33,23 +33,22 @@ class SyncLayerShadow:
 
     [Note: shadowing]
     A rank without a batch takes part in the collectives of the others with zeros. A `SyncBatchNorm` layer exchanges
-    statistics in the middle of forward and of backward; a rank without a batch runs neither and cannot know which
-    layers the others run, how often, and when they are through. So in a step in which some rank may be without a batch,
-    the others announce before each exchange what comes, and at the end of forward and of backward that nothing more
-    does: one small all-gather each. The rank without a batch answers to each exchange with zeros, and moves its running
-    statistics as the others do. No bucket is launched before the end of backward in such a step, for else it would meet
-    an exchange of a rank that is not as far. Everything happens in one group, in one order, which is the same on every
-    rank. Design: docs/design/ddp.md.
+    statistics during forward and backward. A rank without a batch runs neither, and cannot know which layers the others
+    run, how often, and when they finish. So in a step in which some rank may be without a batch, the other ranks
+    announce each exchange beforehand, and announce the end of forward and of backward: one small all-gather each. The
+    rank without a batch takes part in each exchange with zeros, and updates its running statistics as the others do. In
+    such a step no bucket is launched before the end of backward, because it could be matched with an exchange on
+    another rank. All collectives run in one group, in the same order on every rank. Design: docs/design/ddp.md.
 
     Args:
         module: The model.
         group: The ranks that train it together.
-        device: Where tensors can be exchanged.
-        weights: Gets to know that there are such layers, which ask what this rank's micro-batches count.
+        device: A device whose tensors can be exchanged.
+        weights: Is notified that there are such layers, which use the weights of this rank's micro-batches.
 
     Attributes:
         is_needed: Whether there are such layers, and other ranks.
-        step: The number of the step that is open; layers remember it from forward to backward.
+        step: The number of the open step; layers keep it from forward to backward.
     """
 
     def __init__(self, module: nn.Module, *, group: Group, device: torch.device, weights: Weights) -> None:
@@ -64,7 +63,7 @@ class SyncLayerShadow:
         for number, (name, layer) in enumerate(layers):
             if isinstance(layer, SyncBatchNorm):
                 layer.place, layer.alone = LayerPlace(number, f"SyncBatchNorm {name}"), False
-            elif self.is_needed:  # torch's layer knows nothing of weights
+            elif self.is_needed:  # torch's layer does not support weights
                 weights.refusal = (
                     f"{name} is a torch.nn.SyncBatchNorm, which mixes the ranks' gradients regardless of weights.\n"
                     f"{_CONVERT}"
@@ -79,18 +78,18 @@ class SyncLayerShadow:
 
     @property
     def unit(self) -> float:
-        """What this rank's gradients are multiplied by once backward is over, relative to those of the other ranks."""
+        """The factor of this rank's gradients after backward, relative to those of the other ranks."""
         window = self._weights.window
         return 1.0 if window is None else window.unit_of_backward
 
     def must_delay_buckets(self, *, uneven: bool) -> bool:
-        """Return whether no bucket may be launched before the end of backward, as it would meet an exchange of a layer.
+        """Return whether buckets must wait for the end of backward, so that they do not mix with layers' exchanges.
 
         Args:
             uneven: Whether ranks used different parameters in the first step.
         """
-        # Outside an open step, too: a rank that does not use some parameter completes that bucket late, so that
-        # buckets and exchanges come in another order than on other ranks, and it shows too late. On the CPU, where
+        # Also outside an open step: a rank that does not use some parameter completes that bucket late. Then the order
+        # of buckets and exchanges differs from other ranks, and this would be detected too late. On the CPU, where
         # overlap gains little, buckets of such a model always wait.
         return self.is_open or (self.is_needed and (uneven or self._device.type == "cpu"))
 
@@ -98,7 +97,7 @@ class SyncLayerShadow:
         """Begin a step in which some rank may be without a batch. Every rank calls it; nothing is sent.
 
         Raises:
-            ConfigurationError: On every rank: a layer cannot be followed; names it.
+            ConfigurationError: On every rank: a layer is not supported here; names it.
             LockstepError: As `require_closed`.
         """
         if not self.is_needed:
@@ -134,10 +133,10 @@ class SyncLayerShadow:
             )
 
     def abandon(self) -> None:
-        """Forget a step that an exception cut short."""
+        """Discard a step that an exception interrupted."""
         self._phase = _Phase.CLOSED
 
-    # --- what ranks with a batch do, and those without one alongside -------------------------------------------------
+    # --- what ranks with a batch do, and what ranks without one do at the same time ----------------------------------
 
     def announce(self, event: Event, layer: nn.Module, step: int) -> None:
         """Announce that ``layer`` is about to exchange something. Collective: every rank. Blocks until complete.
@@ -156,19 +155,19 @@ class SyncLayerShadow:
         self._exchange_events(event, number)
 
     def end_forward(self, *, backward_follows: bool) -> None:
-        """Announce that forward is over; or, without a batch, take part in it until the others announce that.
+        """Announce the end of forward; or, without a batch, take part in it until the others announce its end.
 
         Collective in an open step: every rank. Blocks until complete.
         """
         if self._phase is _Phase.FORWARD:
-            # A rank without a batch learns here whether a backward will come, whatever it was called with.
+            # A rank without a batch learns here whether a backward follows, whatever its own argument is.
             end = Event.END_OF_FORWARD if backward_follows else Event.END
             end = self._exchange_events(end, 0)[0] if self._has_batch else self._shadow()
             self._phase = _Phase.CLOSED if end is Event.END else _Phase.BACKWARD
 
     @keep_out_of_graphs
     def end_backward(self) -> None:
-        """Announce that backward is over; or, without a batch, take part in it until the others announce that.
+        """Announce the end of backward; or, without a batch, take part in it until the others announce its end.
 
         Collective in a step that is open after its forward: every rank. Blocks until complete.
         """
@@ -181,11 +180,11 @@ class SyncLayerShadow:
 
     @keep_out_of_graphs
     def on_local_backward(self, _gradient: Tensor) -> None:
-        """Have backward end as a synchronised one does; a hook of what forward returned."""
+        """Make backward end like a synchronised one; a hook of the output of forward."""
         Variable._execution_engine.queue_callback(self.end_backward)  # a second time it does nothing
 
     def _shadow(self) -> Event:
-        """Take part in what the others do until they announce that it is over; return which end it is."""
+        """Take part in the others' exchanges until they announce an end; return which end it is."""
         while True:
             event, number = self._exchange_events(Event.NOTHING, 0)
             if event in (Event.END, Event.END_OF_FORWARD):
@@ -200,7 +199,7 @@ class SyncLayerShadow:
                 layer.forward_without_input(self._group, self._device, tracked=event is Event.TRACKED_FORWARD)
 
     def _exchange_events(self, event: Event, number: int) -> tuple[Event, int]:
-        """Return what the ranks with a batch do next. Collective: every rank. Blocks until complete."""
+        """Return the next event of the ranks with a batch. Collective: every rank. Blocks until complete."""
         # Reading the rows makes the host wait for the device, but only in steps where some rank may have no batch.
         mine = torch.tensor([event, number], device=self._device)
         try:
@@ -255,8 +254,8 @@ class DDPJoinHook(JoinHook):
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a rank that trained to the end. Collective."""
-        # Several ranks may end with the same step. All have the same model, but for buffers.
+        """Copy the model of a rank that trained to the end. Collective."""
+        # Several ranks may end with the same step. All have the same model, except for buffers.
         src = common_rank(self._ddp, candidate=is_last_joiner)
         self._ddp._authoritative_rank = src
         self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)
@@ -271,7 +270,7 @@ def common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
 
 
 def announce_backward(ddp: DistributedDataParallel, *, will_sync: bool) -> bool:
-    """Let the ranks that have joined know whether this step's backward synchronises; return whether any rank's does.
+    """Notify joined ranks whether this step's backward is synchronised; return whether it is on any rank.
 
     Collective: every rank. Blocks until complete.
     """

@@ -1,4 +1,4 @@
-"""Weighted means: what each micro-batch counts, the weight message of a rank, and the sum over the ranks."""
+"""Weighted means: the weight of each micro-batch, the weight message of a rank, and the sum over the ranks."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 
 _RANKS_PER_NUMBER = 8
-# The dtypes that can hold a sum of weights, as exact as the gradients that travel with it.
+# The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
 
 
@@ -24,7 +24,7 @@ def check_weight(weight: Any) -> float:
     """Return the weight of a micro-batch as a number; blocks on a tensor that is still being computed.
 
     Raises:
-        ConfigurationError: It is no number, negative, infinite or NaN.
+        ConfigurationError: It is not a number, or it is negative, infinite or NaN.
     """
     is_scalar = isinstance(weight, Tensor) and weight.dim() == 0 and not weight.is_complex()
     number = float(weight) if is_scalar or isinstance(weight, Real) else math.nan
@@ -41,12 +41,12 @@ def check_weight(weight: Any) -> float:
 def encode_message(
     rank: int, world_size: int, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False
 ) -> list[float]:
-    """Return what a rank sends at the end of a step; see [Note: weight messages].
+    """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
     Args:
         rank: Of the sender.
         world_size: The number of ranks.
-        weight: What its micro-batches count.
+        weight: The total weight of its micro-batches.
         is_weighed: Whether it gave a weight.
         is_missing: Whether it gave none for some of them.
     """
@@ -57,13 +57,13 @@ def encode_message(
 
 
 def refuse_missing(sums: Sequence[float]) -> None:
-    """Refuse weights that came with some backwards only.
+    """Refuse weights that were given for some backwards only.
 
     Args:
         sums: Of all ranks' messages.
 
     Raises:
-        ConfigurationError: Some ranks gave weights, and some left one out; names the latter.
+        ConfigurationError: Some ranks gave weights, and some omitted one; names the latter.
     """
     _, num_weighed, *masks = sums
     missing = [
@@ -82,25 +82,25 @@ def refuse_missing(sums: Sequence[float]) -> None:
 
 
 class _Given(Enum):
-    NOTHING = "nothing"  # for the coming backward
-    FRESH = "fresh"  # a weight that has not counted yet
-    COUNTED = "counted"  # one that has, and no forward came since
+    NOTHING = "nothing"  # for the next backward
+    FRESH = "fresh"  # a weight that was not used yet
+    COUNTED = "counted"  # a weight that was used, without a forward since
 
 
 class AccumulationWindow:
-    """The weights of one rank's micro-batches since the last synchronised step, and what they make of the gradients.
+    """The weights of one rank's micro-batches since the last synchronised step, and their effect on the gradients.
 
     [Note: weights]
-    A step's gradient is to be the sum of n * g over micro-batches and ranks, divided by the sum of n, where g is the
+    The gradient of a step is the sum of n * g over micro-batches and ranks, divided by the sum of n, where g is the
     gradient of a micro-batch's mean loss and n its weight. Losses are not scaled. ``param.grad`` is kept in units of
-    the latest weight: it holds the sum so far divided by that weight, so that autograd can add the next g as it is.
-    Where weights differ, what is there is multiplied by old / new before the backward adds to it; the bucket multiplies
-    by the latest weight when it is gathered, which costs nothing, since it divides anyway.
+    the latest weight: it holds the sum so far divided by that weight, so autograd can add the next g without scaling.
+    If the weight changes, ``param.grad`` is first multiplied by old / new. The bucket multiplies by the latest weight
+    when it is gathered, which costs nothing, since it divides anyway.
 
-    `set_weight` only takes note. The weight counts when a backward enters the model: the first hooked output that
-    autograd runs comes before all gradients of the model. Only then is it known what ``param.grad`` holds, since
+    `set_weight` only stores the weight. The weight is used when a backward enters the model: autograd runs the first
+    hooked output before all gradients of the model. Only then are the contents of ``param.grad`` known, since
     ``zero_grad()`` may come before or after ``weight()`` and ``forward``. Several backwards of one micro-batch count
-    once, unless the step was closed in between. A forward makes a weight that has counted invalid.
+    once, unless the step was closed in between. A forward invalidates a weight that was used.
 
     Args:
         parameters: All parameters of the model.
@@ -110,7 +110,7 @@ class AccumulationWindow:
     Attributes:
         is_weighed, has_unweighed: Whether the window holds micro-batches with and without a weight.
         total: The sum of the weights.
-        unit: The weight in units of which gradients are; 0 if there are none.
+        unit: The weight that ``param.grad`` is divided by; 0 if there are no gradients.
     """
 
     def __init__(
@@ -124,66 +124,66 @@ class AccumulationWindow:
         self.has_unweighed = has_unweighed
 
     def close(self) -> None:
-        """Begin a new window: the gradients have been reduced, or are worthless."""
+        """Begin a new window: the gradients have been reduced, or are invalid."""
         self.is_weighed = self.has_unweighed = False
         self.total = self.unit = 0.0
-        # By parameter. Gradients accumulated before a micro-batch of weight zero, whose own must not be added to them:
-        # 0 * NaN is NaN. They are put back when the next micro-batch enters, or the bucket is gathered.
+        # By parameter: gradients accumulated before a micro-batch of weight zero. Its own gradients must not be added,
+        # since 0 * NaN is NaN. They are restored when the next micro-batch enters, or when the bucket is gathered.
         self._stashed: dict[int, Tensor | None] = {}
-        # By parameter: the gradient's tensor, and a copy of what it held when the window began. Gradients that were
-        # neither reduced nor zeroed since the last step are part of what the next one yields: reduced gradient + mean
-        # of the window. Ranks may have different numbers of micro-batches, so each rank sends them with its total
-        # weight. That is not the latest weight if the window holds several, so accumulation starts from zero and `end`
-        # adds them.
+        # By parameter: the gradient's tensor, and a copy of its value when the window began. Gradients that were not
+        # zeroed since the last step are part of the result of the next one: reduced gradient + mean of the window.
+        # Ranks may have different numbers of micro-batches, so each rank sends these gradients with its total weight.
+        # That is not the latest weight if the window holds several, so accumulation starts from zero and `end` adds
+        # them.
         self._previous: dict[int, tuple[Tensor, Tensor]] = {}
         self._last_arrival: tuple[int, int] | None = None  # the index, and the version of its gradient
 
     def set_weight(self, weight: float) -> None:
-        """Take note of the weight of the micro-batch whose backward comes next."""
+        """Store the weight of the micro-batch of the next backward."""
         self._weight, self._given = weight, _Given.FRESH
 
     def discard_weight(self) -> bool:
-        """Forget a weight that did not count; return whether there was one."""
+        """Forget a weight that was not used; return whether there was one."""
         if self._given is not _Given.FRESH:
             return False
         self._given = _Given.NOTHING
         return True
 
     def on_forward(self) -> None:
-        """Take note of another micro-batch: the weight of the one before does not count for it."""
+        """Record a new micro-batch: the weight of the one before does not apply to it."""
         if self._given is _Given.COUNTED:
             self._given = _Given.NOTHING
 
     @property
     def unit_of_backward(self) -> float:
-        """What the gradients of the backward that runs will be multiplied by; 1 if it has no weight."""
+        """The factor of the current backward's gradients; 1 if it has no weight."""
         return 1.0 if self._given is _Given.NOTHING else self._weight or self.unit
 
     def masked(self, gradient: Tensor) -> Tensor | None:
-        """Return what is to enter the model instead of the gradient of an output; None: the gradient itself.
+        """Return the replacement for the gradient of an output; None: keep the gradient.
 
-        Where layers share the batch between the ranks (SyncBatchNorm), the samples of a micro-batch of weight zero are
-        a part of the other ranks' losses all the same. So its gradients are not dropped, but the gradient of its own
-        loss is, where it enters the model.
+        If layers share the batch between the ranks (SyncBatchNorm), the samples of a micro-batch of weight zero still
+        contribute to the other ranks' losses. So its gradients are not dropped. Only the gradient of its own loss is
+        replaced by zeros, where it enters the model.
         """
         is_masked = self._shares_batch and self._given is _Given.COUNTED and self._weight == 0
         return torch.zeros_like(gradient) if is_masked else None
 
     def holds_gradients(self, used: Sequence[int]) -> bool:
-        """Return whether weighed gradients are waiting for a synchronised backward."""
+        """Return whether weighted gradients wait for a synchronised backward."""
         return self.is_weighed and not self._was_zeroed(used, arrived=None)
 
     @torch.no_grad()
     def begin_backward(self, used: bytearray, *, accumulates: bool, arrived: int | None = None) -> None:
-        """Take note that a backward enters the model, and make the gradients ready for what it adds.
+        """Record that a backward enters the model, and prepare the gradients for accumulation.
 
         Args:
             used: By index, whether a gradient arrived since the last synchronised step; cleared if they were zeroed.
             accumulates: Whether the gradients stay on this rank for now.
-            arrived: The parameter whose gradient has arrived already, if it was not an output that was noticed.
+            arrived: The parameter whose gradient has already arrived, if this was not noticed at an output.
 
         Raises:
-            ConfigurationError: A gradient came before the output, too early to be weighed.
+            ConfigurationError: A gradient arrived before the output, too early to be weighted.
         """
         if (self.is_weighed or self.has_unweighed) and self._was_zeroed(used, arrived):
             self._zero_stashed(arrived)
@@ -194,7 +194,7 @@ class AccumulationWindow:
         if self._given is _Given.NOTHING or (self._given is _Given.COUNTED and self.is_weighed):
             return
         weight = self._weight
-        # Masked gradients are zeros, so they may be added to what is there. Others of weight zero may be NaN.
+        # Masked gradients are zeros, so they may be added to the old ones. Others of weight zero may be NaN.
         is_masked = weight == 0 and self._shares_batch
         if arrived is not None and (is_masked or (self.is_weighed and (self._stashed or weight != self.unit))):
             raise ConfigurationError(
@@ -207,7 +207,7 @@ class AccumulationWindow:
         if weight == 0 and not is_masked:
             self._stash(arrived)
         else:
-            # What is there is brought to the new unit, so that autograd can add to it.
+            # Old gradients are converted to the new unit, so that autograd can add to them.
             unit = weight or self.unit or 1.0
             if self.unit not in (0.0, unit):
                 for gradient in self._accumulated(used):
@@ -217,7 +217,7 @@ class AccumulationWindow:
         self.is_weighed, self._given = True, _Given.COUNTED
 
     def on_local_gradient(self, index: int, used: bytearray) -> None:
-        """Take note of a gradient that stays on this rank for now."""
+        """Record a gradient that stays on this rank for now."""
         counts = self.is_weighed if self._given is _Given.COUNTED else self.has_unweighed
         if self._given is _Given.FRESH or not counts:
             self.begin_backward(used, accumulates=True, arrived=index)
@@ -226,7 +226,7 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def end(self, indices: Sequence[int], used: Sequence[int]) -> None:
-        """Make the gradients of the parameters ``indices`` ready to be multiplied by `unit` and sent.
+        """Prepare the gradients of the parameters ``indices`` for being multiplied by `unit` and sent.
 
         Args:
             indices: Of parameters whose gradients this backward will not add to any more.
@@ -248,12 +248,12 @@ class AccumulationWindow:
                 yield parameter.grad
 
     def _was_zeroed(self, used: Sequence[int], arrived: int | None) -> bool:
-        """Return whether all that was accumulated is gone, by ``zero_grad()`` of either kind."""
+        """Return whether all accumulated gradients were reset, by ``zero_grad()`` of either kind."""
         if self._last_arrival is None:
             return False
         index, version = self._last_arrival
         last = self._parameters[index].grad
-        # The version is known without reading elements, which are read only where something has changed it.
+        # Comparing the version reads no elements. They are read only if the version has changed.
         if index == arrived or (last is not None and last._version == version):
             return False
         return all_zero(self._accumulated(used, but=arrived))
@@ -285,7 +285,7 @@ class AccumulationWindow:
                 parameter.grad.zero_()
 
     def _zero_stashed(self, arrived: int | None) -> None:
-        """Finish a ``zero_grad()`` that could not see all gradients: with ``set_to_none=False`` they stay, as zeros."""
+        """Apply a ``zero_grad(set_to_none=False)`` to the stashed gradients, which it could not see."""
         assert self._last_arrival is not None, "cleared gradients that never came"
         if self._parameters[self._last_arrival[0]].grad is not None:
             for index, gradient in self._stashed.items():
@@ -294,38 +294,38 @@ class AccumulationWindow:
 
 
 def all_zero(gradients: Iterable[Tensor]) -> bool:
-    """Return whether no gradient has an element other than zero; reads no further than the first that has one."""
+    """Return whether all gradients are zero; stops at the first that is not."""
     return not any(bool((each._values() if each.is_sparse else each).any()) for each in gradients)
 
 
 class Weights:
-    """What a rank weighs in each step, and what all ranks weigh together.
+    """The weight of this rank in each step, and the sum of the weights of all ranks.
 
     [Note: weight messages]
-    A few numbers that are summed together with the gradients, as the end of each bucket's tail:
+    A weight message is a few numbers that are summed together with the gradients, at the end of each bucket's tail:
 
         [weight, 1 if this rank gave one, missing ranks 0-7, missing ranks 8-15, ...]
 
-    Where rank r gave no weight for some of its micro-batches, 2**(r mod 8) is added to the number of its eight ranks.
-    Sums of different powers below 2**8 are exact in every dtype, bfloat16 included, so the sum names the ranks. A rank
-    without data (in ``join()``) sends zeros: it neither gave a weight nor left one out.
+    If rank r gave no weight for some of its micro-batches, it adds 2**(r mod 8) to the number of its eight ranks. Sums
+    of different powers below 2**8 are exact in every dtype, including bfloat16, so the sum identifies the ranks. A rank
+    without data (in ``join()``) sends zeros: it neither gave a weight nor omitted one.
 
-    Only one tail is read, of a bucket in the widest dtype: all ranks see alike which that is. float16 and bfloat16 show
-    whether there are weights, and which ranks lack one, but cannot hold a weight, so if all buckets travel in these,
-    one number follows them in a collective of its own. So do all messages where only sparse buckets are reduced, which
-    have no tail. With a communication hook they travel with the use counts.
+    Only one tail is read, that of a bucket in the widest dtype, which is the same bucket on all ranks. float16 and
+    bfloat16 show whether there are weights, and which ranks lack one, but cannot hold a weight. So if all buckets are
+    sent in these dtypes, the weight follows in a separate collective. So do all messages if only sparse buckets are
+    reduced, which have no tail. With a communication hook, messages are sent with the use counts.
 
     [Note: typical weight]
-    Before the sum, gradients are multiplied by weight / (typical weight * ranks), where the typical weight is the mean
-    over the ranks in the last step with weights: the same number everywhere. So they keep the size that they have
-    without weights, which float16 needs, and if the sum of the weights has not changed, what arrives is the mean
-    already. Otherwise it is multiplied by typical weight * ranks / sum. Before the first step's buckets are launched,
-    the ranks agree on it.
+    Before the sum, gradients are multiplied by weight / (typical weight * ranks). The typical weight is the mean over
+    the ranks in the last step with weights, so it is equal on all ranks. Gradients then have about the same magnitude
+    as without weights, which float16 needs. If the sum of the weights has not changed, the result is already the mean.
+    Otherwise it is multiplied by typical weight * ranks / sum. Before the buckets of the first step are launched, the
+    ranks agree on the typical weight.
 
     Attributes:
-        window: This rank's micro-batches; None as long as no weight was ever given.
-        device: Where tensors lie that the ranks can exchange.
-        refusal: Why there can be no weights; None: there can.
+        window: This rank's micro-batches; None until the first weight is given.
+        device: A device whose tensors the ranks can exchange.
+        refusal: Why weights are not possible; None: they are.
         shares_batch: See `AccumulationWindow`.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
@@ -339,16 +339,16 @@ class Weights:
         self.encode = partial(encode_message, group.rank(), group.size())
         self._no_weights = self.encode(is_missing=True)
         self._typical = 1.0
-        # Of a device: the sum of the messages on its way to the host. Reading it would make the host wait, so a rank
-        # without weights reads it when the next backward begins: then it is less than a step ahead of the device. To
-        # read it later would be to wait for ranks that have failed already.
+        # On a device: the sum of the messages, being copied to the host. Reading it would make the host wait, so a rank
+        # without weights reads it when the next backward begins. By then the host is less than a step ahead of the
+        # device. Reading it later would mean waiting for ranks that have already failed.
         self._unread: HostCopy | None = None
 
     def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Sequence[int]) -> None:
-        """Take note of the weight of the coming backward; see `AccumulationWindow` for the other arguments.
+        """Store the weight of the next backward; see `AccumulationWindow` for the other arguments.
 
         Raises:
-            ConfigurationError: There can be no weights.
+            ConfigurationError: Weights are not possible here.
         """
         if self.refusal is not None:
             raise ConfigurationError(self.refusal)
@@ -359,7 +359,7 @@ class Weights:
         self.window.set_weight(weight)
 
     def message(self) -> list[float]:
-        """Return what this rank sends at the end of a step."""
+        """Return the message that this rank sends at the end of a step."""
         window = self.window
         if window is None:
             return self._no_weights
@@ -367,12 +367,12 @@ class Weights:
         return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
 
     def scale(self, indices: Sequence[int], used: Sequence[int], divisor: float | None) -> GradientScale:
-        """Make the gradients of a bucket ready to be gathered, and return what they count.
+        """Prepare the gradients of a bucket for gathering, and return their factors.
 
         Args:
             indices: The bucket's parameters.
             used: By parameter, whether it received a gradient since the last step.
-            divisor: What gradients are divided by where there are no weights; None: by nothing, the hook divides.
+            divisor: Divides gradients if there are no weights; None: the hook divides them.
         """
         window = self.window
         if window is None or not window.is_weighed:
@@ -393,20 +393,20 @@ class Weights:
         self._conclude(self._exchange(message))
 
     def correction(self, buckets: Sequence[Bucket], messages: Tensor | None, message: Sequence[float]) -> float:
-        """Return what the reduced ``buckets`` are to be multiplied by.
+        """Return the factor for the reduced ``buckets``.
 
-        Collective where no bucket can carry the messages: every rank. Blocks until complete, but with a device
-        on a rank without weights.
+        Collective if no bucket can carry the messages: every rank. Blocks until complete, except on a rank without
+        weights that uses a device.
 
         Args:
-            buckets: Those of the step.
+            buckets: All buckets of the step.
             messages: The sum of the ranks' messages, valid on the current stream; None: the buckets' tails hold it.
             message: What this rank sent.
 
         Raises:
             ConfigurationError: On every rank: only some have given weights.
         """
-        carrier: Bucket | None = None  # whose tail is read: the widest, which all ranks see alike
+        carrier: Bucket | None = None  # its tail is read: the widest bucket, the same one on all ranks
         if messages is None:
             with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
             carrier = max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
@@ -421,12 +421,12 @@ class Weights:
                         "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
                         "Capture without weight(), or train eagerly."
                     )
-                return 1.0  # believing that the other ranks give none either
+                return 1.0  # assuming that the other ranks give none either
             if message == self._no_weights:
                 self._unread = HostCopy(messages)
                 return 1.0
         if device.type != "cpu" and carrier is not None and carrier.sent_dtype == carrier.spec.dtype:
-            # Beside the current stream, which has to wait for all buckets, and this number for one of them only.
+            # A separate stream: the current one has to wait for all buckets, but this number needs only one of them.
             with torch.Stream(device):
                 assert carrier.future is not None
                 carrier.future.wait()
@@ -443,7 +443,7 @@ class Weights:
 
     def check_last_step(self) -> None:
         """Raise ConfigurationError if other ranks gave weights in the last step, and this one did not read it then."""
-        if self._unread is None or is_capturing(self.device):  # no event may be waited for in a capture
+        if self._unread is None or is_capturing(self.device):  # waiting for an event is not allowed in a capture
             return
         unread, self._unread = self._unread, None
         self._conclude(unread.read().tolist())
@@ -461,12 +461,12 @@ class Weights:
         return cast("list[float]", sums.tolist())
 
     def _conclude(self, sums: Sequence[float], dtype: torch.dtype = torch.float64) -> float:
-        """Return what makes the weighted mean of reduced gradients, given the sums of all messages in ``dtype``."""
+        """Return the factor that gives the weighted mean, from the sums of all messages in ``dtype``."""
         refuse_missing(sums)
         weight, num_weighed = sums[:2]
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0
         self._typical *= weight / self._world_size
         factor = self._world_size / weight
-        # What rounding alone makes of 1 is not worth a multiplication of all gradients.
+        # If the factor differs from 1 only by rounding, do not multiply all gradients by it.
         return 1.0 if abs(factor - 1) <= 4 * torch.finfo(dtype).eps else factor

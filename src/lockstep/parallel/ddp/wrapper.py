@@ -44,12 +44,11 @@ class DistributedDataParallel(Wrapper, Joinable):
     keys (a bare model's keys load too), same joining, hooks and private names that libraries use.
 
     Gradients are averaged in buckets while backward still runs. Each backward through an output of this module is one
-    synchronised step; parameters without a gradient, also on some ranks only, need no flag. A parameter that no
-    rank used keeps its gradient as it was. The mean is over ranks, as in torch, or over samples where the script calls
-    `weight`.
+    synchronised step. Parameters without a gradient need no flag, even if only some ranks lack it. A parameter that no
+    rank used keeps its gradient. The mean is over ranks, as in torch, or over samples if the script calls `weight`.
 
     Collective: the constructor, ``forward`` (if the module has buffers) and every synchronised backward. All block
-    until the other ranks take part, at most as long as the process group's time-out.
+    until the other ranks take part, at most for the process group's timeout.
 
     Args:
         module: The model, on its device, the same on every rank in shapes and dtypes. Values come from rank 0.
@@ -62,8 +61,8 @@ class DistributedDataParallel(Wrapper, Joinable):
             the cores that compute also reduce, 25 for all.
         find_unused_parameters: Accepted and never needed.
         check_reduction: Accepted as in torch.
-        gradient_as_bucket_view: Gradients are views of the buckets in any case. True promises that nobody keeps
-            a gradient after ``zero_grad()``, which saves a check.
+        gradient_as_bucket_view: Gradients are views of the buckets in any case. True: the script keeps no gradient
+            after ``zero_grad()``, which saves a check.
         static_graph: Accepted and never needed.
         delay_all_reduce_named_params, param_to_hook_all_reduce: Not supported.
         mixed_precision: Not supported; use ``torch.autocast``.
@@ -72,11 +71,11 @@ class DistributedDataParallel(Wrapper, Joinable):
             parameters stay unused on all ranks.
         bucket_cap_mb_list: One size per bucket, the last for all that follow.
         batched_grad_copy: Accepted; gradients are always copied a bucket at a time.
-        forward_sync_buffers: Broadcast buffers before each ``forward``; they are broadcast at construction anyhow.
+        forward_sync_buffers: Broadcast buffers before each ``forward``; they are always broadcast at construction.
         wire_dtype: Deprecated: ``torch.bfloat16`` and ``float16`` are ``compression="bf16"`` and ``"fp16"``.
-        compression: How float32 and float64 gradients travel between ranks: rounded to ``"bf16"`` or ``"fp16"``; as
+        compression: How float32 and float64 gradients are sent between ranks: rounded to ``"bf16"`` or ``"fp16"``; as
             integers with error feedback, ``"int8"`` or ``"int4"``; as products of narrow matrices with error feedback,
-            ``"powersgd:RANK"``. For slow networks; see docs/speed.md. None: as they are.
+            ``"powersgd:RANK"``. For slow networks; see docs/speed.md. None: not compressed.
 
     Raises:
         ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
@@ -88,7 +87,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     """
 
     module: nn.Module
-    broadcast_bucket_size = 250 * MIB  # asked for by torch's own buffer hooks
+    broadcast_bucket_size = 250 * MIB  # read by torch's own buffer hooks
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
     def __init__(
@@ -152,7 +151,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
-        self._authoritative_rank = 0  # after `join`: whose model all ranks hold
+        self._authoritative_rank = 0  # after `join`: the rank that all ranks have copied the model from
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._comm_hook_name = ""
         self._logged_error: dict[str, str | int] = {}
@@ -165,9 +164,9 @@ class DistributedDataParallel(Wrapper, Joinable):
             self._model_sync.broadcast(src=0, with_buffers=with_buffers)
 
     def _connect(self) -> None:
-        """Make everything that holds the process group, and hook the parameters. Sends nothing."""
+        """Create everything that holds the process group, and hook the parameters. Sends nothing."""
         if self.device.type == "cpu":
-            keep_freed_memory()  # or each step's activations go back to the system, and come again as zeroed pages
+            keep_freed_memory()  # otherwise the memory of activations returns to the system after each step
         group = self.process_group
         self._model_sync = ModelSync(self.module, self.parameters_to_ignore, group, self.device)
         self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
@@ -181,7 +180,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         )
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
-        # For `fit`, too: the gradients, a tensor for each bucket.
+        # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
         self._monitor: bucket_events.LocalGradientMonitor | None = None
         self._compressed: BucketReduction | None = None
@@ -201,7 +200,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         return self._portable_state()
 
     def _portable_state(self) -> dict[str, Any]:
-        # What `_connect` makes belongs neither to a copy nor to a pickle.
+        # Objects that `_connect` creates are not copied or pickled.
         tied = {"process_group", "reducer", "_model_sync", "_wrapped_parameters", "_sync_layers"}
         tied |= {"flat_gradients", "_monitor", "_compressed"}
         state = {name: value for name, value in self.__dict__.items() if name not in tied}
@@ -229,7 +228,7 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     @leave_uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on this rank's inputs; see its ``forward`` for what goes in and out.
+        """Run the module on this rank's inputs; see its ``forward`` for arguments and results.
 
         Collective: every rank, if buffers are broadcast.
         """
@@ -243,7 +242,7 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     @leave_all_uncompiled
     def _begin_alone(self) -> bool:
-        """Begin a training step that has nothing to exchange and nobody to tell; return whether it is one."""
+        """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
         is_plain = self._input_device is None and not self._model_sync.has_buffers and not self._join_config.enable
         is_profiled = ranges.now or torch.autograd._profiler_enabled()
@@ -275,10 +274,10 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     @leave_uncompiled
     def _run_module(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module; what is compiled meanwhile is compiled in parts, of about a bucket each."""
-        # A graph hands over all its gradients when its backward ends, so one graph for the whole model would leave
-        # nothing to overlap. torch.compile cuts graphs while its own class says that a forward runs, and asks the
-        # wrapper that it finds there for ``bucket_bytes_cap``. It takes none below that of its first bucket.
+        """Run the module; torch.compile then compiles it in graphs of about one bucket each."""
+        # A graph returns all its gradients when its backward ends, so with one graph for the whole model there would be
+        # no overlap. torch.compile splits graphs while its own class has an active module, and reads
+        # ``bucket_bytes_cap`` of that module. It accepts no value below that of its first bucket.
         module = self._modules["module"]  # without `__getattr__`
         assert module is not None
         if self.bucket_bytes_cap < FIRST_CAP_BYTES or self.process_group.size() == 1:
@@ -298,11 +297,11 @@ class DistributedDataParallel(Wrapper, Joinable):
             self._sync_buffers(after_forward=True, src=0)
         is_training = torch.is_grad_enabled()
         will_sync = is_training and self.require_backward_grad_sync
-        if self.require_forward_param_sync != will_sync:  # a module takes its time to set an attribute
+        if self.require_forward_param_sync != will_sync:  # setting an attribute of a module is slow
             self.require_forward_param_sync = will_sync
         if not is_training:
             return output
-        self.reducer.disarm()  # forget what the last forward promised, and a backward that failed
+        self.reducer.disarm()  # forget the backward that the last forward announced, or one that failed
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
@@ -314,8 +313,8 @@ class DistributedDataParallel(Wrapper, Joinable):
     def __getattr__(self, name: str) -> Any:
         """Return plain attributes of the wrapped module, such as ``model.config``.
 
-        Methods, submodules and tensors that require a gradient do not pass: a forward through them would train without
-        synchronisation, and nobody would notice.
+        Methods, submodules and tensors that require a gradient are not returned: a forward through them would silently
+        train without synchronisation.
         """
         try:
             return super().__getattr__(name)
@@ -339,7 +338,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank alone: forwards inside the context are not synchronised.
 
-        The first backward of a forward outside the context averages all that was accumulated.
+        The first backward of a forward outside the context averages all accumulated gradients.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -349,12 +348,12 @@ class DistributedDataParallel(Wrapper, Joinable):
             self.require_backward_grad_sync = before
 
     def weight(self, n: float | Tensor) -> None:
-        """Set what the next backward counts: how many samples or tokens its loss is the mean of.
+        """Set the weight of the next backward: the number of samples or tokens that its loss is the mean of.
 
         Call it once per micro-batch, on every rank, at any time before its backward. The gradients of the step are then
         the sum of weight times gradient over all ranks and all micro-batches since the last synchronised backward,
         divided by the sum of the weights: those of one process on the whole global batch. Losses stay plain means;
-        do not divide them by the number of micro-batches. Without it, gradients are averaged over ranks.
+        do not divide them by the number of micro-batches. Without weights, gradients are averaged over ranks.
 
         A micro-batch of weight 0 counts for nothing, even if its gradients are NaN. If all weights of a step are 0,
         its gradients are 0. Blocks if ``n`` is a tensor that an accelerator still computes.
@@ -363,8 +362,8 @@ class DistributedDataParallel(Wrapper, Joinable):
             n: A finite number, 0 or more, or a tensor with no dimensions.
 
         Raises:
-            ConfigurationError: ``n`` is nothing of that kind. From ``backward``, on every rank: some ranks gave a
-                weight and others did not; names the latter.
+            ConfigurationError: ``n`` is not such a value. From ``backward``, on every rank: some ranks gave a weight
+                and others did not; names the latter.
         """
         self.reducer.set_weight(check_weight(n))
 
@@ -379,7 +378,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         Raises:
             TypeError: ``hook`` is not callable.
             ValueError: Its annotations say that it expects or returns something else.
-            RuntimeError: There is a hook already.
+            RuntimeError: A hook is already registered.
         """
         try:
             comm_hooks.check_comm_hook(hook, self.compression)
@@ -399,35 +398,35 @@ class DistributedDataParallel(Wrapper, Joinable):
     # --- compression --------------------------------------------------------------------------------------------------
 
     def compression_state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank needs to go on with compressed gradients as if it had never stopped; copies nothing.
+        """Return this rank's state of compression, so that training can resume exactly; copies nothing.
 
         ``residuals``: by parameter, what this rank has not sent yet, float32 on the CPU; they differ between ranks.
-        ``bases``: by parameter, what PowerSGD begins with, alike on all ranks. Both are empty where nothing is kept.
-        `lockstep.save` of the wrapped model, and `fit`, keep them without being asked.
+        ``bases``: by parameter, PowerSGD's initial bases, equal on all ranks. Both are empty if the method keeps none.
+        `lockstep.save` of the wrapped model, and `fit`, save them automatically.
         """
         kept = self._compressed
         return kept.state_dict() if isinstance(kept, CompressedMean) else {"residuals": {}, "bases": {}}
 
     def load_compression_state_dict(self, *states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over states that `compression_state_dict` returned, on any ranks of any number: residuals are added up.
+        """Load states that `compression_state_dict` returned on any ranks; their residuals are summed.
 
-        What is still to be sent is the sum over all ranks. So on another number of ranks give each state to one of
-        them; the same as before gives the same bits. Not collective.
+        Only the sum of the residuals over all ranks matters. So on another number of ranks, load each state on one of
+        them. With each state on its own rank, training resumes with the same bits. Not collective.
 
         Args:
-            states: None at all: begin anew, without residuals.
+            states: Without any state: reset, without residuals.
 
         Raises:
-            ConfigurationError: They are of another model.
+            ConfigurationError: The states belong to another model.
         """
         if isinstance(self._compressed, CompressedMean):
             self._compressed.load_state_dict(states)
 
     def scale_compression_residuals(self, factor: float) -> None:
-        """Multiply what this rank has not sent yet, when gradients are scaled by another factor from now on.
+        """Multiply this rank's residuals by ``factor``, when the scale of gradients changes.
 
-        For a loop with loss scaling, after ``scaler.update()``, with the new scale divided by the old one. Without it
-        residuals from before count once by the old scale. Every rank; not collective.
+        For a loop with loss scaling, after ``scaler.update()``, with the new scale divided by the old one. Without this
+        call, residuals are once added with the old scale. Call it on every rank; not collective.
         """
         for residual in self.compression_state_dict()["residuals"].values():
             residual.mul_(factor)
@@ -439,10 +438,10 @@ class DistributedDataParallel(Wrapper, Joinable):
     ) -> Join:
         """Return a context in which ranks may have different numbers of batches.
 
-        A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and takes over
-        the final model. Collective: every rank enters it; each ``forward`` inside costs one small all-reduce more.
-        `SyncBatchNorm` layers go on over the ranks that have data. With them each forward must be followed by one
-        backward, unless it is under ``no_grad``.
+        A rank that leaves its loop early takes part in the other ranks' steps with zero gradients, and then copies the
+        final model. Collective: every rank enters it; each ``forward`` inside costs one more small all-reduce.
+        `SyncBatchNorm` layers continue over the ranks that have data. With such layers each forward must be followed by
+        one backward, unless it is under ``no_grad``.
 
         Args:
             divide_by_initial_world_size: Divide gradients by the number of all ranks, else by those with data.
@@ -453,7 +452,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         return Join([self], enable, throw_on_early_termination, **divides)
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """Return what a rank without data does in each step; for ``Join`` with several participants."""
+        """Return the hook that a rank without data runs in each step; for ``Join`` with several participants."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self)
 
@@ -475,11 +474,11 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)
 
     def _notify_joined_ranks(self) -> None:
-        """Let ranks without data know that another step begins. Collective: every rank of a ``join()``."""
-        self._sync_layers.require_closed()  # or else they still wait for that step's end
+        """Notify ranks without data that another step begins. Collective: every rank of a ``join()``."""
+        self._sync_layers.require_closed()  # otherwise they still wait for the end of the last step
         num_active = 0.0
         work = Join.notify_join_context(self)
-        if work is not None:  # only the first of several participants learns who is left
+        if work is not None:  # only the first of several participants learns which ranks are left
             work.wait()
             num_active, num_ranks = float(work.result()[0].item()), float(self.process_group.size())
             self.reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
@@ -504,12 +503,12 @@ class DistributedDataParallel(Wrapper, Joinable):
         self._sync_layers.open(has_batch=has_batch)
         try:
             yield
-            self._sync_layers.end_backward()  # of a rank that has run no backward; after one it does nothing
+            self._sync_layers.end_backward()  # for a rank without a backward; after a backward it does nothing
         finally:
             self._sync_layers.abandon()
 
     def _end_forward(self, output: Any) -> None:
-        """End forward towards ranks without a batch; see that the end of its backward reaches them too."""
+        """Announce the end of forward to ranks without a batch; arrange the same for the end of its backward."""
         self._sync_layers.end_forward(backward_follows=torch.is_grad_enabled())
         delays = self._sync_layers.must_delay_buckets(uneven=self.reducer.bucket_set.is_uneven)
         self.reducer.before_launch = self._sync_layers.end_backward if delays else None
@@ -519,7 +518,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     # --- gradients of whole buckets -----------------------------------------------------------------------------------
 
     def stamp_buckets(self, stamps: bucket_events.BucketStamps | None) -> None:
-        """For whoever records steps: have the moments of buckets taken from now on, or with None not any more."""
+        """Record the times of buckets with ``stamps`` from now on; None: stop."""
         observers = self.reducer.observers
         observers[:] = [each for each in observers if not isinstance(each, bucket_events.BucketStamps)]
         if stamps is not None:
@@ -535,9 +534,9 @@ class DistributedDataParallel(Wrapper, Joinable):
     def gradients_are_finite(self) -> bool:
         """Return whether no gradient is NaN or infinite: the same verdict on every rank, after the same backward.
 
-        Not collective: NaN and infinity survive the sum over the ranks, all of which hold the same bits of it. So all
-        can skip the same step without asking each other. Parameters that are not synchronised are left out. Blocks
-        until backward is done.
+        Not collective: NaN and infinity survive the sum over the ranks, and all ranks hold the same bits of the sum. So
+        all ranks can skip the same step without communication. Parameters that are not synchronised are not checked.
+        Blocks until backward is done.
 
         Raises:
             ConfigurationError: This rank has only a slice of the gradients.
@@ -549,8 +548,8 @@ class DistributedDataParallel(Wrapper, Joinable):
     def check_gradients(self) -> None:
         """Raise an error that names rank and parameter if a gradient is NaN or infinite.
 
-        Call it between backward and ``optimizer.step()``. From the first call on each bucket is checked when it
-        is launched, so the ranks are known in all steps behind the first. Blocks until backward is done.
+        Call it between backward and ``optimizer.step()``. From the first call on, each bucket is checked when it is
+        launched, so the ranks are known in all steps after the first. Blocks until backward is done.
 
         Collective if a gradient is not finite: every rank.
 
@@ -594,8 +593,8 @@ class DistributedDataParallel(Wrapper, Joinable):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down so that their norm is at most ``max_norm``; return the norm they had.
 
-        As ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, but a bucket at a time, which takes far fewer
-        kernels, and the norm is as accurate for large parameters as for small ones. Not collective: after a
+        Like ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, but one bucket at a time, with far fewer
+        kernels, and with a norm that is as accurate for large parameters as for small ones. Not collective: after a
         synchronised backward all ranks hold the same gradients and find the same norm. Does not block.
 
         Args:
@@ -614,12 +613,12 @@ class DistributedDataParallel(Wrapper, Joinable):
         return norm
 
     def overlap_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Let ``optimizer`` step within backward from now on, each bucket as soon as it is reduced.
+        """Step ``optimizer`` within backward from now on, each bucket as soon as it is reduced.
 
-        Each synchronised backward then ends with the parameters updated, to the same bits as ``optimizer.step()`` after
-        it would, for every optimizer that treats each parameter on its own and draws no random numbers. Gradients
-        stay until they are zeroed. Nothing may read or change gradients in between: no clipping, no loss scaling.
-        ``optimizer.step()`` raises as long as this holds; learning-rate schedulers step after backward as ever.
+        Each synchronised backward then also updates the parameters, with the same bits as ``optimizer.step()`` after
+        backward, for every optimizer that treats each parameter separately and draws no random numbers. Gradients are
+        kept until they are zeroed. Nothing may read or change gradients in between: no clipping, no loss scaling.
+        ``optimizer.step()`` raises while this is active; learning-rate schedulers step after backward as usual.
 
         With weights (`weight`) and with communication hooks all buckets are stepped when backward ends.
 
@@ -627,7 +626,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             optimizer: Of this model's parameters.
 
         Returns:
-            What ends it.
+            A function that ends it.
 
         Raises:
             ConfigurationError: The optimizer cannot step without a closure, or divides its work among the ranks.
@@ -639,7 +638,7 @@ class DistributedDataParallel(Wrapper, Joinable):
                 "\nCall optimizer.step() after backward."
             )
         stepping = bucket_events.BucketOptimizer(optimizer)
-        reducer.set_reduction(reducer.reduction)  # a rank alone begins to watch its gradients
+        reducer.set_reduction(reducer.reduction)  # a single rank begins to watch its gradients
         reducer.observers.append(stepping)
         reducer.finishes_early = True
 
@@ -654,12 +653,12 @@ class DistributedDataParallel(Wrapper, Joinable):
     _num_good_checks = 0
 
     def check_replicas(self, optimizer: Optimizer | None = None) -> None:
-        """Raise an error that names the first tensor of which the ranks hold different bits.
+        """Raise an error that names the first tensor that does not have the same bits on all ranks.
 
         Parameters and buffers are compared, and the state of ``optimizer`` if it is given: by a checksum, so this
-        takes about as long as copying them, and one exchange of 8 bytes. Left out are what is not to be synchronised,
-        buffers that the next forward overwrites with rank 0's (``forward_sync_buffers=True``), else the running
-        statistics of BatchNorm layers, and the state of a ``ZeroRedundancyOptimizer``, of which each rank has a part.
+        takes about as long as copying them, and one exchange of 8 bytes. Not compared are tensors that are not
+        synchronised, buffers that the next forward overwrites with rank 0's (``forward_sync_buffers=True``), else the
+        running statistics of BatchNorm layers, and the sharded state of a ``ZeroRedundancyOptimizer``.
 
         Collective: every rank, between two steps. Blocks.
 
@@ -677,7 +676,7 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """Older name for ``compression`` where that is a dtype."""
+        """Older name for ``compression`` if it is a dtype."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.compression or "")
 
     @property
@@ -691,13 +690,13 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
-        """Answer torch.compile, which asks this of the class that stands where torch's name is."""
+        """Return the active module: torch.compile calls this on the class that has torch's name."""
         return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        """Broadcast buffers, as buffer hooks do that want the usual and more. Collective: every rank."""
+        """Broadcast buffers; for buffer hooks that extend the default. Collective: every rank."""
         tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
         collectives.broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
 
@@ -710,7 +709,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         """Return those of torch's keys that libraries read."""
         data: dict[str, str | int] = {
             "iteration": max(0, self.reducer.num_forwards - 1),
-            "can_set_static_graph": 0,  # it would gain nothing; Lightning advises it where this says 1
+            "can_set_static_graph": 0,  # it would gain nothing; Lightning recommends it if this is 1
             "has_rebuilt_buckets": int(self.reducer.bucket_set.is_rebuilt),
             "num_buckets_reduced": self.reducer.num_buckets_reduced,
         }
@@ -731,21 +730,21 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _get_data_parallel_params(
         module: nn.Module, named_params: bool = False
     ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
-        # torch's optimizer_overlap_hooks asks for these.
+        # torch's optimizer_overlap_hooks needs these.
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Mark parameters and buffers, by full name, that a wrapper of ``module`` leaves alone."""
+        """Mark parameters and buffers, by full name, that a wrapper of ``module`` ignores."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
 
-TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries decide by isinstance
+TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance
 
 
 def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: float | Tensor | None = None) -> None:
@@ -754,19 +753,19 @@ def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: fl
     ``loss`` is a mean, unlike the ``total`` of a `lockstep.Loss`, which is a sum.
 
     It is short for ``model.weight(mean_over)`` on every ``DistributedDataParallel`` that takes part, and
-    ``loss.backward()``; see there for what a weight does. One call per micro-batch.
+    ``loss.backward()``; see `DistributedDataParallel.weight`. Call it once per micro-batch.
 
-    Collective: every rank, if the backward is synchronised; then it blocks as that does.
+    Collective: every rank, if the backward is synchronised; it blocks as that backward does.
 
     Args:
-        loss: A scalar: the mean loss of this rank's micro-batch, also scaled by a ``GradScaler``.
-        mean_over: How many samples, tokens or whatever it is the mean of: a finite number, 0 or more, or a tensor with
-            no dimensions.
+        loss: A scalar: the mean loss of this rank's micro-batch; it may be scaled by a ``GradScaler``.
+        mean_over: The number of samples or tokens that the loss is the mean of: a finite number, 0 or more, or a tensor
+            with no dimensions.
         count: The former name of ``mean_over``.
 
     Raises:
-        ConfigurationError: ``mean_over`` is nothing of that kind, or the backward reached no wrapped model. On every
-            rank: some ranks gave a weight and others did not; names the latter.
+        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank:
+            some ranks gave a weight and others did not; names the latter.
     """
     weight = check_weight(count if mean_over is None else mean_over)
     reducers = [reducer for reducer in live_reducers() if reducer.has_run]

@@ -1,1 +1,1 @@
-"""What `DataParallel` is made of; docs/design/dp.md draws the parts."""
+"""The parts of `DataParallel`; docs/design/dp.md shows how they fit together."""

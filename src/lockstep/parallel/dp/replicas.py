@@ -1,4 +1,4 @@
-"""Persistent replicas of a module, the tensors that they have in place of its own, and the sum of their gradients."""
+"""Persistent replicas of a module, the tensors that they use instead of its own, and the sum of their gradients."""
 
 import functools
 import sys
@@ -27,22 +27,22 @@ class Replicas:
 
     [Note: replicas]
 
-    A replica is a tree of *shells*: objects of the types of the module's own modules, made once. Before each use a
-    shell gets a fresh copy of its module's ``__dict__`` (so it has every attribute as it is now: flags, hooks,
-    ``training``), with its own children, the weights of its replica and its own buffers put in. What a forward sets on
-    a shell is therefore gone at the next one, as with torch's replicas; what it writes *into* a buffer of the first
-    replica stays, since those are the module's own buffers, and into those of the others is lost.
+    A replica is a tree of *shells*: objects of the types of the module's own modules, created once. Before each use a
+    shell gets a fresh copy of its module's ``__dict__``, with the current value of every attribute (flags, hooks,
+    ``training``), but with its own children, the weights of its replica and its own buffers. So an attribute that a
+    forward sets on a shell is lost at the next forward, as with torch's replicas. Writes *into* a buffer persist in the
+    first replica, which has the module's own buffers, and are lost in the others.
 
     [Note: which tensor a replica sees]
 
-    A *weight* is a parameter, or a buffer that requires a gradient. Per replica there are two ways to stand in for it:
+    A *weight* is a parameter, or a buffer that requires a gradient. A replica can replace it in two ways:
 
     - *connected*: an output of ``_Replicate``, so that ``backward`` of a replica's output fills the ``grad`` of the
       module. Used by ``DataParallel.forward``. As in torch's replicas it is no ``nn.Parameter`` and has a ``grad_fn``.
     - *leaf*: a tensor with a ``grad`` of its own, so that every replica can run its own backward in its own thread.
       Used by ``DataParallel.backward``, which sums the gradients afterwards.
 
-    Nothing is made before the first `refresh`.
+    Nothing is created before the first `refresh`.
 
     Attributes:
         module: The module that is replicated.
@@ -79,17 +79,17 @@ class Replicas:
         self.num_parameters = len(parameters)
         check_devices([*self._weights, *plain_buffers], self.devices[0])
 
-        # On the module's own device every replica's weight lies over the memory of the module's: nothing is copied,
-        # nothing can be out of date. Other devices get copies, anew each time: a write through ``weight.data``, NumPy
-        # or a foreign kernel moves neither the version counter nor the pointer of a weight, so there is no way to find
-        # out that a copy is still good.
+        # On the module's own device every replica's weight shares the memory of the module's weight: nothing is copied
+        # or out of date. Other devices get new copies each time: a write through ``weight.data``, NumPy or a foreign
+        # kernel changes neither the version counter nor the pointer of a weight, so an outdated copy cannot be
+        # detected.
         devices = self.devices[:num_replicas]
         remote = [device for device in dict.fromkeys(devices) if device != devices[0]]
         copies = dict(zip(remote, coalesced_copies(self._weights, remote), strict=True))
         values = [copies.get(device, self._weights) for device in devices]
         rows = self._make_leaves(values) if leaves else _connect(self._weights, values, devices)
-        # The first replica has the module's own buffers, so what its forward writes into them stays, as with torch's
-        # replicas. The others write into copies, which are lost.
+        # The first replica has the module's own buffers, so writes of its forward persist, as with torch's replicas.
+        # The others write into copies, which are lost.
         buffer_rows = [plain_buffers, *coalesced_copies(plain_buffers, devices[1:])]
         for shells, weights, own_buffers in zip(self._shells, rows, buffer_rows, strict=False):
             stand_ins = dict(zip(map(id, self._weights), weights, strict=True))
@@ -98,15 +98,15 @@ class Replicas:
         return [shells[0] for shells in self._shells[:num_replicas]]
 
     def take_gradients(self) -> list[Gradients]:
-        """Return the gradients of the leaves of each replica of the last `refresh`, and let go of them."""
+        """Return the gradients of the leaves of each replica of the last `refresh`, and release them."""
         rows = [[None if leaf is None else leaf.grad for leaf in leaves] for leaves in self._leaves]
         self.drop_gradients()
         return rows
 
     def drop_gradients(self) -> None:
-        """Let go of the leaves and their gradients."""
+        """Release the leaves and their gradients."""
         for leaf in (leaf for leaves in self._leaves for leaf in leaves if leaf is not None):
-            leaf.grad = None  # the shells hold the leaf until the next `refresh`, and it would hold the memory
+            leaf.grad = None  # the shells hold the leaf until the next `refresh`; it must not hold this memory
         self._leaves = []
 
     def reduce_gradients(self) -> None:
@@ -115,11 +115,11 @@ class Replicas:
         deliver(self._weights, sum_in_tree(rows, self.devices[: len(rows)], in_place=True))
 
     def forget(self) -> None:
-        """Make new shells at the next `refresh`: the present ones are in use by threads that were left behind."""
+        """Create new shells at the next `refresh`: abandoned threads still use the present ones."""
         self._sources = []
 
     def _update_shells(self) -> None:
-        # In each step: a script may have replaced a layer. A list of modules is compared in microseconds.
+        # Checked in each step: a script may have replaced a layer. Comparing a list of modules takes microseconds.
         sources = list(self.module.modules())
         known = map(type, self._shells[0]) if self._shells else ()
         # A type changes where a parametrization is registered, or a lazy layer has seen its first input.
@@ -134,7 +134,7 @@ class Replicas:
     def _make_leaves(self, values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         with torch.inference_mode(False):
             rows = [list(map(_leaf_over, self._weights, row)) for row in values]
-        # What is frozen has no leaf: it stands in for itself, and its gradient, if it has one, is the module's.
+        # A frozen weight has no leaf: the replica uses the weight itself, and a gradient it may have is the module's.
         self._leaves = [
             [leaf if weight.requires_grad else None for weight, leaf in zip(self._weights, row, strict=True)]
             for row in rows
@@ -146,19 +146,19 @@ class Replicas:
 
         Args:
             shells: Of the replica.
-            tensors: By id of a weight or buffer of the module, what stands in for it.
+            tensors: By id of a weight or buffer of the module, its replacement in the replica.
         """
         stand_in = {id(None): None, **tensors, **dict(zip(map(id, self._sources), shells, strict=True))}
         for source, shell in zip(self._sources, shells, strict=True):
-            # A fresh copy costs half a microsecond, so there is no need to find out what has changed in it; and what
-            # the last forward set on the shell is gone.
+            # A fresh copy costs half a microsecond, so changes need not be detected. It also removes attributes that
+            # the last forward set on the shell.
             state: dict[str, Any] = vars(source._replicate_for_data_parallel() if _copies_itself(source) else source)
             state = state.copy()
             state["_is_replica"] = True  # zero_grad() warns in a replica
-            state["_compiled_call_impl"] = None  # of module.compile(), which is bound to the original: run as written
+            state["_compiled_call_impl"] = None  # from module.compile(), bound to the original: run it uncompiled
             for kind in ("_modules", "_parameters", "_buffers"):
                 state[kind] = {name: stand_in[id(each)] for name, each in vars(source)[kind].items()}
-            if isinstance(source, nn.RNNBase):  # which keeps its parameters in a list besides
+            if isinstance(source, nn.RNNBase):  # also keeps its parameters in a list
                 state["_flat_weights"] = [
                     state["_parameters"].get(name, weight)
                     for name, weight in zip(source._flat_weights_names, source._flat_weights, strict=True)
@@ -169,7 +169,7 @@ class Replicas:
                 self._bind_compiled(source, shell)
 
     def _bind_compiled(self, source: Any, shell: Any) -> None:
-        """Let the shell of a compiled module call its own inner module, compiled at the first call.
+        """Make the shell of a compiled module call its own inner module, compiled at the first call.
 
         The attribute ``forward`` of the original is bound to the original, which a replica must not use.
         """
@@ -180,21 +180,21 @@ class Replicas:
 
 
 class _Replicate(torch.autograd.Function):
-    """From each weight to its stand-in in every replica; backward sums the gradients of the stand-ins.
+    """Maps each weight to its replacement in every replica; backward sums the gradients of the replacements.
 
-    Takes the devices of the replicas, for each replica the tensors that hold the values, and the weights; returns the
-    stand-ins, those of the first replica first.
+    Takes the devices of the replicas, for each replica the tensors that hold the values, and the weights. Returns the
+    replacements, those of the first replica first.
     """
 
     @staticmethod
     def forward(
         ctx: Any, devices: Sequence[torch.device], values: list[list[Tensor]], *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a weight that no replica used keeps its ``grad`` as it is
+        ctx.set_materialize_grads(False)  # a weight that no replica used keeps its ``grad``
         # Not save_for_backward: neither values nor weights are needed to sum gradients.
         ctx.num_weights, ctx.devices = len(weights), devices
-        # Backward runs on the stream of one device only; on the others that of the replica's own backward is the one
-        # on which its gradients are ready. The first device comes last: entering makes it the current one.
+        # Backward runs on the stream of one device only. On the others, gradients are ready on the stream of the
+        # replica's own backward. The first device comes last, so that it becomes the current one.
         ctx.streams = [torch.accelerator.current_stream(each) for each in reversed(devices) if each.type != "cpu"]
         return tuple(_alias_of(value) for row in values for value in row)
 
@@ -208,7 +208,7 @@ class _Replicate(torch.autograd.Function):
             if torch.is_grad_enabled():  # create_graph: the sum must be differentiable
                 sums = [_differentiable_sum(parts, ctx.devices[0]) for parts in zip(*rows, strict=True)]
             else:
-                sums = sum_in_tree(rows, ctx.devices, in_place=False)  # autograd may give these tensors to others, too
+                sums = sum_in_tree(rows, ctx.devices, in_place=False)  # autograd may also pass these tensors elsewhere
         return (None, None, *sums)
 
 
@@ -233,17 +233,17 @@ def _leaf_over(weight: Tensor, value: Tensor) -> Tensor:
     if not weight.requires_grad:
         return value
     leaf = nn.Parameter(value.detach()) if isinstance(weight, nn.Parameter) else value.detach().requires_grad_()
-    # What a script or a library has set on the parameter, and its forward may look for.
+    # Attributes that a script or a library has set on the parameter, which a forward may read.
     if attributes := vars(weight):
         vars(leaf).update(attributes)
     return leaf
 
 
 def _alias_of(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that is no view in autograd's eyes.
+    """Return a tensor over the same memory that autograd does not treat as a view.
 
-    Unlike that of ``detach()``, it may be ``set_()`` to other memory, which ``flatten_parameters`` of a recurrent layer
-    does in the thread of its replica.
+    Unlike the result of ``detach()``, it may be ``set_()`` to other memory. ``flatten_parameters`` of a recurrent layer
+    does that in the thread of its replica.
     """
     with torch.inference_mode(False), torch.no_grad():
         if not is_strided(tensor):
@@ -264,10 +264,10 @@ def _each_once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Check that parameters and buffers are where the first replica runs.
+    """Check that parameters and buffers are on the device of the first replica.
 
     Raises:
-        ConfigurationError: One of them is elsewhere.
+        ConfigurationError: One of them is on another device.
     """
     for tensor in tensors:
         if tensor.device != device:
@@ -296,14 +296,14 @@ def _check_replicable(name: str, source: nn.Module) -> None:
 def _copies_itself(source: nn.Module) -> bool:
     """Return whether the class has its own ``_replicate_for_data_parallel``.
 
-    That of a ``GraphModule`` does not count: it compiles the graph again, while sharing the class does as well.
+    That of ``GraphModule`` is not used: it compiles the graph again, and sharing the class works as well.
     """
     method: Any = type(source)._replicate_for_data_parallel
     return method not in (nn.Module._replicate_for_data_parallel, torch.fx.GraphModule._replicate_for_data_parallel)
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` is what ``torch.compile`` returns for a module. Does not import the compiler."""
+    """Return whether ``module`` is the result of ``torch.compile``. Does not import the compiler."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
@@ -336,8 +336,8 @@ def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device])
             for row, device in zip(copies, devices, strict=True):
                 pieces = packed.to(device, non_blocking=True, copy=True).split([part.numel() for part in parts])
                 for index, piece, part in zip(indices, pieces, parts, strict=True):
-                    # Not detach(): a write to one buffer would raise the version counter of all, and autograd would
-                    # then refuse the backward of an operation that has saved another one.
+                    # Not detach(): a write to one buffer would increment the version counter of all, and autograd would
+                    # then refuse the backward of an operation that has saved another buffer.
                     row[index] = view_like(piece, part).data
     return copies
 
@@ -353,19 +353,19 @@ def is_strided(tensor: Tensor) -> bool:
 def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, in_place: bool) -> Gradients:
     """Add the replicas' gradients, weight by weight, in a binary tree: (0 + 1) + (2 + 3), and so on.
 
-    The order depends on the number of rows alone, never on which thread was first: the sum has the same bits every
-    time.
+    The order depends only on the number of rows, not on which thread finished first, so the sum always has the same
+    bits.
 
     Args:
         rows: One for each replica.
-        devices: Where each row is. The sums end up on the first.
+        devices: The device of each row. The sums are on the first.
         in_place: Whether the memory of ``rows`` may be used for the sums.
 
     Returns:
         The sums; None where all were None.
     """
-    # Autograd hands out two views of one gradient where a sum of two views of parameters was differentiated. Adding to
-    # one of them in place would change the other.
+    # For a sum of two views of parameters, autograd returns two views of one gradient. Adding to one of them in place
+    # would change the other.
     uses = Counter(_address(each) for row in rows for each in row if each is not None and not each.is_sparse)
     writable = {address for address, count in uses.items() if count == 1} if in_place else set()
     level = list(zip(rows, devices, strict=True))
@@ -379,17 +379,17 @@ def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, i
 
 
 def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
-    """Add each gradient to ``weight.grad`` as a backward pass would: None takes the gradient over, hooks are called."""
+    """Add each gradient to ``weight.grad`` as a backward pass would: a missing one is set, and hooks are called."""
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
             has_hooks = bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
-            if has_hooks or not weight.is_leaf:  # a buffer may have been computed from something else
+            if has_hooks or not weight.is_leaf:  # a buffer may have been computed from other tensors
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
-                weight.grad = gradient  # without a copy, as autograd does with a gradient that nobody else holds
+                weight.grad = gradient  # without a copy, as autograd does with an otherwise unreferenced gradient
             elif weight.grad.is_sparse != gradient.is_sparse:
                 torch.autograd.backward([weight], [gradient])
             else:
@@ -408,7 +408,7 @@ def _add_rows(left: Gradients, right: Gradients, writable: set[int]) -> Gradient
         elif _address(mine) in writable and not other.is_sparse:
             in_place.append((mine, other))
         else:
-            result[index] = mine + other  # its own memory from here on, which no other gradient shares
+            result[index] = mine + other  # new memory, which no other gradient shares
     _add_pairs(in_place)
     return result
 

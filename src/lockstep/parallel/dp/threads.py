@@ -1,4 +1,4 @@
-"""Run the replicas in one persistent thread each: forward for outputs, forward and backward for gradients."""
+"""Run each replica in its own persistent thread: forward for outputs, forward and backward for gradients."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _Tasks = queue.SimpleQueue["tuple[int, Callable[[], Any], _Results] | None"]
 class ReplicaThreads:
     """Runs one function on each thread, all at the same time; the threads end with this object.
 
-    A thread is started once and then waits for work. So a step costs no thread start, and replica i always runs on
-    thread i, which keeps what CUDA and autograd hold for each thread in place. The threads hold no reference to this
-    object. They are started again in a forked child, since a fork takes only the calling thread along.
+    A thread is started once and then waits for work. So a step starts no threads, and replica i always runs on thread
+    i, where CUDA and autograd keep their thread-local state. The threads hold no reference to this object. They are
+    started again in a forked child, since a fork copies only the calling thread.
 
     Args:
         size: How many threads.
-        divide_cores: Give every thread ``torch.get_num_threads() // size`` cores for the inside of its operations.
-            Without it each of the ``size`` threads would use all of the cores at once.
+        divide_cores: Let every thread use ``torch.get_num_threads() // size`` cores within its operations. Without it,
+            each of the ``size`` threads would use all cores at the same time.
     """
 
     def __init__(self, size: int, *, divide_cores: bool) -> None:
@@ -55,38 +55,38 @@ class ReplicaThreads:
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Call ``functions[i]`` on thread i, all of them at once, and return their results.
 
-        Blocks until all are done, however long they take. An interrupt (Ctrl-C) leaves the unfinished calls to threads
-        that this object no longer uses; they end after their call.
+        Blocks until all are done, however long they take. After an interrupt (Ctrl-C), this object no longer uses the
+        threads with unfinished calls; these threads end after their call.
 
         Args:
-            functions: None of which raises.
+            functions: Functions that do not raise.
         """
-        # The process may have been forked, or may have been given another number of cores.
+        # The process may have been forked, or its number of cores may have changed.
         if self._started_with != (os.getpid(), torch.get_num_threads()):
             self._start()
-        # One for each run: what calls put that were left behind by an interrupt is of no interest to the next one.
+        # A new queue for each run: results of calls that an interrupt abandoned must not reach the next run.
         results: _Results = queue.SimpleQueue()
         try:
             for index, function in functions.items():
                 self._tasks[index].put((index, function, results))
             done: dict[int, Any] = {}
             while len(done) < len(functions):
-                # A signal that comes just before the wait begins is handled when it ends: so no wait is long.
+                # A signal that arrives just before the wait is handled only when the wait ends: so no wait is long.
                 with suppress(queue.Empty):
                     index, result = results.get(timeout=_SIGNAL_CHECK_S)
                     done[index] = result
         except BaseException:
-            # The next run starts threads of its own, and these end when their calls do.
+            # The next run starts new threads; the present ones end with their calls.
             self._stop()
             self._started_with = None
             raise
         return done
 
     def refuse_inside(self) -> None:
-        """Raise if called from one of these threads, which would wait for itself.
+        """Raise an error if called from one of these threads, which would wait for itself.
 
         Raises:
-            LockstepError: It was.
+            LockstepError: The caller is one of these threads.
         """
         if threading.current_thread() in self._threads:
             raise LockstepError(
@@ -96,7 +96,7 @@ class ReplicaThreads:
 
     def _start(self) -> None:
         if self._started_with is not None and self._started_with[0] == os.getpid():
-            self._stop()  # of a parent process there are no threads here
+            self._stop()  # the threads of a parent process do not exist here
         total = torch.get_num_threads()
         share = max(1, total // self._size) if self._divide_cores else None
         if self._divide_cores:
@@ -112,8 +112,8 @@ class ReplicaThreads:
             thread.start()
         ready.wait(_TURN_TIMEOUT_S)
         if self._divide_cores:
-            # set_num_threads() sets the number of the calling thread, and also the one that threads started later
-            # begin with: put the latter back.
+            # set_num_threads() sets the number of the calling thread, and also the initial number of threads that start
+            # later: restore the latter.
             torch.set_num_threads(total)
         self._started_with = (os.getpid(), total)
         self._stop = weakref.finalize(self, _stop_all, self._tasks)
@@ -121,15 +121,14 @@ class ReplicaThreads:
 
 def _work(tasks: _Tasks, num_cores: int | None, ready: threading.Barrier) -> None:
     if num_cores is not None:
-        # torch gives a thread the process's number at the first operation that asks for it, over the thread's own:
-        # ask first.
+        # At the first operation that reads it, torch overwrites a thread's number with the process's: read it first.
         torch.get_num_threads()
         torch.set_num_threads(num_cores)
     ready.wait(_TURN_TIMEOUT_S)
     while (task := tasks.get()) is not None:
         index, function, results = task
         results.put((index, function()))
-        del task, function, results  # they hold inputs and outputs, which must not live until the next one
+        del task, function, results  # they hold inputs and outputs, which must not live until the next task
 
 
 def _stop_all(queues: Sequence[_Tasks]) -> None:
@@ -138,11 +137,11 @@ def _stop_all(queues: Sequence[_Tasks]) -> None:
 
 
 class CallerModes:
-    """The state that torch keeps for each thread, taken along from the calling thread into a replica's thread.
+    """The thread-local state of torch, copied from the calling thread to a replica's thread.
 
-    Grad mode, inference mode and autocast belong to a thread; so do the current device and its stream. Work on
-    the stream that is current in the caller keeps the order that the caller sees. (The default dtype, deterministic
-    mode and the random generators belong to the process and need nothing.)
+    Grad mode, inference mode, autocast, the current device and its stream belong to a thread. Replicas use the caller's
+    current stream, so the work keeps the order that the caller expects. (The default dtype, deterministic mode and the
+    random generators belong to the process and are not copied.)
 
     Args:
         device: Of the replica.
@@ -152,7 +151,7 @@ class CallerModes:
     def __init__(self, device: torch.device, *, differentiates: bool = False) -> None:
         self._device: list[Callable[[], AbstractContextManager[Any]]] = []
         if device.type != "cpu":
-            # A replica on the caller's stream, so that nobody has to wait for another stream before or after.
+            # The replica runs on the caller's stream, so no stream has to wait for another one before or after.
             stream = torch.accelerator.current_stream(device)
             self._device = [partial(torch.accelerator.device_index, device.index), lambda: stream]
         self._all = [*self._device]
@@ -166,7 +165,7 @@ class CallerModes:
 
     @contextmanager
     def entered(self, *, device_only: bool = False) -> Iterator[None]:
-        """Enter all of it, or only device and stream, in this thread."""
+        """Apply this state, or only device and stream, in this thread."""
         with ExitStack() as stack:
             for mode in self._device if device_only else self._all:
                 stack.enter_context(mode())
@@ -174,7 +173,7 @@ class CallerModes:
 
 
 class ReplicaEngine:
-    """The replicas of a module and their threads. One call at a time: others wait for their turn.
+    """The replicas of a module and their threads. One call runs at a time; others wait for their turn.
 
     Attributes:
         replicas: The replicas.
@@ -183,7 +182,7 @@ class ReplicaEngine:
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self.replicas = Replicas(module, devices)
         self._threads = ReplicaThreads(len(devices), divide_cores=devices[0].type == "cpu")
-        self._turn = threading.RLock()  # forward holds it around replicate() and parallel_apply(), which take it, too
+        self._turn = threading.RLock()  # forward holds it around replicate() and parallel_apply(), which also take it
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -207,7 +206,7 @@ class ReplicaEngine:
         """Call ``modules[i](*inputs[i], **kwargs[i])`` in thread i under the caller's modes, and return the outputs.
 
         Raises:
-            BaseException: What the lowest failing replica raised; the text has its traceback.
+            BaseException: The error of the lowest failing replica; the text contains its traceback.
         """
         if not len(modules) == len(inputs) == len(kwargs):
             raise ConfigurationError(
@@ -233,12 +232,12 @@ class ReplicaEngine:
         A shard of None is skipped.
 
         Returns:
-            The losses by replica, the replicas, and how long it took to bring these up to date.
+            The losses by replica, the replicas, and how long it took to update them.
 
         Raises:
-            BaseException: What the lowest failing replica raised; the text has its traceback.
+            BaseException: The error of the lowest failing replica; the text contains its traceback.
         """
-        # Shard i belongs to replica i also where shards before it are missing.
+        # Shard i belongs to replica i, even if shards before it are missing.
         present = [index for index, shard in enumerate(shards) if shard is not None]
         if not present:
             return {}, [], 0.0
@@ -253,7 +252,7 @@ class ReplicaEngine:
         try:
             losses = self._run(calls)
         except BaseException:
-            self.replicas.drop_gradients()  # those of the replicas that did not fail
+            self.replicas.drop_gradients()  # of the replicas that did not fail
             raise
         return {index: losses[index] for index in present}, modules, refresh_s
 
@@ -266,9 +265,9 @@ class ReplicaEngine:
         try:
             if len(guarded) > 1:
                 outcomes = self._threads.run(guarded)
-            else:  # has nothing to run beside; in the calling thread it has all the cores
+            else:  # a single one runs in the calling thread, with all cores
                 outcomes = {index: function() for index, function in guarded.items()}
-        except BaseException:  # Ctrl-C: the calls run on, with these replicas
+        except BaseException:  # Ctrl-C: the calls go on, with these replicas
             self.replicas.forget()
             raise
         # The lowest failing replica, not the first in time: the same error in every run.
@@ -293,7 +292,7 @@ def differentiate(
                 "Return the loss itself, a tensor of one element."
             )
     with ranges.around("backward"), modes.entered(device_only=True):  # outside of autocast, as backward should be
-        if isinstance(scale, Tensor) and not (scale.dim() == 0 and scale.device.type == "cpu"):  # that is read here
+        if isinstance(scale, Tensor) and not (scale.dim() == 0 and scale.device.type == "cpu"):  # others need a copy
             scale = scale.to(value.device, non_blocking=True)
         with torch.enable_grad():
             scaled = value * scale

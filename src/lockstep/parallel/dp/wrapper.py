@@ -26,7 +26,7 @@ Wrapped = TypeVar("Wrapped", bound=nn.Module)
 # device of the accelerator that torch finds, CUDA's or another.
 Device = int | str | torch.device
 
-# Held while a wrapper looks for its engine and makes one, so that two threads do not make two.
+# Held while a wrapper looks up or creates its engine, so that two threads do not create two.
 _ENGINES = Lock()
 
 
@@ -36,7 +36,7 @@ class ReplicaGradients(NamedTuple):
     Attributes:
         loss: Detached and not scaled, on the replica's device.
         gradients: One for each parameter of the module, in their order; None where the replica did not use it.
-        module: The replica, with the buffers that its forward left; the wrapped module itself for the first one.
+        module: The replica, with its buffers after the forward; the wrapped module itself for the first one.
     """
 
     loss: Tensor
@@ -47,31 +47,31 @@ class ReplicaGradients(NamedTuple):
 class DataParallel(Wrapper, Generic[Wrapped]):
     """Run a module on several devices at once, each with a part of the batch; drop-in for ``torch.nn.DataParallel``.
 
-    Beyond torch's class it runs on the CPU (``device_ids=["cpu", "cpu"]`` is two replicas in two threads) and with one
-    GPU named twice, its replicas persist, and a training loop can have the loss computed in them (``backward``).
+    Unlike torch's class, it runs on the CPU (``device_ids=["cpu", "cpu"]`` is two replicas in two threads) and with one
+    GPU named twice, its replicas persist, and a training loop can compute the loss in them (``backward``).
 
     On the CPU every replica computes with ``torch.get_num_threads() // len(device_ids)`` cores. Replicas on one device
-    share its random generator, so what dropout drops there depends on which thread is first.
+    share its random generator, so the elements that dropout drops there depend on the order of the threads.
 
-    As with torch's class: with one device the module is moved there and just called, with none it is just called; an
-    attribute that a forward sets is lost, what it writes into a buffer lasts only in the first replica. Several
-    forwards before one backward, calls from several threads, ``copy.deepcopy`` and ``pickle`` work.
+    As with torch's class: with one device the module is moved there and called directly, without devices it is called
+    directly. An attribute that a forward sets is lost, and writes into a buffer persist only in the first replica.
+    Several forwards before one backward, calls from several threads, ``copy.deepcopy`` and ``pickle`` work.
 
     Args:
         module: The module; before a call its parameters and buffers must be on the first device.
-        device_ids: GPUs by index, name or ``torch.device``, or the CPU, once for each replica. Default: all GPUs, and
-            none where there are none.
+        device_ids: GPUs by index, name or ``torch.device``, or the CPU, once for each replica. Default: all GPUs; no
+            devices if there are no GPUs.
         output_device: Where outputs are gathered; -1 or "cpu" is the CPU. Default: the first device.
         dim: The dimension along which tensors are split and outputs joined.
 
     Attributes:
         module: The wrapped module.
-        device_ids: As given, GPUs as their indices; empty if the module is just called.
+        device_ids: As given, GPUs as their indices; empty if the module is called directly.
         output_device: As given, a GPU as its index; None without devices.
         dim: As given.
         src_device_obj: The first device, where the module must be; None without devices.
-        overhead_s: What the last ``backward`` took besides the work of the replicas: to bring them up to date, and to
-            sum the gradients. On the host's clock.
+        overhead_s: The time of the last ``backward`` outside of the replicas: updating them and summing the gradients.
+            Measured by the host's clock.
 
     Raises:
         ConfigurationError: A device does not exist, or types of devices are mixed.
@@ -101,46 +101,46 @@ class DataParallel(Wrapper, Generic[Wrapped]):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices of the replicas; none if the module is just called."""
+        """The devices of the replicas; empty if the module is called directly."""
         return tuple(as_device(device) for device in self.device_ids)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the arguments, call the replicas, and return their outputs joined on ``output_device``.
 
-        Gradients of the outputs reach the parameters of ``module``: those of all replicas, summed.
+        Backward sums the gradients of all replicas into the parameters of ``module``.
 
         Raises:
-            BaseException: What the lowest failing replica raised, with the replica, its device and its traceback in
-                the text: the same type if it can be made of one text, else a ``RuntimeError``, as with torch's class.
+            BaseException: The error of the lowest failing replica; the text contains the replica, its device and its
+                traceback. It has the same type if that can be created from a text, else ``RuntimeError``, as in torch.
             ConfigurationError: The module is not on the first device; or arguments or outputs do not fit together.
         """
         with record_function("DataParallel.forward"):
             if self.src_device_obj is None or self.output_device is None:
                 return self.module(*inputs, **kwargs)
-            # With several devices the replicas check it when they are brought up to date.
+            # With several devices, the replicas check it when they are updated.
             if len(self.device_ids) == 1:
                 check_devices([*self.module.parameters(), *self.module.buffers()], self.src_device_obj)
             parts, keyword_parts = self.scatter(inputs, kwargs, self.device_ids)
             if not parts and not keyword_parts:  # a call without arguments runs once
                 parts, keyword_parts = ((),), ({},)
-            # Scattered all the same, so that inputs are moved to the device and errors are the same.
+            # Scatter anyway, so that inputs are moved to the device and errors are the same.
             if len(self.device_ids) == 1:
                 return self.module(*parts[0], **keyword_parts[0])
-            # One turn for both: another thread would bring the same replicas up to date in between.
+            # One turn for both: otherwise another thread could update the same replicas in between.
             with self._current_engine().turn():
                 replicas = self.replicate(self.module, self.device_ids[: len(parts)])
                 outputs = self.parallel_apply(replicas, parts, keyword_parts)
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
-        """Split the arguments: a sequence of positional arguments and one of keyword arguments, an item a replica."""
+        """Split the arguments: a sequence of positional and one of keyword arguments, with one item per replica."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
-        """Return up-to-date replicas of ``module``, those of the wrapped module the same objects every time."""
+        """Return updated replicas of ``module``; for the wrapped module they are always the same objects."""
         engine = self._current_engine()
         replicas = engine.replicas
-        # A subclass of a user may replicate something else, or elsewhere.
+        # A user's subclass may replicate another module, or to other devices.
         if module is not self.module or list(device_ids) != self.device_ids[: len(device_ids)]:
             replicas = Replicas(module, [as_device(device) for device in device_ids])
         with engine.turn():
@@ -159,22 +159,22 @@ class DataParallel(Wrapper, Generic[Wrapped]):
     def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> list[Tensor]:
         """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
 
-        Shard i belongs to replica i: the loss is computed and differentiated in its thread, on its device, all at the
-        same time, so that no output travels and the first device does no more than the others. The gradients are summed
-        in a fixed order into the ``grad`` of the module's parameters; a parameter that no replica used keeps its
-        ``grad`` as it was. Autocast of the calling thread holds for the loss; gradients are enabled in any case.
-        Without devices, or with one, the module itself computes in the calling thread.
+        Shard i belongs to replica i: the replica's thread computes and differentiates its loss, on its device. All
+        replicas run at the same time, no output is copied, and the first device does no extra work. The gradients are
+        summed in a fixed order into the ``grad`` of the module's parameters; a parameter that no replica used keeps its
+        ``grad``. The calling thread's autocast applies to the loss; gradients are enabled in any case. Without devices,
+        or with one, the module itself computes in the calling thread.
 
         Args:
-            loss: Returns a tensor of one element. It must not change what the threads share.
-            shards: At most one a device, on that device (nothing is moved); None is skipped.
-            scales: One a shard: its share of the whole loss, times the scale of a gradient scaler if there is one.
+            loss: Returns a tensor of one element. It must not change state that the threads share.
+            shards: At most one per device, on that device (nothing is moved); None is skipped.
+            scales: One per shard: its share of the whole loss, times the scale of a gradient scaler if there is one.
 
         Returns:
             The losses, detached and not scaled, of the shards that are not None, each on its device.
 
         Raises:
-            BaseException: What the lowest failing replica raised, as in ``forward``; no gradient has changed then.
+            BaseException: The error of the lowest failing replica, as in ``forward``; no gradient has changed then.
             ConfigurationError: The shards do not fit the devices or the scales, or as in ``forward``.
         """
         self._check_shards(shards, scales)
@@ -183,7 +183,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
             with engine.turn():
                 losses, _, refresh_s = engine.differentiate(loss, shards, scales)
                 start = time.perf_counter()
-                # Without a shard there were no replicas to be brought up to date.
+                # Without a shard, no replicas were updated.
                 if losses:
                     engine.replicas.reduce_gradients()
                 self.overhead_s = refresh_s + time.perf_counter() - start
@@ -200,7 +200,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
     ) -> dict[int, ReplicaGradients]:
         """Compute and differentiate as `backward` does, but return each replica's gradients instead of summing them.
 
-        For those who sum in an order of their own. The module's ``grad`` stays as it is. Needs two devices or more.
+        For callers that sum in their own order. The module's ``grad`` does not change. Needs two or more devices.
 
         Args:
             loss: As in `backward`.
@@ -208,7 +208,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
             scales: As in `backward`.
 
         Returns:
-            By number of the replica, for those with a shard.
+            By index of the replica, for replicas with a shard.
 
         Raises:
             BaseException: As in `backward`.
@@ -231,21 +231,21 @@ class DataParallel(Wrapper, Generic[Wrapped]):
             )
 
     def extra_repr(self) -> str:
-        """Say which devices are used."""
+        """Return the devices as text."""
         names = [str(device) for device in self.devices]
         return f"device_ids={names}, output_device={str(self.output_device)!r}, dim={self.dim}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads cannot be copied. A copy, and what was pickled, makes an engine of its own at its first call.
+        # Threads cannot be copied. A copied or unpickled object creates its own engine at its first call.
         return {**vars(self), "_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle written before adopt() holds an object of torch's class, which on the CPU lacks most attributes.
+        # A pickle from before adopt() holds an object of torch's class, which on the CPU lacks most attributes.
         absent = {"output_device": None, "dim": 0, "src_device_obj": None, "overhead_s": 0.0, "_engine": None}
         super().__setstate__(absent | state)  # type: ignore[no-untyped-call]
 
     def _current_engine(self) -> ReplicaEngine:
-        """Return the engine of the present module; a replica of this wrapper has another module, and so its own."""
+        """Return the engine of the current module. A replica of this wrapper has another module, and its own engine."""
         with _ENGINES:
             if self._engine is None or self._engine.replicas.module is not self.module:
                 self._engine = ReplicaEngine(self.module, self.devices)
@@ -262,11 +262,11 @@ def data_parallel(
 ) -> Any:
     """Call ``module`` once on several devices; drop-in for ``torch.nn.parallel.data_parallel``.
 
-    Starts and ends its threads; for more than one call wrap the module in ``DataParallel``.
+    Starts and ends threads in each call; for more than one call wrap the module in ``DataParallel``.
 
     Args:
         module: On the first device.
-        inputs: The tuple of positional arguments, or the only one; None for none.
+        inputs: The tuple of positional arguments, or a single one; None: no arguments.
         device_ids: As in ``DataParallel``.
         output_device: As in ``DataParallel``.
         dim: As in ``DataParallel``.
@@ -278,9 +278,9 @@ def data_parallel(
 
 
 def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """Return the devices to replicate to: those named, else all GPUs; none where there are no GPUs.
+    """Return the devices to replicate to: those given, else all GPUs; an empty list if there are no GPUs.
 
-    As with torch's class, GPUs named on a machine that has none come to no devices: the module then just runs.
+    As with torch's class, GPUs given on a machine without GPUs result in no devices: the module is called directly.
 
     Raises:
         ConfigurationError: Devices of several types, neither CPUs nor GPUs, or that do not exist.
@@ -313,7 +313,7 @@ def _existing(device: Device, argument: str) -> torch.device:
 
 
 def _gpus() -> tuple[str, int]:
-    """Return the type of device that an index names, the accelerator's (CUDA without one), and how many there are."""
+    """Return the device type that an index refers to (CUDA if there is no accelerator), and the number of devices."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return ("cuda", 0) if found is None else (found.type, torch.accelerator.device_count())
 
@@ -332,20 +332,20 @@ def as_device(device: Device) -> torch.device:
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[Any]:
-    """Split ``inputs`` over ``devices``: one item a chunk, at most one a device.
+    """Split ``inputs`` over ``devices``: one item per chunk, at most one per device.
 
-    Tensors of at least one dimension are cut along ``dim`` as ``torch.chunk`` does and copied to their devices; others
-    are copied whole. Tuples, named tuples, lists, dicts and dataclasses are rebuilt with the parts of what they hold (a
-    dataclass without tensors is shared). Without any tensor there is one item a device.
+    Tensors of at least one dimension are split along ``dim`` as by ``torch.chunk`` and copied to their devices; others
+    are copied whole. Tuples, named tuples, lists, dicts and dataclasses are rebuilt with the parts of their contents (a
+    dataclass without tensors is shared). Without any tensor there is one item per device.
 
     Raises:
         ConfigurationError: The tensors give different numbers of chunks, or one is a ``PackedSequence``.
     """
     places = [as_device(device) for device in devices]
-    # Of all arguments together: a keyword must not make more parts than the positional ones.
+    # Of all arguments together: keyword arguments must not give more parts than positional ones.
     tensors = [tensor for tensor in _tensors_in(inputs) if tensor.dim() > 0]
     counts = [len(tensor.chunk(len(places), dim)) for tensor in tensors] or [len(places)]
-    # torch cuts all of them down to the fewest, so that the samples beyond are silently not computed.
+    # torch would use the smallest number for all, and silently skip the samples of the remaining chunks.
     if min(counts) < max(counts):
         fewest, most = tensors[counts.index(min(counts))], tensors[counts.index(max(counts))]
         raise ConfigurationError(
@@ -361,10 +361,10 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[An
 def scatter_kwargs(
     inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Device], dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """Split positional and keyword arguments alike: one tuple and one dict a replica, none without arguments.
+    """Split positional and keyword arguments: one tuple and one dict per replica, none without arguments.
 
     Raises:
-        ConfigurationError: As ``scatter``.
+        ConfigurationError: As in ``scatter``.
     """
     if not inputs and not kwargs:
         return (), ()
@@ -380,7 +380,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _contents(value: Any) -> list[Any] | None:
-    """Return what a container holds, or None for what is no container here."""
+    """Return the contents of a container; None if ``value`` is not a container."""
     if isinstance(value, PackedSequence):
         raise ConfigurationError(
             "A PackedSequence cannot be split along the batch.\n"
@@ -400,7 +400,7 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
     if isinstance(value, Tensor):
         chunks = value.chunk(num_devices, dim) if value.dim() > 0 else [value] * len(devices)
         return tuple(_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
-    # A dataclass without tensors is shared, not copied: it may be a configuration, or hold what cannot be copied.
+    # A dataclass without tensors is shared, not copied: it may be a configuration, or hold objects without a copy.
     contents = _contents(value)
     is_dataclass = not isinstance(value, (tuple, list, dict))
     if not contents or (is_dataclass and next(_tensors_in(contents), None) is None):
@@ -410,14 +410,14 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
-    """Join the replicas' outputs on ``target_device``; autograd leads back to each of them.
+    """Join the replicas' outputs on ``target_device``; differentiable.
 
-    Tensors are concatenated along ``dim``, tensors without a dimension into a vector (with a warning, since it is one
-    entry a replica, not a sample). Tuples, named tuples, lists, dicts and dataclasses are joined item by item; None
-    stays None.
+    Tensors are concatenated along ``dim``; tensors without a dimension are joined to a vector (with a warning, since it
+    has one entry per replica, not per sample). Tuples, named tuples, lists, dicts and dataclasses are joined item by
+    item; None stays None.
 
     Args:
-        outputs: One a replica, all built alike.
+        outputs: One per replica, all with the same structure.
         target_device: -1 is the CPU.
         dim: The dimension along which the inputs were scattered.
 
@@ -447,7 +447,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
         if any(output.keys() != first.keys() for output in outputs):
             keys = ", ".join(str(list(output)) for output in outputs)
             raise ConfigurationError(f"All dicts must have the same keys, but the replicas returned {keys}")
-        contents = [[output[key] for key in first] for output in outputs]  # in one order
+        contents = [[output[key] for key in first] for output in outputs]  # in the order of the first
     lengths = [len(each or ()) for each in contents]
     if len(set(lengths)) > 1:
         raise ConfigurationError(f"The replicas returned {kind}s of different lengths: {lengths}")
@@ -466,7 +466,7 @@ def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> T
     for replica, tensor in enumerate(tensors):
         shape = list(tensor.shape)
         if len(shape) == len(expected) > 0:
-            expected[dim] = shape[dim]  # the shapes are alike but for this one
+            expected[dim] = shape[dim]  # the shapes may differ in this dimension only
         if shape != expected or not shape:
             raise ConfigurationError(
                 f"Gather got an input of invalid size: got {shape}, but expected {expected} (replica {replica})"
@@ -476,12 +476,12 @@ def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> T
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    # A copy to the CPU must be complete when this returns: nobody there waits for a stream.
+    # A copy to the CPU must be complete when this returns: code on the CPU does not wait for a stream.
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _rebuild(container: Any, contents: Iterable[Any]) -> Any:
-    """Return a container like ``container`` that holds ``contents``, in the order of its own."""
+    """Return a container like ``container`` with the new ``contents``, which are in its order."""
     kind = type(container)
     if isinstance(container, dict):
         items = zip(container, contents, strict=True)
@@ -490,7 +490,7 @@ def _rebuild(container: Any, contents: Iterable[Any]) -> Any:
         return kind._make(contents)
     if isinstance(container, (tuple, list)):
         return kind(tuple(contents))  # torch.return_types take a tuple only
-    # A dataclass, of which __init__ and __post_init__ are not to run again.
+    # A dataclass: __init__ and __post_init__ must not run again.
     copied = copy.copy(container)
     for field, content in zip(dataclasses.fields(container), contents, strict=True):
         object.__setattr__(copied, field.name, content)

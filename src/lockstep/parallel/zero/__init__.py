@@ -1,1 +1,1 @@
-"""An optimizer whose state is divided among ranks. Design: docs/design/ddp.md."""
+"""An optimizer with its state sharded over the ranks. Design: docs/design/ddp.md."""

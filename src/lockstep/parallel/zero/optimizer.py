@@ -37,18 +37,18 @@ from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, 
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Divide an optimizer's state and work among the ranks: each updates its part, and all get all parameters.
+    """Shard an optimizer's state and work over the ranks: each updates its part, and all get all parameters.
 
     A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. The result is that of the bare optimizer, and
     all ranks hold the same bits. Element-wise optimizers (SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, NAdam,
-    RAdam, ASGD, Rprop, and those that say so) work on flat slices: each rank has an equal share of the state to the
-    element, and a step is a few kernels, however many parameters there are. Parameters become views of flat buffers
-    for that. Of other optimizers each rank owns whole parameters.
+    RAdam, ASGD, Rprop, and classes that declare it) work on flat slices: all ranks have equal shares of the state, to
+    the element, and a step is a few kernels, however many parameters there are. For this, parameters become views of
+    flat buffers. With other optimizers each rank owns whole parameters.
 
-    Gradients are the same on all ranks when `step` is called, as after a backward of ``DistributedDataParallel``.
-    With ``shard_gradients`` a rank gets only its slice of them, which saves half of what is sent before the step:
-    between backward and `step`, ``param.grad`` then holds the mean in this rank's slice only; use `clip_grad_norm_`
-    of this class. After `step` it is None.
+    Gradients must be equal on all ranks when `step` is called, as after a backward of ``DistributedDataParallel``.
+    With ``shard_gradients`` a rank gets only its slice of them, which halves the bytes sent before the step. Between
+    backward and `step`, ``param.grad`` then holds the mean in this rank's slice only; use `clip_grad_norm_` of this
+    class. After `step` it is None.
 
     Collective: the constructor, `step`, `add_param_group`, `consolidate_state_dict` and `clip_grad_norm_`.
 
@@ -59,19 +59,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         parameters_as_bucket_view: Accepted; parameters are views of flat buffers in any case.
         overlap_with_ddp: Not supported; see ``shard_gradients``.
         elementwise: Whether ``optimizer_class`` updates each element by itself, so that it may work on flat slices.
-            Default: known for torch's classes; others are asked for an attribute ``elementwise``.
-        shard_gradients: Let the `lockstep.DistributedDataParallel` that these parameters are in, all of them, reduce
-            gradients to each rank's slice only. Not with torch's ``GradScaler``.
-        **defaults: What ``optimizer_class`` gets.
+            Default: known for torch's classes; other classes may have an attribute ``elementwise``.
+        shard_gradients: Reduce gradients to each rank's slice only. All parameters must be in one
+            `lockstep.DistributedDataParallel`. Not with torch's ``GradScaler``.
+        **defaults: Arguments of ``optimizer_class``.
 
     Attributes:
         is_elementwise: Whether ranks have slices of parameters; otherwise each parameter is on one rank.
-        overlaps: Whether `step` returns while parameters of other ranks are still on their way. Whoever sets it calls
-            `wait` before anybody reads a parameter.
+        overlaps: Whether `step` returns while parameters of other ranks are still being received. If set, call `wait`
+            before reading a parameter.
 
     Raises:
         ModelMismatch, ConfigurationError: On every rank: parameters or arguments differ between ranks.
-        TypeError, ValueError: ``params`` is nothing that can be divided.
+        TypeError, ValueError: ``params`` cannot be sharded.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._optimizer_class, self._defaults = optimizer_class, defaults
         self._shard_gradients = shard_gradients
         self._has_gradients = False
-        self._gathers: list[Work] = []  # parameters that are on their way
+        self._gathers: list[Work] = []  # parameters that are being received
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._loaded: Read | None = None
-        # Before anything is laid: ranks that differ would exchange slices of different sizes.
+        # Before buffers are created: ranks that differ would exchange slices of different sizes.
         self._check_ranks_agree()
         self._reducer: Reducer | None = None
         if shard_gradients and self.world_size > 1:
@@ -128,10 +128,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What torch's ``GradScaler`` asks for before each step.
+        """Read by torch's ``GradScaler`` before each step.
 
         Raises:
-            ConfigurationError: Gradients are in slices, of which it looks at one rank's only.
+            ConfigurationError: Gradients are in slices, and ``GradScaler`` would check this rank's slice only.
         """
         if self._shard_gradients and self.world_size > 1:
             raise ConfigurationError(
@@ -144,13 +144,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @keep_out_of_graphs
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Update this rank's shard of the parameters and give it to all ranks; return what ``closure`` does.
+        """Update this rank's shard of the parameters and send it to all ranks; return the result of ``closure``.
 
-        Collective: every rank. Blocks until all parameters are there, unless `overlaps`.
+        Collective: every rank. Blocks until all parameters have arrived, unless `overlaps`.
 
         Args:
-            closure: Computes loss and gradients anew, on every rank.
-            **kwargs: What the optimizer's own ``step`` gets.
+            closure: Computes loss and gradients again, on every rank.
+            **kwargs: Arguments of the optimizer's own ``step``.
 
         Raises:
             LockstepError: A gradient is sparse.
@@ -160,14 +160,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> float | None:
-        self.wait()  # what the last step sent must have come before anybody writes to it
+        self.wait()  # the parameters of the last step must have arrived before they change again
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._collect_gradients()
-        # Schedulers and scripts change the options of these param groups, while the shard's optimizer has its own; and
-        # some optimizers change theirs.
+        # Schedulers and scripts change the options of these param groups, but the shard's optimizer has its own param
+        # groups; and some optimizers change theirs.
         for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
             group.update(options)
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
@@ -178,18 +178,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._reducer is not None:  # see [Note: what is in param.grad]
             for parameter in self._reducer.bucket_set.parameters:
                 parameter.grad = None
-        for buffer in trained:  # autograd must notice that what it has saved has changed
+        for buffer in trained:  # autograd must notice that saved tensors have changed
             torch.autograd.graph.increment_version(buffer.parameters)
         self._end_writing(trained)
         self._gathers = partition.start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
-        # What was loaded has been used: from now on the state is the optimizer's own.
+        # The loaded state has been used: from now on the optimizer has its own.
         self._loaded = None
         if not self.overlaps:
             self.wait()
         return loss
 
     def _begin_writing(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Make buffers of which the ranks have one copy this rank's to write: its shard. Collective: every rank."""
+        """Prepare writing to this rank's shard of buffers that the ranks share. Collective: every rank."""
         common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
         if common:
             self._await_all()  # another rank may still read what this one is about to change
@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             memory.publish(*shard)
 
     def _end_writing(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Let all ranks read what each has written. Collective: every rank."""
+        """Make the writes of each rank visible to all. Collective: every rank."""
         common = [each.common for each in buffers if each.common is not None]
         for memory in common:
             memory.forget_changes()
@@ -208,7 +208,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         collectives.all_reduce(torch.zeros(1), group=self.process_group)
 
     def wait(self) -> None:
-        """Block until the parameters that the last `step` updated are there (on CUDA: let the current stream wait)."""
+        """Block until the parameters of the last `step` have arrived (on CUDA: the current stream waits)."""
         gathers, self._gathers = self._gathers, []
         for work in gathers:
             collectives.wait_for(work, "all_gather of updated parameters")
@@ -219,7 +219,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().zero_grad(set_to_none=set_to_none)
 
     def local_gradients(self) -> list[Tensor]:
-        """Return this rank's part of the gradients, which the next `step` uses; each element is in one rank's part.
+        """Return this rank's part of the gradients, for the next `step`; each element is in exactly one rank's part.
 
         Collective the first time, with ``shard_gradients``: every rank.
         """
@@ -227,20 +227,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._shard.gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Cut the gradients of all parameters together to ``max_norm``; return what their norm was.
+        """Scale all gradients down so that their norm is at most ``max_norm``; return the norm they had.
 
-        Collective: every rank. Needed with ``shard_gradients``, where torch's function sees a part only.
+        Collective: every rank. Needed with ``shard_gradients``, where torch's function sees only a part.
         """
         if not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        # In place, in the memory that the next step takes: they are not collected again.
+        # In place, in the memory that the next step uses: they are not collected again.
         gradients = self.local_gradients()
         norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
         multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to those that are trained. Collective: every rank, with the same ones. Blocks."""
+        """Add parameters to optimize. Collective: every rank, with the same parameters. Blocks."""
         super().add_param_group(param_group)
         if self.initialized:
             self.wait()
@@ -249,16 +249,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _collect_gradients(self) -> None:
-        """Let the optimizer of the shard have its gradients until the step is over; once.
+        """Give the shard's optimizer its gradients, once per step.
 
         Collective with ``shard_gradients``, when buckets were rebuilt: every rank.
 
         Raises:
             LockstepError: A gradient is sparse.
         """
-        if self._has_gradients:  # clipped ones, maybe, which must not be collected again
+        if self._has_gradients:  # they may be clipped, and must not be collected again
             return
-        # The list is a new one when the buckets were rebuilt, after the first backward.
+        # After the buckets were rebuilt, at the end of the first backward, the list is a new one.
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
         for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
@@ -273,7 +273,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                         "divided among ranks.\nBuild nn.Embedding and nn.EmbeddingBag with sparse=False, or use a "
                         "separate optimizer for them."
                     )
-            # Gradients that were reduce-scattered are used where they lie in their bucket; others are copied together.
+            # Reduce-scattered gradients are used in place in their bucket; others are copied into one tensor.
             buckets: Sequence[Bucket] = self._laid_for or ()
             sliced = [
                 buffer.shard_of(self.rank, bucket.gradients)
@@ -292,16 +292,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- What is kept
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Send the state of all ranks to rank ``to``, whose `state_dict` has it then; None: to every rank.
+        """Send the state of all ranks to rank ``to``, for its `state_dict`; None: to every rank.
 
-        Collective: every rank. Blocks. The state lies on the CPU.
+        Collective: every rank. Blocks. The state is on the CPU.
         """
         state = self._gather_state(to)
         if state is not None:
             self._consolidated = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as it was consolidated last: that of the bare optimizer, which can load it.
+        """Return the last consolidated state, in the format of the bare optimizer, which can load it.
 
         Raises:
             RuntimeError: It has not been consolidated on this rank.
@@ -314,18 +314,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {**super().state_dict(), "state": dict(self._consolidated)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over this rank's shard of a full state, from here or from the bare optimizer.
+        """Load this rank's shard of a full state, from this class or from the bare optimizer.
 
-        Every rank gets the same one; no communication.
+        Every rank passes the same state; no communication.
 
         Raises:
-            ValueError: It is of other parameters.
+            ValueError: It belongs to other parameters.
         """
         read = partition.read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise)
         self.load_shards(read, state_dict["param_groups"])
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
-        """Return what this rank keeps, where it lies: by elements of a parameter, see `load_shards`. Copies nothing."""
+        """Return this rank's state, by elements of a parameter, see `load_shards`. Copies nothing."""
         return list(self._shard.state())
 
     def local_ranges(self) -> list[ShardRange]:
@@ -333,19 +333,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [each for buffer in self._buffers for each in buffer.ranges_of_rank[self.rank]]
 
     def load_shards(self, read: Read, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over this rank's shard of a state.
+        """Load this rank's shard of a state.
 
         Args:
-            read: Returns what was kept of a `ShardRange`, which is in this rank's shard: entries per element flat, in
-                the order in which the elements of the parameter lie in memory, if the optimizer is element-wise; None:
-                nothing. Called now, and with ``shard_gradients`` maybe once more, in the first `step`.
-            param_groups: As the bare optimizer's ``state_dict`` has them.
+            read: Returns the state of a `ShardRange` in this rank's shard, or None if there is none. For an
+                element-wise optimizer, entries per element are flat, in the memory order of the parameter. Called now,
+                and with ``shard_gradients`` possibly again in the first `step`.
+            param_groups: As in the bare optimizer's ``state_dict``.
 
         Raises:
-            ValueError: They are of other parameters.
+            ValueError: They belong to other parameters.
         """
         super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
-        # With buckets the buffers may be laid again before the first step, and the state is read a second time then.
+        # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
         self._loaded = read if self._reducer is not None else None
         self._shard.load(read, options_of(self.param_groups))
 
@@ -354,15 +354,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         flat, group = self.is_elementwise, self.process_group
         return partition.gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
 
-    # --- How it is laid
+    # --- The layout
 
     def _build(self) -> None:
-        """Lay the flat buffers and make the shard's optimizer. Collective: every rank.
+        """Create the flat buffers and the shard's optimizer. Collective: every rank.
 
         [Note: when buffers are laid]
-        Flat buffers are laid in the constructor. With ``shard_gradients`` they lie as the buckets of the
-        `DistributedDataParallel` do, and these are rebuilt once, after the first backward. So the first `step` lays
-        them again, and reads a state that was loaded before a second time.
+        Flat buffers are created in the constructor. With ``shard_gradients`` they have the layout of the buckets of the
+        `DistributedDataParallel`, which are rebuilt once, after the first backward. So the first `step` creates them
+        again, and reads a state that was loaded before a second time.
         """
         members: list[Member] = []
         for group, each in enumerate(self.param_groups):
@@ -393,7 +393,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._adopt_options()
 
     def _rebuild(self) -> None:
-        """Lay the buffers anew, with the state as it is. Collective: every rank. Blocks."""
+        """Create the buffers again, and keep the state. Collective: every rank. Blocks."""
         read = self._loaded
         if read is None:
             state = self._gather_state(to=None)
@@ -414,7 +414,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _adopt_options(self) -> None:
-        """Take over what the optimizer's constructor or step has set, such as defaults."""
+        """Copy the options that the optimizer's constructor or step has set, such as defaults."""
         for group, options in zip(self.param_groups, options_of(self.optim.param_groups), strict=True):
             group.update(options)
 
@@ -445,7 +445,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- Uneven inputs
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """Return what a rank does in ``Join`` when its data is at an end: it goes on taking part in `step`."""
+        """Return the hook for a rank without more data in ``Join``: it continues to take part in `step`."""
         return _StepJoinHook(self)
 
     @property
@@ -467,7 +467,7 @@ class _StepJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in a step."""
-        self._optimizer._step(None, {})  # not step(), which says that this rank has data
+        self._optimizer._step(None, {})  # not step(), which reports that this rank has data
 
 
 def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float = 2.0, *, group: Group) -> Tensor:
@@ -477,11 +477,11 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
 
     Args:
         gradients: This rank's part, maybe none.
-        like: A parameter; the result is on its device, and in its dtype, or float32 if that is narrower.
+        like: A parameter. The result is on its device and in its dtype, or in float32 if that dtype is narrower.
         norm_type: Above 0; may be infinite.
         group: The ranks that take part.
     """
-    # A sum of powers in the narrow dtype would overflow, or lose digits that one process keeps.
+    # A sum of powers in the narrow dtype would overflow, or lose digits compared with one process.
     total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, widest_dtype(like.device))
     if math.isinf(norm_type):
         collectives.all_reduce(total, group=group, op="max")
@@ -493,14 +493,14 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
 
 
 def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOptimizer:
-    """Return an optimizer that does what ``optimizer``, which has made no step yet, would do; sharded over the ranks.
+    """Return a sharded optimizer with the same results as ``optimizer``, which has made no step yet.
 
-    Its parameters' gradients are averaged by a `DistributedDataParallel`, in slices where that pays.
+    A `DistributedDataParallel` averages the gradients of its parameters, in slices if that is faster.
 
     Collective: every rank of ``group``. Blocks.
 
     Raises:
-        ConfigurationError: It cannot be made anew from its class and its param groups, or cannot be divided.
+        ConfigurationError: It cannot be created again from its class and its param groups, or cannot be sharded.
     """
     kind = type(optimizer)
     first, *others = inspect.signature(kind).parameters.values()
@@ -543,7 +543,7 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have ``callback`` called when the last of them is complete, which is started behind the others."""
+        """Call ``callback`` when the last of them is complete, which was started after the others."""
         self._works[-1].get_future().add_done_callback(callback)
 
     def wait(self) -> None:
@@ -555,19 +555,19 @@ class _Works:
 
 @final
 class ReduceScatterMean(BucketReduction):
-    """The mean over ranks, of which each rank gets its slice; tail and remainder reach all.
+    """The mean over ranks; each rank gets its slice of it, and all ranks get tail and remainder.
 
     [Note: what is in param.grad]
-    A bucket that was reduce-scattered holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
-    optimizer's ``step`` takes the slice and sets ``param.grad`` to None. A backward before that would add to both, of
-    which no right sum can be made, so it is refused. As an observer this watches one parameter of each bucket that was
-    used, just before its gradient is added to ``param.grad``: a hook for each parameter would cost in every backward,
-    and at the launch of a bucket it is no longer known whether ``param.grad`` was reset before.
+    A reduce-scattered bucket holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
+    optimizer's ``step`` uses the slice and sets ``param.grad`` to None. A backward before that would add to both, and
+    the result could not be corrected, so it is refused. As an observer this class watches one used parameter of each
+    bucket, just before its gradient is added to ``param.grad``. A hook for each parameter would cost time in every
+    backward, and when a bucket is launched it is too late to see whether ``param.grad`` was reset before.
 
-    In the first step, whose buckets are rebuilt when it is over, all of it reaches all ranks.
+    In the first step, after which the buckets are rebuilt, all ranks get the whole mean.
 
     Args:
-        reducer: Whose buckets are reduced.
+        reducer: The reducer of the buckets.
         group: The ranks that take part.
     """
 
@@ -590,8 +590,8 @@ class ReduceScatterMean(BucketReduction):
         pieces = bucket.take_pieces() if self.takes_pieces else None
         if end:
             works.append(reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone, pieces=pieces))
-            pieces = pieces and Pieces()  # they are in
-        # The remainder has fewer elements than there are ranks; the tail behind it is what every rank must know.
+            pieces = pieces and Pieces()  # they have been copied in
+        # The remainder has fewer elements than there are ranks. Every rank needs it and the tail after it.
         tail = bucket.payload[end:]
         works.append(collectives.all_reduce_work(tail, group=self._group, alone=alone, pieces=pieces))
         pending = _Works(works)
@@ -604,14 +604,14 @@ class ReduceScatterMean(BucketReduction):
         future.wait()
 
     def reset(self) -> None:
-        """Note that the gradients have been used, or thrown away."""
+        """Record that the gradients have been used or discarded."""
         self._reduced.clear()
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Take note of an event of the reducer."""
+        """Handle an event of the reducer."""
         if kind is not Event.REDUCED or bucket is None:
             return
-        if not self._bucket_set.is_rebuilt:  # the first step, whose gradients all ranks have
+        if not self._bucket_set.is_rebuilt:  # the first step: all ranks have its gradients
             return
         self._reduced.add(id(bucket))
         used = [parameter for parameter in bucket.parameters if parameter.grad is not None]
@@ -623,7 +623,7 @@ class ReduceScatterMean(BucketReduction):
     def _before_gradient(self, bucket: Bucket, parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
         if id(bucket) not in self._reduced or parameter.grad is None:
             return
-        # A gradient outside of the bucket is one that the script has set itself, and is whole.
+        # A gradient outside of the bucket was set by the script, and is whole.
         offset = parameter.grad.data_ptr() - bucket.gradients.data_ptr()
         if 0 <= offset < max(bucket.gradients.nbytes, 1):
             raise ConfigurationError(
@@ -646,7 +646,7 @@ def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
 
     found = find_all()
     if len(found) > 1:
-        gc.collect()  # a wrapper that is no longer used may be left in a cycle, on some ranks and not on others
+        gc.collect()  # an unused wrapper may still exist in a reference cycle, on some ranks only
         found = find_all()
     trained = {id(parameter) for each in found for parameter in each.bucket_set.parameters}
     if not found:

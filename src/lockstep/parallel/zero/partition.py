@@ -20,7 +20,7 @@ from lockstep.comm.collectives import (
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
 
-# So that moving parameters to flat memory does not need twice their memory.
+# A limit, so that moving parameters to flat memory does not need twice their memory.
 _MAX_BUFFER_BYTES = 256 * 2**20
 
 
@@ -29,7 +29,7 @@ class ShardRange(NamedTuple):
 
     Attributes:
         parameter: Its index.
-        start, stop: Which elements, counted in the order in which they lie in memory.
+        start, stop: The range of elements, counted in memory order.
         group: The index of its param group.
     """
 
@@ -40,30 +40,30 @@ class ShardRange(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 # A parameter, and the range of all of its elements.
 Member = tuple[nn.Parameter, ShardRange]
 
-# Returns memory for so many elements of the kind of a parameter, flat.
+# Returns flat memory for a number of elements, with the device and dtype of a parameter.
 Allocate = Callable[[int, nn.Parameter], Tensor | CommonMemory]
 
 
 def shard_bounds(numel: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Return each rank's slice of ``numel`` elements: equal ones, the remainder at the end is the last one's."""
+    """Return each rank's slice of ``numel`` elements: equal slices, the last one with the remainder."""
     starts = [rank * (numel // num_ranks) for rank in range(num_ranks)]
     return list(zip(starts, [*starts[1:], numel], strict=True))
 
 
 def even_end(numel: int, num_ranks: int) -> int:
-    """Return where the remainder begins: up to there all slices are equal."""
+    """Return the start of the remainder: up to there all slices are equal."""
     return numel - numel % num_ranks
 
 
 def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[ShardRange]:
-    """Return what lies from element ``start`` to ``stop`` of flat memory that ``ranges`` fill back to back."""
+    """Return the parts from element ``start`` to ``stop`` of flat memory that ``ranges`` fill back to back."""
     inside = []
     for offset, each in with_offsets(ranges):
         first, last = max(start, offset), min(stop, offset + each.numel)
@@ -86,18 +86,18 @@ class FlatBuffer:
 
     [Note: flat buffers]
     Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Each rank owns a *shard* of
-    the buffer: a slice of equal size, the remainder at the end belongs to the last rank; or, for optimizers that need
-    whole parameters, a region that holds whole ones. A `ShardRange` says which elements of which parameter lie where in
-    it. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's
-    shard of the parameters and its slice of the reduced gradients are the same elements. Where all ranks are on one
-    machine, they have one copy of the buffer (`CommonMemory`): what an optimizer writes into its shard needs no gather.
+    the buffer: a slice of equal size, with the remainder in the last rank's slice; or, for optimizers that need whole
+    parameters, a region of whole parameters. `ShardRange` gives the elements of a parameter in it. With
+    ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's shard of
+    the parameters and its slice of the reduced gradients are the same elements. If all ranks are on one machine, they
+    share one copy of the buffer (`CommonMemory`), and the updated shards need no gather.
 
     Args:
-        members: The parameters in their order, of one device and dtype. Their ``data`` become views of ``flat``; what
-            they held is copied there.
-        allocate: Makes the memory.
-        num_ranks: Among how many it is partitioned.
-        bounds: By rank, where its shard begins and ends. Default: see `shard_bounds`.
+        members: The parameters in their order, of one device and dtype. Their values are copied to ``flat``, and their
+            ``data`` become views of it.
+        allocate: Allocates the memory.
+        num_ranks: The number of shards.
+        bounds: By rank, the start and end of its shard. Default: see `shard_bounds`.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class FlatBuffer:
         self.common = memory if isinstance(memory, CommonMemory) else None
         self.flat, self._written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
         self.has_equal_slices = bounds is None
-        # Ranges are cut once, as every step needs them.
+        # Ranges are computed once, because every step needs them.
         self.bounds = bounds or shard_bounds(numel, num_ranks)
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
         self.take_back()
 
     def take_back(self) -> None:
-        """Copy what the parameters hold to the buffer, and make them views of it.
+        """Copy the parameters to the buffer, and make them views of it again.
 
         Raises:
-            ConfigurationError: They are of another device or dtype by now.
+            ConfigurationError: They now have another device or dtype.
         """
         first = self.parameters[0]
         if first.device != self.flat.device or first.dtype != self.flat.dtype:
@@ -143,7 +143,7 @@ class FlatBuffer:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the parameters still lie in the buffer, and nobody gave them other memory."""
+        """Whether the parameters still lie in the buffer, and were not given other memory."""
         return [parameter.data_ptr() for parameter in self.parameters] == self._pointers
 
     def shard_of(self, rank: int, flat: Tensor | None = None) -> Tensor:
@@ -152,16 +152,16 @@ class FlatBuffer:
         return (self.flat if flat is None else flat)[start:stop]
 
     def written_shard_of(self, rank: int) -> Tensor:
-        """Return the shard of ``rank`` as its optimizer writes it."""
+        """Return the shard of ``rank`` to which its optimizer writes."""
         return self.shard_of(rank, self._written)
 
     def gradients_of(self, rank: int) -> Tensor:
-        """Return a copy of the gradients of what lies in the shard of ``rank``; arbitrary numbers where there is none.
+        """Return a copy of the gradients of the shard of ``rank``; uninitialized where there is no gradient.
 
         Raises:
-            RuntimeError: One is sparse.
+            RuntimeError: A gradient is sparse.
         """
-        # Not zeros: segments without a gradient are not looked at.
+        # Not zeros: segments without a gradient are not read.
         shard = torch.empty_like(self.shard_of(rank))
         targets, sources = [], []
         for offset, each in with_offsets(self.ranges_of_rank[rank]):
@@ -175,9 +175,9 @@ class FlatBuffer:
 
 
 def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
-    """Lay parameters into flat buffers, of which each rank has an equal slice. As collective as ``allocate``."""
+    """Put parameters into flat buffers with an equal slice for each rank. Collective if ``allocate`` is."""
     parts: list[list[Member]] = []
-    # At its limit from the start, so that the first parameter of a kind opens a part.
+    # The size starts at its limit, so that the first parameter of a kind opens a part.
     for alike in _by_kind(members):
         size_bytes = _MAX_BUFFER_BYTES
         for parameter, whole in alike:
@@ -190,16 +190,16 @@ def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Alloca
 
 
 def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
-    """Lay parameters into flat buffers in which each rank's lie together, whole. As collective as ``allocate``.
+    """Put parameters into flat buffers in which each rank owns whole parameters. Collective if ``allocate`` is.
 
-    Ranks own nearly as many elements as each other, as far as the sizes of the parameters allow: the largest first, to
-    the rank with least so far.
+    Ranks own nearly equal numbers of elements, as far as the sizes of the parameters allow: parameters are assigned
+    from the largest to the smallest, each to the rank with the fewest elements so far.
     """
     buffers = []
     for alike in _by_kind(members):
         owned: list[list[Member]] = [[] for _ in range(num_ranks)]
         loads = [0] * num_ranks
-        # All ranks compute this, so ties must fall alike: by index (the sort is stable), never by address.
+        # All ranks compute this, so ties must be resolved equally: by index (the sort is stable), never by address.
         for member in sorted(alike, key=lambda member: -member[1].numel):
             rank = loads.index(min(loads))
             owned[rank].append(member)
@@ -212,7 +212,7 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
 
 
 def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
-    """Return the parameters by device, dtype and whether they are trained: frozen ones would take no part in steps."""
+    """Return the parameters by device, dtype and whether they are trained: frozen ones take no part in steps."""
     kinds: dict[tuple[torch.device, torch.dtype, bool], list[Member]] = {}
     for parameter, whole in members:
         kinds.setdefault((parameter.device, parameter.dtype, parameter.requires_grad), []).append((parameter, whole))
@@ -220,16 +220,16 @@ def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone: bool) -> list[Work]:
-    """Start to send this rank's shards of ``buffers``, and to receive the others'; return what to wait for.
+    """Start to send this rank's shards of ``buffers``, and to receive the others'; return the handles to wait for.
 
     Collective: every rank, in the same order. Does not block.
 
     All ranks then have the same bits, since each element comes from one rank.
 
     Args:
-        buffers: The same on every rank; those of which the ranks have one copy are there already.
+        buffers: The same on every rank. Buffers that the ranks share need no communication.
         group: The ranks that take part.
-        alone: Whether the caller waits next, and has nothing else to do meanwhile.
+        alone: Whether the caller waits next, and has nothing else to do.
     """
     works: list[Work] = []
     last = group.size() - 1
@@ -247,14 +247,14 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
 
 # --- The optimizer of one rank's shard
 
-# What an optimizer keeps of a parameter, by name: per element in tensors, for all of it in numbers.
+# The state of an optimizer for a parameter, by name: tensors with an entry per element, and numbers for the whole.
 Entries = Mapping[str, Any]
 
-# Returns what was kept of these elements, those that are per element flat; None: nothing.
+# Returns the saved state of these elements, with flat tensors for entries per element; None: there is none.
 Read = Callable[[ShardRange], Entries | None]
 
-# Those whose new value of an element depends on that element alone, its gradient, its state, and numbers that are the
-# same for the whole parameter. Subclasses may do more, so they are not meant.
+# Optimizers whose new value of an element depends only on that element, its gradient, its state, and numbers that are
+# the same for the whole parameter. Subclasses may do more, so they are not included.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD,
@@ -277,22 +277,22 @@ _REFUSED = {
 }
 
 # torch's optimizers on the CPU pass over a parameter once for each operation, a dozen times in Adam. For a segment of
-# millions of elements all of that comes from memory. So segments are cut there to a size of which value, gradient and
-# state fit in a core's cache together, and the passes but the first find them there. Fused and foreach kernels pass
-# once, or over all parameters in turn; for them, and on other devices, segments stay long.
+# millions of elements each pass reads from memory. So on CPUs segments are split so that value, gradient and state fit
+# in a core's cache together, and only the first pass reads from memory. Fused and foreach kernels pass once, or over
+# all parameters in turn; for them, and on other devices, segments are not split.
 # Four times that, for Adam's value, gradient and two averages, fit in the second-level cache of most cores.
 _CHUNK_BYTES = 2**18
 
 
 def works_on_slices(optimizer_class: type[Optimizer], elementwise: bool | None = None) -> bool:
-    """Return whether an optimizer may work on flat slices that know no parameters.
+    """Return whether an optimizer may work on flat slices, without knowing the parameters in them.
 
     Args:
         optimizer_class: Its class.
-        elementwise: What the caller says; None: what is known of the class, or what its attribute ``elementwise`` says.
+        elementwise: The caller's setting; None: known for torch's classes, else the class attribute ``elementwise``.
 
     Raises:
-        ConfigurationError: It is no class of optimizers, or one that cannot be divided.
+        ConfigurationError: It is not an optimizer class, or one that cannot be sharded.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigurationError(
@@ -311,7 +311,7 @@ def works_on_slices(optimizer_class: type[Optimizer], elementwise: bool | None =
 
 
 def options_of(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what param groups say besides their parameters."""
+    """Return param groups without their parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in param_groups]
 
 
@@ -319,15 +319,15 @@ class Segment(NamedTuple):
     """Neighbouring elements of a shard that an optimizer sees as one parameter.
 
     [Note: segments]
-    What the optimizer of a shard sees as a parameter is a *segment*: neighbouring elements of a shard, of one param
-    group, and of parameters that have received the same updates so far. There are as many segments as param groups take
-    turns in a shard, so a step is a few kernels, however many parameters there are. An optimizer that is not
-    element-wise gets the parameters that this rank owns, whole: each is a segment.
+    The optimizer of a shard sees *segments* as its parameters: neighbouring elements of a shard, from one param group,
+    and from parameters that have received the same updates so far. A new segment begins only where the param group
+    changes, so a step is a few kernels, however many parameters there are. An optimizer that is not element-wise gets
+    the whole parameters that this rank owns: each is a segment.
 
     Attributes:
-        buffer: The index of the flat buffer that it lies in.
-        offset: Where it begins in this rank's shard of it.
-        ranges: What it is made of.
+        buffer: The index of its flat buffer.
+        offset: Its start in this rank's shard of the buffer.
+        ranges: Its ranges of parameters.
         parameter: Its elements, for the optimizer.
     """
 
@@ -337,7 +337,7 @@ class Segment(NamedTuple):
     parameter: nn.Parameter
 
     def cut(self, entries: Entries, start: int, numel: int) -> dict[str, Any]:
-        """Return the part of its state for ``numel`` of its elements: views of what is per element, and the numbers."""
+        """Return the part of its state for ``numel`` of its elements: views of entries per element, and the numbers."""
         whole = self.parameter.numel()
         return {
             name: value[start : start + numel] if is_flat(value) and value.numel() == whole else value
@@ -346,17 +346,17 @@ class Segment(NamedTuple):
 
 
 class ShardOptimizer:
-    """The optimizer of what one rank owns of flat buffers.
+    """The optimizer of one rank's shards of flat buffers.
 
     Args:
-        optimizer_class, defaults: How it is made.
+        optimizer_class, defaults: The class and its arguments.
         elementwise: Whether it works on flat slices.
-        buffers: Partitioned among the ranks, so that shards hold whole parameters unless it is element-wise.
-        rank: Whose shards they are.
+        buffers: Partitioned among the ranks; shards hold whole parameters unless it is element-wise.
+        rank: The owner of the shards.
         options: By param group, its options without "params".
 
     Attributes:
-        optimizer: The one that does the work.
+        optimizer: The optimizer that does the work.
     """
 
     def __init__(
@@ -396,9 +396,9 @@ class ShardOptimizer:
             present: By parameter, whether it has a gradient; what ``gradients`` holds for others does not matter.
         """
         if not all(present):
-            # A parameter without a gradient must not be touched, not by weight decay or momentum either, and its number
-            # of steps (Adam's bias correction) must stand still. So a segment of which only some parameters have one is
-            # split for good, and its state with it. Nothing is saved and put back, and the result is exact.
+            # A parameter without a gradient must not change, also not by weight decay or momentum, and its number of
+            # steps (Adam's bias correction) must not advance. So if only some parameters of a segment have a gradient,
+            # the segment and its state are split permanently. Nothing is saved and restored, and the result is exact.
             segments: list[Segment] = []
             for segment in self._segments:
                 runs = [list(run) for _, run in groupby(segment.ranges, key=lambda each: present[each.parameter])]
@@ -414,13 +414,13 @@ class ShardOptimizer:
         return [each.parameter.grad for each in self._segments if each.parameter.grad is not None]
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients of an element-wise optimizer."""
+        """Release the gradients of an element-wise optimizer."""
         if self._elementwise:
             for segment in self._segments:
                 segment.parameter.grad = None
 
     def state(self) -> Iterator[tuple[ShardRange, dict[str, Any]]]:
-        """Yield what the optimizer keeps, by range: views of what is per element, and numbers for all of it."""
+        """Yield the optimizer's state, by range: views of entries per element, and numbers for the whole parameter."""
         for segment in self._segments:
             if segment.parameter in self.optimizer.state:
                 entries = self.optimizer.state[segment.parameter]
@@ -428,19 +428,19 @@ class ShardOptimizer:
                     yield each, segment.cut(entries, offset, each.numel)
 
     def load(self, read: Read, options: Sequence[Mapping[str, Any]]) -> None:
-        """Make the optimizer anew, with the state that ``read`` returns and these options, by param group."""
+        """Create the optimizer again, with the state that ``read`` returns and these options, by param group."""
         found = {each: read(each) for _, _, ranges in self._chunks for each in ranges}
-        # Only what has made the same number of steps may be one segment.
+        # Only ranges with the same number of steps may share a segment.
         self._install(options, lambda each: (each.group, _numbers_of(found[each])))
-        # load_state_dict() brings entries to the device and dtype that the optimizer wants; it knows parameters by
+        # load_state_dict() moves entries to the device and dtype that the optimizer needs; it identifies parameters by
         # their number over all groups.
         saved = self.optimizer.state_dict()
         in_order = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         number_of = {id(parameter): number for number, parameter in enumerate(in_order)}
         for segment in self._segments:
-            # What was read is let go of as it is taken over: there may be no room for two copies of the shard.
+            # The entries are released one by one: there may be no room for two copies of the shard.
             parts = [entries for each in segment.ranges if (entries := found.pop(each)) is not None]
-            if parts:  # else what the constructor may have made
+            if parts:  # else keep what the constructor may have created
                 saved["state"][number_of[id(segment.parameter)]] = {
                     name: torch.cat([part[name] for part in parts]) if is_flat(value) else _copy(value)
                     for name, value in parts[0].items()
@@ -448,10 +448,10 @@ class ShardOptimizer:
         self.optimizer.load_state_dict(saved)
 
     def _install(self, options: Sequence[Mapping[str, Any]], key: Callable[[ShardRange], object]) -> None:
-        """Make segments of neighbours with the same ``key``, and an optimizer for them."""
+        """Create segments of neighbours with the same ``key``, and an optimizer for them."""
         self._segments = []
         for buffer, offset, ranges in self._chunks:
-            alike = key if self._elementwise else None  # None: each range, a whole parameter, by itself
+            alike = key if self._elementwise else None  # None: each range is a whole parameter and a segment
             runs = [list(run) for _, run in groupby(ranges, key=alike)]
             self._segments += self._make_segments(buffer, offset, runs)
         groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
@@ -497,16 +497,16 @@ def _copy(value: Any) -> Any:
 
 
 def _numbers_of(entries: Entries | None) -> object:
-    """Return what ranges that are to be one segment must have in common."""
+    """Return the numbers that must be equal in all ranges of one segment."""
     return entries and [
         (name, "elements" if is_flat(value) else float(value) if isinstance(value, Tensor) else repr(value))
         for name, value in sorted(entries.items())
     ]
 
 
-# --- the state in torch's format, put together from all ranks' shards and cut into them -------------------------------
+# --- the state in torch's format, assembled from all ranks' shards and split into them --------------------------------
 
-# Names of numbers for the whole parameter; of use only where a parameter is one number itself.
+# Names of entries for the whole parameter; needed only if the parameter itself is one number.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -518,12 +518,12 @@ def gather_full_state(
     group: Group,
     to: int | None,
 ) -> dict[int, dict[str, Any]] | None:
-    """Return what all ranks hold in torch's format, on the CPU, on rank ``to`` (None: on all); None on the others.
+    """Return the state of all ranks in torch's format, on the CPU, on rank ``to`` (None: on all); None on the others.
 
-    Torch's format has by index of the parameter a dict with tensors of the parameter's shape and with numbers. A rank
-    keeps elements of a parameter in the order in which they lie in memory (`ShardRange`): tensors of one dimension, and
-    the numbers, which are the same for all elements. An optimizer that is not element-wise keeps entries as they are
-    (``flat`` is False here and in `read_from_full`), for whole parameters.
+    Torch's format maps the index of a parameter to a dict with tensors of the parameter's shape and with numbers. A
+    rank keeps elements of a parameter in memory order (`ShardRange`): tensors of one dimension, and numbers that are
+    the same for all elements. An optimizer that is not element-wise keeps torch's entries for whole parameters
+    (``flat`` is False here and in `read_from_full`).
 
     Collective: every rank. Blocks.
     """
@@ -549,7 +549,7 @@ def gather_full_state(
 
 
 def read_from_full(state: Mapping[int, Entries], parameters: Sequence[Tensor], *, flat: bool) -> Read:
-    """Return what reads ranges of elements from a state in torch's format."""
+    """Return a function that reads ranges of elements from a state in torch's format."""
 
     def read(wanted: ShardRange) -> Entries | None:
         entries, parameter = state.get(wanted.parameter), parameters[wanted.parameter]
@@ -566,5 +566,5 @@ def read_from_full(state: Mapping[int, Entries], parameters: Sequence[Tensor], *
 
 
 def _to_cpu(value: Any) -> Any:
-    # a view would be sent with all the memory behind it
+    # a view would be sent with its whole storage
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Run every candidate in turns in one set of processes, measure time and peak memory, and put the figures together."""
+"""Run all candidates in turns in one set of processes, measure time and peak memory, and collect the figures."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
 from lockstep.train.trainer import Trainer
 
-# All that take part if none are named, in the order of the table.
+# The default candidates, in the order of the table.
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
 
-# Those that take part if they are named.
+# Candidates that only take part if they are named.
 ON_REQUEST: tuple[StrategyName, ...] = ("ddp-zero1",)
 
-# How long to watch what other programs do. A load average would also hold what the user ran the minute before.
+# How long to measure the load by other programs. A load average would include programs of the last minute.
 BUSY_INTERVAL_S = 0.5
 
 Name = TypeVar("Name", bound=str)
 T = TypeVar("T")
 
-# How long the fastest candidate's turn takes if nobody sets the steps: long against the clock and the start.
+# The duration of the fastest candidate's turn by default: long compared with the clock's resolution and the start.
 TURN_S = 0.5
 
 FEWEST_STEPS, MOST_STEPS = 3, 500
@@ -58,7 +58,7 @@ TURN_TIMEOUT_S = 3600.0
 # How often single is tried with each number of threads, before the first round.
 NUM_TRIES = 3
 
-# Enough for the optimizer's state, and for buckets to be built anew after the first step.
+# Enough for the optimizer's state, and for rebuilding the buckets after the first step.
 NUM_PEAK_STEPS = 4
 
 
@@ -78,19 +78,19 @@ def compare(
 ) -> Comparison:
     """Train ``task`` with every strategy, in turns, and return all figures with a verdict.
 
-    Starts processes of its own and blocks until they are done. ``single`` always takes part.
+    Starts processes and blocks until they are done. ``single`` always takes part.
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
-        devices: Devices for all strategies but ``single``.
-        strategies: Who takes part.
-        num_steps: Steps of a turn; None: as many as take the fastest about half a second.
+        devices: Devices for all strategies except ``single``.
+        strategies: The strategies that take part.
+        num_steps: Steps of a turn; None: as many as the fastest needs for about half a second.
         num_rounds: Number of rounds.
         num_warmup: Steps of each strategy before the first round.
         settings: How to train; ``steps`` and ``epochs`` have no meaning here.
         memory: Whether to measure peak memory, in fresh processes.
         price: Of a device for an hour, such as ``2.50 EUR``.
-        command: What was typed, for the record.
+        command: The command line, for the record.
         quiet: Whether to show no progress.
 
     Raises:
@@ -106,7 +106,7 @@ def compare(
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
     check_count(devices)
     check_batch(loaded, settings, devices)
-    # The schedule, if the task has one, falls over the longest run that this can become.
+    # The schedule, if the task has one, covers the longest possible run.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
     num_cores = torch.get_num_threads()
     setup = Setup(
@@ -115,7 +115,7 @@ def compare(
         device=device_type,
         num_devices=devices,
         num_cores=num_cores,
-        # Before our own processes start, as these would count among the busy ones.
+        # Before our own processes start, because their load would be included.
         busy_cores=float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1),
         global_batch_size=settings.global_batch_size or loaded.global_batch_size,
         num_steps=num_steps or 0,
@@ -141,7 +141,7 @@ def compare(
 
 
 def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:
-    """Return who takes part, ``single`` always and first, and who cannot.
+    """Return the strategies that take part, with ``single`` always first, and those that cannot.
 
     Raises:
         ConfigurationError: There is no such strategy.
@@ -158,17 +158,17 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
 
 
 def threads_of(strategy: str, num_cores: int, num_devices: int) -> int:
-    """Return the threads of one process: all cores alone, an equal part each where all ranks compute."""
+    """Return the threads of one process: all cores for a single process, an equal share if all ranks compute."""
     return max(1, num_cores // num_devices) if strategy in PER_PROCESS else num_cores
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What to run; the same on every rank.
+    """The description of a benchmark; the same on every rank.
 
     Attributes:
         task: The task, or where to find it, as on the command line.
-        setup: What is known before; without steps of a turn, these are chosen by `choose_steps`.
+        setup: The known settings; if the steps of a turn are not set, `choose_steps` chooses them.
         quiet: Whether to show no progress.
     """
 
@@ -185,20 +185,20 @@ class Benchmark:
         return threads_of(strategy, self.setup.num_cores, self.setup.num_devices)
 
     def entrant(self, strategy: StrategyName, world: World) -> Entrant:
-        """Return what trains the task with ``strategy``. Collective: every rank."""
+        """Return the entrant that trains the task with ``strategy``. Collective: every rank."""
         task, num_devices = load(self.task), self.setup.num_devices
         return Entrant(task, self.settings, strategy, world, num_devices, self.threads(strategy))
 
     def threads_to_try(self, strategy: str) -> tuple[int, ...]:
-        """Return equally many numbers of threads for each strategy; they differ for single on CPUs."""
-        # Threads of one operation wait for each other at its end: a user whose model is small gives it one.
+        """Return the thread counts to try, equally many for each strategy; they differ for single on CPUs."""
+        # Threads of one operation wait for each other at its end, so small models are often faster with one thread.
         count = self.threads(strategy)
         return count, 1 if strategy == SINGLE and self.setup.device == "cpu" else count
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank measured: by strategy, its turns (none where it only waited) and the losses of all steps."""
+    """The measurements of one rank: by strategy, its turns (none if it only waited) and the losses of all steps."""
 
     setup: Setup
     turns: dict[str, list[Measurement]]
@@ -206,12 +206,12 @@ class RankReport:
 
 
 def run_benchmark(benchmark: Benchmark, world: World) -> RankReport:
-    """Run all turns of all candidates and return what this rank measured.
+    """Run all turns of all candidates and return the measurements of this rank.
 
-    Collective: every rank of a launched job. Ranks that have no part in a turn sleep meanwhile.
+    Collective: every rank of a launched job. Ranks that do not take part in a turn sleep.
 
     Raises:
-        LockstepError: The candidates do not fit into the devices' memory side by side.
+        LockstepError: The candidates do not fit into the devices' memory together.
     """
     with contextlib.ExitStack() as at_exit:
         try:
@@ -246,7 +246,7 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
             tries_s, losses[name] = warm
             fastest_s.append(min(tries_s.values()))
             entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
-    # Rank zero takes part in all turns, so that it alone knows how long each candidate's steps are.
+    # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
     chosen = choose_steps(fastest_s) if world.is_rank_zero else 0
     num_steps = setup.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
 
@@ -302,7 +302,7 @@ class Entrant:
     def turn(self, run: Callable[[Trainer], T]) -> T | None:
         """Wait for all ranks, then call ``run`` on those that compute and return its result; None on the others."""
         if self._num_steps_ahead and self._start() and self.trainer is not None:
-            # Use up what loader processes loaded while others were measured.
+            # Consume the batches that loader processes loaded while others were measured.
             with self.trainer.without_sync():
                 time_steps(self.trainer, self._num_steps_ahead)
         if not self._start() or self.trainer is None:
@@ -357,13 +357,13 @@ def start_together(strategy: str, num_threads: int, world: World) -> bool:
     Collective: every rank. The others sleep until they are called again.
 
     Args:
-        strategy: Whose turn it is.
+        strategy: The strategy of this turn.
         num_threads: Of one process in this turn.
         world: All ranks.
     """
     torch.set_num_threads(num_threads)
-    # The barrier sleeps: a rank that spun here would take a core from the turn of one process. But it ends at slightly
-    # different times, so that those who compute meet once more in a collective, which spins.
+    # The barrier sleeps: a rank that spins here would take a core from the turn of one process. But the barrier ends at
+    # slightly different times on the ranks, so the ranks that compute then run a collective, which spins.
     world.barrier(TURN_TIMEOUT_S)
     if strategy in PER_PROCESS:
         flag = torch.zeros(1, device=world.device)
@@ -373,10 +373,10 @@ def start_together(strategy: str, num_threads: int, world: World) -> bool:
 
 
 def order_of_round(strategies: Sequence[Name], round_index: int) -> list[Name]:
-    """Return who runs when in a round.
+    """Return the order of the candidates in a round.
 
     A turn leaves warm caches and a warm processor to the next, so no candidate may always follow the same one: the
-    order rotates, and every other round runs backwards.
+    order rotates, and is reversed in every other round.
     """
     shift = round_index // 2 % len(strategies)
     rotated = [*strategies[shift:], *strategies[:shift]]
@@ -384,24 +384,24 @@ def order_of_round(strategies: Sequence[Name], round_index: int) -> list[Name]:
 
 
 def choose_steps(step_s: Sequence[float], *, turn_s: float = TURN_S, fewest: int = FEWEST_STEPS) -> int:
-    """Return how many steps a turn has, from the seconds of every candidate's step: enough for the fastest one.
+    """Return the steps of a turn, from the seconds of every candidate's step: enough for the fastest one.
 
     Args:
         step_s: By candidate.
-        turn_s: How long the fastest one's turn is to take; the slowest one's may take ten times that.
-        fewest: Steps of a turn, however long they take.
+        turn_s: The duration of the fastest one's turn; the slowest one's may take ten times that.
+        fewest: The minimum number of steps, however long they take.
     """
-    # Turns that are long for the fastest are not to be minutes for a candidate that is a hundred times as slow.
+    # A turn that is long enough for the fastest must not take minutes for a candidate that is a hundred times as slow.
     wanted = min(math.ceil(turn_s / min(step_s)), math.floor(10 * turn_s / max(step_s)))
     return min(max(wanted, fewest), MOST_STEPS)
 
 
 def warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[dict[int, float], list[Tensor]]:
-    """Run the steps that are not measured; return the seconds of the fastest by number of threads, and the losses."""
+    """Run the steps before the measurement; return the fastest step's seconds by number of threads, and the losses."""
     losses = [trainer.step().loss for _ in range(num_steps)]
     tries_s = dict.fromkeys(threads, math.inf)
-    # Steps without synchronisation change no weight, and every candidate takes as many. The fastest is nearest to the
-    # later steps: the first ones allocate, compile, and build buckets.
+    # Steps without synchronisation change no weights, and all candidates run the same number of them. The fastest is
+    # closest to the later steps: the first ones allocate, compile, and build buckets.
     with trainer.without_sync():
         for num_threads in NUM_TRIES * tuple(threads):
             torch.set_num_threads(num_threads)
@@ -412,9 +412,9 @@ def warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[d
 def measure_candidate(
     trainer: Trainer, name: str, num_steps: int, round_index: int, place: int
 ) -> tuple[Measurement, list[Tensor]]:
-    """Train ``num_steps`` steps, then run a third as many without synchronisation, which change no weight.
+    """Train ``num_steps`` steps, then run a third as many without synchronisation, which change no weights.
 
-    All candidates run the latter, so that all go on with the same samples. Returns the turn and the steps' losses.
+    All candidates run the latter, so that all continue with the same samples. Returns the turn and the steps' losses.
 
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
@@ -423,9 +423,9 @@ def measure_candidate(
     ended, energy_j = core_use(), meter.read().energy_j
     exposed_s = trainer.strategy.exposed_s  # of the last step
     if exposed_s is not None:
-        # The engine measures with the host's clock, which does not see a device's work, and one micro-batch only.
+        # The engine measures only one micro-batch, and by the host's clock, which does not include work of a device.
         exposed_s = exposed_s * trainer.settings.accumulate if trainer.device.type == "cpu" else None
-    # With what was just measured still in the caches, so that only the synchronisation differs.
+    # With the same data still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
         alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
     synchronize(trainer.device)
@@ -467,7 +467,7 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     Args:
         by_rank: Each rank's turns; none from a rank that only waited.
     """
-    # Ranks meet in each step, so that the slowest one's wall time is everybody's; what its phases took is its own.
+    # Ranks synchronise in each step, so the slowest rank's wall time is that of all; the times of phases differ.
     merged = []
     for turns in zip(*filter(None, by_rank), strict=True):
         of_all = {name: max(getattr(turn, name) for turn in turns) for name in ("seconds", "step_s")}
@@ -479,13 +479,13 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
 
 
 def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
-    """Name the kinds of layer whose result depends on how a batch is divided over devices."""
+    """Return the kinds of layer whose result depends on how a batch is divided over devices."""
     found = set()
     for layer in model.modules():
         is_batch_norm = isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
         if is_batch_norm and not isinstance(layer, torch.nn.SyncBatchNorm):
             found.add("batch norm")
-        # Recurrent layers and attention keep their rate in a number named dropout; others have a layer of this name.
+        # Recurrent layers and attention have their rate in a number named dropout; others have a layer of this name.
         rate = getattr(layer, "p" if isinstance(layer, torch.nn.modules.dropout._DropoutNd) else "dropout", None)
         if isinstance(rate, float | int) and rate > 0:
             found.add("dropout")
@@ -504,8 +504,8 @@ def _peaks(benchmark: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
 def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> list[int]:
     """Train some steps and return this process's peak: by CUDA device, or one figure for a process on the CPU.
 
-    On CUDA the most bytes that tensors held; on the CPU the growth of resident memory since the task's file was loaded:
-    data set, weights, gradients, optimizer, buckets, activations and what libraries take when first used.
+    On CUDA the peak of the bytes of tensors; on the CPU the growth of resident memory since the task's file was loaded:
+    data set, weights, gradients, optimizer, buckets, activations and memory that libraries allocate at first use.
 
     Collective for ``ddp`` and ``torch-ddp``: every rank.
     """

@@ -22,10 +22,10 @@ class Kind:
 
     Attributes:
         what: What it does, for the help.
-        example: How it is written.
-        optional: Keys that may be left out, with what holds then; the other keys of the example are required.
-        places: Where in a step it may strike; if there are none, only where ``optional`` has it.
-        is_silent: Whether it does harm without an error: a job that continues has not survived it.
+        example: An example of a rule.
+        optional: Optional keys with their defaults; the other keys of the example are required.
+        places: Where in a step it may strike; if empty, only at the place in ``optional``.
+        is_silent: Whether it does harm without an error: then a job that continues has not survived it.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Kind:
         return [key for key in re.findall(r"(\w+)=", self.example) if key not in self.optional]
 
 
-# Where a rule does not say: every script has a forward, and not all have a loader or an optimizer of torch.
+# The default place: every script has a forward, but not all have a loader or an optimizer of torch.
 _FORWARD: dict[str, float | str] = {"in": "forward"}
 KINDS: dict[str, Kind] = {
     "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", _FORWARD, PLACES),
@@ -58,7 +58,7 @@ KINDS: dict[str, Kind] = {
         is_silent=True,
     ),
     "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", {"in": "backward"}, is_silent=True),
-    # After the update: what flips before it would be divided among the ranks again.
+    # After the update: a bit that flips before it would be shared between the ranks again.
     "bitflip": Kind(
         "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "update"}, is_silent=True
     ),
@@ -82,7 +82,7 @@ class Rule:
         rank: The rank that it strikes; every rank if ``None``.
         step: The first step in which it strikes, counted from 1.
         place: Where in the step.
-        amount: Milliseconds, seconds or megabits per second, whichever the kind knows; 0 for the others.
+        amount: Milliseconds, seconds or megabits per second, as the kind has it; 0 for other kinds.
     """
 
     text: str
@@ -108,7 +108,7 @@ def parse(text: str) -> Rule:
     known = [key for key in (*kind.required, *kind.optional) if key != "in" or kind.places]
     given: dict[str, str | float] = {}
     for pair in filter(None, rest.split(",")):
-        # ``in`` is refused where there is but one place.
+        # ``in`` is refused if there is only one place.
         key, equals, value = (part.strip() for part in pair.partition("="))
         if key not in known:
             raise _wrong(text, kind, f"it has no key {key!r}" if equals else f"{pair!r} is not key=value")
@@ -127,7 +127,7 @@ def parse(text: str) -> Rule:
             value = read(values[key])
         except ValueError:
             value = -1.0
-        if not value >= least:  # written so that NaN is refused too
+        if not value >= least:  # written so that NaN is also refused
             raise _wrong(text, kind, f"{key}={values[key]} is not {what}")
         return value
 
@@ -147,7 +147,7 @@ def _wrong(text: str, kind: Kind, reason: str) -> ConfigurationError:
 
 
 def check_ranks(rules: Sequence[Rule], num_ranks: int) -> None:
-    """Refuse faults in ranks that there will not be."""
+    """Refuse faults in ranks that will not exist."""
     for rule in rules:
         if rule.rank is not None and rule.rank >= num_ranks:
             raise ConfigurationError(
@@ -157,12 +157,12 @@ def check_ranks(rules: Sequence[Rule], num_ranks: int) -> None:
 
 
 def describe_kinds() -> str:
-    """Return an example of each kind of fault with what it does, a line each."""
+    """Return an example of each kind of fault with its effect, a line each."""
     width = max(len(kind.example) for kind in KINDS.values())
     return "\n".join(f"  {kind.example:{width}}  {kind.what}" for kind in KINDS.values())
 
 
-# What the ranks write down of the faults that struck them, for the command to read; a file for each rule.
+# The ranks' notes about faults that struck, which the command reads; a file for each rule.
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,12 @@ class Note:
 
 
 def write(folder: Path, number: int, *, rank: int, step: int) -> bool:
-    """Note that the fault with this number strikes now; return whether it is for the first time.
+    """Record that the fault with this number strikes now; return whether it is the first time.
 
-    The file outlives the rank, so a rank that was started again knows that the fault is spent.
+    The file outlives the rank, so a rank that was started again can see that the fault is spent.
     """
     try:
-        # Exclusively: of several ranks or threads only one may be the first.
+        # Exclusively: only one of several ranks or threads may be the first.
         with open(_path(folder, number), "x") as file:
             json.dump(asdict(Note(rank, step, time.time_ns())), file)
     except FileExistsError:
@@ -189,12 +189,12 @@ def write(folder: Path, number: int, *, rank: int, step: int) -> bool:
 
 
 def is_spent(folder: Path, number: int) -> bool:
-    """Return whether the fault has struck already, in this process or one before it."""
+    """Return whether the fault has already struck, in this process or an earlier one."""
     return os.path.exists(_path(folder, number))
 
 
 def read(folder: Path, number: int) -> Note | None:
-    """Return what was noted; ``None`` if the fault has not struck."""
+    """Return the note; ``None`` if the fault has not struck."""
     try:
         return Note(**json.loads(_path(folder, number).read_text()))
     except (FileNotFoundError, ValueError):  # ValueError: the rank was killed before it had written anything

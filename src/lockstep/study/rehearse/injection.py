@@ -38,9 +38,9 @@ def activate(folder: str, rules: list[dict[str, Any]]) -> None:
     """Arm this rank with the faults of a rehearsal: the launcher's bootstrap calls it before the program starts.
 
     Args:
-        folder: Where it is noted that faults have struck.
+        folder: The folder for the notes about faults that struck.
         rules: All rules, from `lockstep.study.rehearse.runner`. The rank comes from the environment; faults of other
-            ranks are left out.
+            ranks are ignored.
     """
     rank = int(os.environ.get("RANK", 0))
     mine = {number: Rule(**rule) for number, rule in enumerate(rules) if rule["rank"] in (None, rank)}
@@ -49,13 +49,13 @@ def activate(folder: str, rules: list[dict[str, Any]]) -> None:
 
 
 class FaultInjector:
-    """Follows the steps of a training, of a task or of any script, and lets the faults of this rank strike in them.
+    """Follows the training steps of a task or of any script, and makes the faults of this rank strike in them.
 
-    Steps are counted from 1. ``fit`` knows its step, also after it resumed. In other programs it is the number of
-    steps that the optimizer has taken in this process, and one: of several optimizers the one that has taken most.
+    Steps are counted from 1. ``fit`` knows its step, also after a resume. In other programs the step is one more than
+    the number of optimizer steps in this process; of several optimizers, the one with the most steps counts.
 
     Args:
-        folder: Where it is noted that faults have struck.
+        folder: The folder for the notes about faults that struck.
         rank: This rank.
         rules: By number.
     """
@@ -68,7 +68,7 @@ class FaultInjector:
         # The outermost module of the step's first forward that has parameters to train.
         self._model: weakref.ref[nn.Module] | None = None
         self._model_step = 0
-        # By fault, the step in which it struck last, or is prepared to.
+        # By fault, the last step in which it struck, or is prepared to strike.
         self._last_step: dict[int, int] = {}
 
     def arm(self) -> None:
@@ -86,11 +86,11 @@ class FaultInjector:
             if rule.kind == "disk-full":
                 fill_disk(functools.partial(self._is_full, number, rule))
 
-    # --- Where in which step this rank is
+    # --- The current place and step of this rank
 
     @property
     def _step(self) -> int:
-        """The step that this rank is in; between two steps of ``fit`` the one that is over."""
+        """The step of this rank; between two steps of ``fit``, the previous one."""
         return self._fit_step or max(self._num_updates.values(), default=0) + 1
 
     def _follow_fit(self) -> None:
@@ -106,7 +106,7 @@ class FaultInjector:
             finally:
                 self._is_in_fit_step = False
 
-        # Of the class, as the trainer of a run is made long after the ranks are armed.
+        # On the class, because the trainer of a run is created long after the ranks are armed.
         Trainer.step = followed  # type: ignore[method-assign, assignment]
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
@@ -125,8 +125,8 @@ class FaultInjector:
             path, name = middle_parameter(model)
             owner = model.get_submodule(path)
             parameter = owner._parameters[name]
-            # What fully_shard has divided is whole only while its own module computes, and only on the whole parameter
-            # do hooks run. Others may be used by a module that is not their own, so the model's end counts too.
+            # A parameter of fully_shard is whole only while its own module computes, and hooks run only on the whole
+            # parameter. Other parameters may be used by a different module, so the model's end is included.
             if module in (owner, model) and parameter is not None and not _is_sharded(parameter):
                 self._last_step[number] = self._step
                 self._act_on_gradient(number, rule, parameter, f"gradient of {_without_wrappers(path, name)}")
@@ -143,20 +143,20 @@ class FaultInjector:
             broken.view(-1)[:1] = float("nan")
             return broken
 
-        # On the parameter and not on an output: the reducer's hooks run after it, and so reduce what it returns.
+        # On the parameter instead of an output: the reducer's hooks run after it, and reduce its result.
         handle = parameter.register_hook(act)
 
     def _on_updated(self, optimizer: Any, *_: Any) -> None:
-        if self._fit_step is None:  # before counting: what happens now belongs to the step that is over
+        if self._fit_step is None:  # before counting: this still belongs to the previous step
             self._reach("update")
         self._num_updates[optimizer] = self._num_updates.get(optimizer, 0) + 1
 
     # --- Faults
 
     def _due(self, place: str) -> list[tuple[int, Rule]]:
-        """Return the faults that are to strike here and now."""
+        """Return the faults that have to strike now."""
         if self._fit_step is not None and not self._is_in_fit_step:
-            return []  # of what fit does between its steps, such as evaluation, nothing belongs to a step
+            return []  # work between the steps of fit, such as evaluation, does not belong to a step
         found = []
         for number, rule in self._rules.items():
             is_here = place == rule.place and self._step >= rule.step
@@ -166,9 +166,9 @@ class FaultInjector:
         return found
 
     def _is_spent(self, number: int, rule: Rule) -> bool:
-        """Return whether the fault was; a straggler is slow in every step, also after a restart."""
+        """Return whether the fault is spent; a straggler is slow in every step, also after a restart."""
         if rule.kind == "nan" and self._last_step.get(number) == self._step:
-            return False  # who computes the step again to find out why finds the same
+            return False  # if the step is computed again to find the cause, the fault strikes again
         return rule.kind != "straggler" and fault_rules.is_spent(self._folder, number)
 
     def _reach(self, place: str) -> None:
@@ -189,7 +189,7 @@ class FaultInjector:
         seconds = rule.amount / 1000 if rule.kind == "straggler" else rule.amount
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
-            time.sleep(min(left_s, 3600.0))  # which takes no infinity
+            time.sleep(min(left_s, 3600.0))  # sleep does not accept infinity
 
     def _watch_collectives(self) -> None:
         """Hook all collectives, to delay them; the hooks are not removed."""
@@ -198,7 +198,7 @@ class FaultInjector:
                 _call_before(kind, name, functools.partial(self._before_collective, name))
 
         def hook_torchs(module: nn.Module, _args: Any) -> None:
-            # torch's class starts its own collectives in C++, unless it has a hook: one that does the same from Python.
+            # torch's class starts its collectives in C++, unless it has a hook: this hook does the same from Python.
             kind = type(module)
             is_torchs = kind.__module__.startswith("torch.") and kind.__name__ == "DistributedDataParallel"
             if is_torchs and not module._comm_hooks:
@@ -212,7 +212,7 @@ class FaultInjector:
                 continue
             if rule.kind == "slowlink":
                 self._note(number, rule)
-                # An all-reduce passes everything twice, but for a rank's own share; everything else once.
+                # An all-reduce sends the data twice, except for a rank's own share; other collectives once.
                 num_bits = 8 * _num_bytes((*args, *kwargs.values())) * (2 if name.startswith("allreduce") else 1)
                 time.sleep(num_bits * (group.size() - 1) / group.size() / (rule.amount * 1e6))
             elif not fault_rules.is_spent(self._folder, number):
@@ -225,7 +225,7 @@ class FaultInjector:
 
     def _note(self, number: int, rule: Rule, detail: str = "") -> None:
         step = self._step
-        # Only the first time: a straggler, or a full disk, would be logged in every step.
+        # Logged only the first time: a straggler, or a full disk, would be logged in every step.
         if fault_rules.write(self._folder, number, rank=self._rank, step=step):
             where = f" ({detail})" if detail else ""
             place = f", {rule.place}" if rule.place else ""
@@ -234,7 +234,7 @@ class FaultInjector:
 
 
 def _call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
-    """Have ``action`` called with the arguments of a method ahead of it."""
+    """Call ``action`` with the arguments of a method before each call of it."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -257,7 +257,7 @@ def _without_wrappers(path: str, name: str) -> str:
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # takes long to import, and where it is not, nothing is
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; if not imported, nothing is sharded
     return module is not None and isinstance(parameter, module.DTensor)
 
 
@@ -274,17 +274,17 @@ def flip_bit(model: nn.Module) -> str:
     return _without_wrappers(path, name)
 
 
-# A disk without any room: files can be made, but what is written to them fails as it does then.
+# A full disk: files can be created, but writes fail with the same error.
 
-# The launcher's own folder, which the report needs, and what is not on a disk.
+# The launcher's own folder, which the report needs, and folders that are not on a disk.
 _SPARED = (f"{tempfile.gettempdir()}{os.sep}lockstep-", "/dev/", "/proc/")
 
 
 def fill_disk(is_full: Callable[[], bool]) -> None:
-    """Let writes to files fail in this process from the time when ``is_full`` returns true.
+    """Make writes to files fail in this process once ``is_full`` returns true.
 
-    The descriptor is led to /dev/full, so that the error is the kernel's own. Programs that open files in native code
-    by their name are not covered, but for those of torch and safetensors.
+    The descriptor is redirected to /dev/full, so that the error is the kernel's own. Files that native code opens by
+    name are not covered, except for those of torch and safetensors.
     """
     import safetensors.torch
 
@@ -294,7 +294,7 @@ def fill_disk(is_full: Callable[[], bool]) -> None:
         @functools.wraps(original)
         def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
             found = original(file, *args, **kwargs)
-            # "mode" is something else where there are flags.
+            # "mode" has another meaning if there are flags.
             mode = args[0] if args else kwargs.get("flags", kwargs.get("mode", "r"))
             descriptor = found if isinstance(found, int) else found.fileno()
             if writes(mode) and _is_on_disk(descriptor) and is_full():
@@ -305,7 +305,7 @@ def fill_disk(is_full: Callable[[], bool]) -> None:
 
         return opened
 
-    # What torch and safetensors write in native code goes through Python's files instead.
+    # Files that torch and safetensors write in native code are written by Python's files instead.
     @functools.wraps(save)
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, str | os.PathLike):
@@ -329,7 +329,7 @@ def _is_on_disk(descriptor: int) -> bool:
 
 
 def _num_bytes(args: Any) -> int:
-    """Return the size of the largest tensor among nested arguments: of an all-gather that is what comes of it."""
+    """Return the size of the largest tensor among nested arguments: for an all-gather, that is the result."""
     if isinstance(args, Tensor):
         return args.nbytes
     if isinstance(args, list | tuple):

@@ -42,14 +42,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """What became of one fault.
+    """The outcome of one fault.
 
     Attributes:
         note: When and where it struck; ``None`` if it did not.
         noticed_s: Seconds until it was reported, by name; ``None`` if it was not.
         message: The line that reported it.
         outcome: In words.
-        is_good: Whether it struck and was reported, or survived where no harm is done silently.
+        is_good: Whether it struck and was reported, or was survived if this kind does no silent harm.
     """
 
     rule: Rule
@@ -62,7 +62,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What came of a rehearsal.
+    """The result of a rehearsal.
 
     Attributes:
         findings: For each rule.
@@ -86,14 +86,14 @@ def rehearse(
     """Run ``command``, in whose ranks the faults strike, on the CPU, to its end.
 
     Args:
-        command: Starts the job: ``lockstep run`` or ``lockstep train`` in a process of its own.
+        command: Starts the job: ``lockstep run`` or ``lockstep train`` in a separate process.
         rules: The faults.
         num_ranks: How many ranks the job has.
         records: Whether to record the job, a script, and look for a slow rank in the record, as `fit` does by itself.
         shows: Whether what the job logs is passed on.
     """
-    with Reaper() as reaper:  # clears its folder away, however this process ends
-        # By environment, because the launcher passes nothing else on to the ranks.
+    with Reaper() as reaper:  # removes its folder, however this process ends
+        # By environment, because the launcher passes nothing else to the ranks.
         arguments = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
         setups, record = [["lockstep.study.rehearse.injection:activate", *arguments]], reaper.run_dir / "record"
         if records:
@@ -107,7 +107,7 @@ def rehearse(
             if figures is not None and figures.straggler is not None:
                 lines.append(Line(time.time_ns(), describe(figures.straggler)))
         struck = [fault_rules.read(reaper.run_dir, number) for number in range(len(rules))]
-    # Where there is but one rank, nobody names it.
+    # With a single rank, messages do not name it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules
     return Rehearsal(judge_all(judged, struck, lines, code), code, seconds)
 
@@ -132,16 +132,16 @@ def is_task(file: str) -> bool:
 
 
 class Line(NamedTuple):
-    """One line of what the command logged, and when, in nanoseconds since the epoch."""
+    """One line of the command's log, and its time, in nanoseconds since the epoch."""
 
     time_ns: int
     text: str
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> tuple[int, list[Line]]:
-    """Run ``command`` to its end; return its exit code and what it logged, with the time of each line.
+    """Run ``command`` to its end; return its exit code and its log, with the time of each line.
 
-    Blocks as long as it runs. Ctrl-C reaches it as well, and its end is waited for.
+    Blocks as long as it runs. Ctrl-C also reaches the command, and this waits for its end.
     """
     lines: list[Line] = []
 
@@ -162,7 +162,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
         text=True,
         errors="replace",
     ) as process:
-        # In a thread: what a program has started may keep the pipe open after the job's end.
+        # In a thread: child processes of a program may keep the pipe open after the job's end.
         reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
         reader.start()
         try:
@@ -176,7 +176,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
     return code, lines
 
 
-# What became of a fault: pure functions of when it struck, what the job logged, and how it ended.
+# The outcome of a fault: pure functions of the time when it struck, the job's log, and its exit code.
 
 # What a line, or one just before it, must contain to be about a fault of this kind.
 _SIGNS = {
@@ -190,19 +190,19 @@ _SIGNS = {
     "drop": r"waits? |waited|hang|slow|drop|timed out|unreachable",
     "disk-full": r"No space left|disk is full|no room",
 }
-# These reports name the ranks below their first line; so many lines may be between.
+# These reports name the ranks below their first line; this many lines may be in between.
 _NUM_HEADLINES = {"hang": 4, "drop": 4, "bitflip": 4}
 
 _RANKS = re.compile(r"\branks? ((?:\d+(?:-\d+)?(?:, | and )?)+)|\brank(\d+)\b", re.IGNORECASE)
 _RESTART = re.compile(r"restart \d+ of \d+|ranks are started again")
-# How lines begin that the rehearsal itself logs: they are no report.
+# The beginning of lines that the rehearsal itself logs, which are not reports.
 _OWN = re.compile(r"(\[ranks? [\d, -]+\] )?rehearse: ")
 
 
 def judge_all(
     rules: Sequence[Rule], struck: Sequence[Note | None], lines: Sequence[Line], exit_code: int
 ) -> tuple[FaultOutcome, ...]:
-    """Return what became of each fault; see `judge`. One that a job does survive is not blamed for another's end."""
+    """Return the outcome of each fault; see `judge`. A fault that a job survives is not blamed for the job's end."""
     found = [judge(rule, note, lines, exit_code) for rule, note in zip(rules, struck, strict=True)]
     if any(finding.noticed_s is not None for finding in found):
         until = f"survived, until the job ended with code {exit_code}"
@@ -213,24 +213,24 @@ def judge_all(
 
 
 def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) -> FaultOutcome:
-    """Return what became of a fault.
+    """Return the outcome of a fault.
 
     Args:
         rule: The fault.
         note: When it struck.
-        lines: What the job logged, in time order.
-        exit_code: How the job ended.
+        lines: The job's log, in time order.
+        exit_code: Of the job.
     """
     if note is None:
         who = "ranks" if rule.rank is None else f"rank {rule.rank}"
         never = f"came to {rule.place} in step {rule.step}" if rule.place else f"wrote from step {rule.step} on"
         why = f"{who} never {never}" if exit_code == 0 else f"the job had ended with code {exit_code}"
         return FaultOutcome(rule, None, None, "", f"did not strike: {why}", is_good=False)
-    # What was logged before the fault cannot be about it.
+    # Lines before the fault cannot be about it.
     after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
     report, went_on = _find_report(rule, after), "reported, the run went on"
     if report is None and rule.kind == "nan" and exit_code == 0:
-        # Under fsdp a gradient is summed before it is checked: noticed, though nobody knows whose it was.
+        # Under fsdp a gradient is summed before it is checked: it is noticed, but its rank is unknown.
         report, went_on = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
     message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
@@ -255,7 +255,7 @@ def _find_report(rule: Rule, lines: Sequence[Line], *, by_name: bool = True) -> 
     signs = re.compile(_SIGNS[rule.kind], re.IGNORECASE)
     num_before = _NUM_HEADLINES.get(rule.kind, 0)
     for number, line in enumerate(lines):
-        # Every run ends with a line of its slowest and its fastest rank: the slowest is a report of a straggler only.
+        # Every run ends with a line about its slowest and fastest rank. Only a straggler is reported by the slowest.
         text, is_summary, _ = line.text.partition(", fastest rank")
         if is_summary and rule.kind != "straggler":
             continue
@@ -297,7 +297,7 @@ def render(rehearsal: Rehearsal) -> RenderableType:
 
 
 def _end_with_process(pid: int) -> None:
-    """Have the kernel end this process when its parent ``pid`` ends."""
+    """Make the kernel end this process when its parent ``pid`` ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != pid:  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The page of a run: verdict, advice, plots and tables in one HTML file, every text from a record escaped."""
+"""The page of a run: verdict, advice, plots and tables in one HTML file; all texts from a record are escaped."""
 
 import json
 import math
@@ -45,12 +45,12 @@ _MOST_EVENTS = 200
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What `report` says of a run: sentences, and a page that a notebook shows.
+    """The result of `report`: sentences, and a page that a notebook shows.
 
     Attributes:
         view: The run.
         baseline: The run that it is compared with, if there is one.
-        costs: Sentences on what it used.
+        costs: Sentences about its resource use.
     """
 
     view: View
@@ -59,7 +59,7 @@ class Report(Shown):
 
     @property
     def sentences(self) -> list[str]:
-        """What the command prints."""
+        """The sentences that the command prints."""
         missing = [f"Missing: {gap}" for gap in self.view.run.gaps]
         losses = [] if self.baseline is None else [self.baseline.loss_note]
         return [*sentences(self.view, self.baseline), *self.costs, *missing, *losses]
@@ -76,7 +76,7 @@ class Report(Shown):
     @override
     def _repr_html_(self) -> str:
         with suppress(ConfigurationError):  # matplotlib is not installed
-            # A frame, since the page has a style of its own.
+            # A frame, since the page has its own style.
             return f'<iframe srcdoc="{escape(self.page)}" style="width: 100%; height: 50rem; border: 0"></iframe>'
         return super()._repr_html_()
 
@@ -88,13 +88,13 @@ def report(
     price: str | None = None,
     until_loss: float | None = None,
 ) -> Report:
-    """Return what there is to say of a run that was recorded with ``run_dir``: how fast, where the time went, advice.
+    """Return the report of a run that was recorded with ``run_dir``: speed, where the time went, advice.
 
     Args:
         run: Its folder.
         against: The folder of another run that it is compared with.
-        price: Of a device for an hour, such as ``2.50 EUR``; that of the record if it is None.
-        until_loss: The loss until which costs are asked for as well.
+        price: The price of a device per hour, such as ``2.50 EUR``; None: the price in the record.
+        until_loss: Also report the costs until this loss was reached.
 
     Raises:
         ConfigurationError: Nothing was recorded in a folder, or the price cannot be read.
@@ -105,14 +105,14 @@ def report(
 
 
 def render(view: View, baseline: BaselineComparison | None = None, costs: Sequence[str] = ()) -> str:
-    """Return the page of a run, maybe with another that it is compared with, and with sentences on what it used.
+    """Return the page of a run, optionally with a baseline run and with sentences about its resource use.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
     with drawing.drawing_style(11.0):  # on a phone they are scaled down
         plots, timeline = draw(view, baseline), draw_timeline(view)
-    # The timeline scrolls in its frame: shrunk to a phone, nobody could read it.
+    # The timeline scrolls in its frame: shrunk to a phone, it would be unreadable.
     lanes = (timeline or "").replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
     body = f"""{_gaps(view)}
 {_advice(view)}
@@ -168,9 +168,9 @@ def _commands(view: View) -> str:
     return f"<p>To repeat it:<br>{text}</p>"
 
 
-# All figures as tables: for those who do not see the drawings, and for what drawings leave out.
+# All figures as tables: for readers who cannot see the drawings, and for values that drawings omit.
 
-# What a ``machine`` line has of load, by name: in words, with the unit.
+# The load values of a ``machine`` line, by name: description with unit.
 LOADS = {
     "cpu_percent": "CPU, % of a core",
     "workers_cpu_percent": "loaders, % of a core",
@@ -181,12 +181,12 @@ LOADS = {
 
 
 def figure_tables(view: View) -> list[Table]:
-    """Return the tables of what was measured."""
+    """Return the tables of the measurements."""
     return [_by_rank(view), _events(view)]
 
 
 def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
-    """Return the tables of what was run, and where; with a baseline its column beside, and what differs marked."""
+    """Return the tables of program and machine; with a baseline in a second column, and differences marked."""
     views = [view] if baseline is None else [view, baseline.view]
     columns = ["", "this run", *([] if baseline is None else [baseline.name])]
     found = []
@@ -202,7 +202,7 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
 
 
 def _by_rank(view: View) -> Table:
-    """Return a row for each rank: milliseconds by part, how often it came last, memory and load."""
+    """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
     figures = view.figures
     peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
@@ -216,7 +216,7 @@ def _by_rank(view: View) -> Table:
             cells.append(f"{figures.last_share[rank]:.0%}")
         peaks = _values(view, rank, peak)
         cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
-        # The first line is from before any step.
+        # The first line was written before the first step.
         means = [_values(view, rank, name)[1:] for name in loads]
         rows.append([str(rank), *cells, *(f"{fmean(values):,.0f}" if values else "" for values in means)])
     return Table("Each rank: milliseconds per step, memory and load", ["rank", *columns], rows, numbers=columns)
@@ -231,7 +231,7 @@ def _events(view: View) -> Table:
     left_out = f" (the last {_MOST_EVENTS} of {len(events)})" if len(events) > _MOST_EVENTS else ""
     rows = []
     for event in events[-_MOST_EVENTS:]:
-        # Bounded, since a record may hold any number, and gmtime refuses years beyond the calendar.
+        # Bounded, since a record may hold any number, and gmtime refuses years that are too large.
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(event.time, 2e10)))
         stood_still = "" if event.seconds is None else f"{event.seconds:.3g} s"
         rows.append([when, str(event.step), event.event, stood_still, event.text])
@@ -240,7 +240,7 @@ def _events(view: View) -> Table:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, str]:
-    """Return values as texts; what is not known, or was left at nothing, is left out."""
+    """Return values as texts, without values that are unknown or empty."""
     return {
         str(name): value if isinstance(value, str) else json.dumps(value)
         for name, value in values.items()
@@ -259,7 +259,7 @@ def _machine_facts(view: View) -> dict[str, str]:
     return _plain(found)
 
 
-# The plots: where the time of a step goes, curves over the steps, the timeline; none has text of a record.
+# The plots: where the time of a step goes, curves over the steps, the timeline. None contains text from a record.
 
 # Ranks that a drawing shows; the tables have all.
 MOST_ROWS = 16
@@ -268,7 +268,7 @@ MOST_POINTS = 240
 
 
 def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
-    """Return the drawings that there are figures for."""
+    """Return the drawings for which there are figures."""
     plots = [
         _parts(view),
         _curve(view, None, "Throughput", "samples per second", _rate),
@@ -284,7 +284,7 @@ def _rate(step: Step) -> float:
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
-    """Return the ranks that a drawing shows: all, or of many those that others wait for most."""
+    """Return the ranks that a drawing shows: all, or if there are many, those that others wait for most."""
     last_share = view.figures.last_share if view.figures is not None else {}
     return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
 
@@ -301,8 +301,8 @@ def _parts(view: View) -> str | None:
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most so many points: the means of pieces."""
-    # Means, not every n-th point: a step in between that took long is to be seen.
+    """Return at most `MOST_POINTS` points: the means of bins."""
+    # Means instead of every n-th point, so that a slow step in between stays visible.
     size = math.ceil(len(points) / MOST_POINTS)
     pieces = [points[start : start + size] for start in range(0, len(points), size)]
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
@@ -334,7 +334,7 @@ def _curve(
     return drawing.finish_plot(heading, alt, figure, baseline.loss_note if baseline is not None else "")
 
 
-# The timeline as a drawing: a lane for each rank, with what it did above and its buckets below.
+# The timeline as a drawing: a lane for each rank, with its phases above and its buckets below.
 
 PHASES = {
     "data_wait": ("data wait", drawing.PURPLE),
@@ -367,7 +367,7 @@ def draw_timeline(view: View) -> str | None:
                 look = {"hatch": "////" if phase == "waiting" else "", "edgecolor": drawing.TEXT, "linewidth": 0.4}
                 axes.barh(row - 0.17, (end_s - begin_s) * 1e3, 0.42, begin_s * 1e3, color=colour, label=label, **look)
             for bucket in timeline.buckets:
-                # Three levels in turn, since buckets that follow each other overlap in time.
+                # Three levels in turn, since consecutive buckets overlap in time.
                 levels = [row + 0.1 + 0.09 * (bucket.number % 3)] * 2
                 moments = (bucket.ready_s, bucket.sent_s, bucket.done_s)
                 ready_ms, sent_ms, done_ms = ((timeline.time - zero + moment) * 1e3 for moment in moments)

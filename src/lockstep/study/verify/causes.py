@@ -1,4 +1,4 @@
-"""Why two runs differ: experiments on determinism, on how a batch is divided, on what ranks hold; what they prove."""
+"""Why two runs differ: experiments on determinism, on the division of a batch, and on the ranks' state."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ Outcome = list[Trace] | str
 
 
 class Progress:
-    """Logs every few seconds how much is done, and how long the rest takes at most.
+    """Logs every few seconds how much is done, and the maximum remaining time.
 
     Args:
-        what: What is counted.
-        most: How many there are at most.
+        what: The name of the counted items.
+        most: The maximum number of items.
         shows: Whether to log at all.
     """
 
@@ -178,7 +178,7 @@ def attempt(run: Callable[..., T], *args: Any) -> T | str:
     """Run an experiment; return the reason if the task fails in it."""
     try:
         return run(*args)
-    except Exception as error:  # any error of the task's code: that the runs differ is known already
+    except Exception as error:  # any error of the task's code: it is already known that the runs differ
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -189,11 +189,11 @@ def tolerance_of(subject: Subject) -> Tolerance:
 
 @dataclass
 class Findings:
-    """What the experiments have found so far.
+    """The findings of the experiments so far.
 
     Attributes:
-        explained: Whether the runs are the same with all that was found turned off.
-        runs: Every experiment that was made, with its outcome.
+        explained: Whether the runs are the same if all found causes are turned off.
+        runs: Every experiment that was run, with its outcome.
     """
 
     subject: Subject
@@ -203,7 +203,7 @@ class Findings:
     runs: dict[Experiment, Outcome] = field(default_factory=dict)
 
     def run(self, experiment: Experiment, given: Given, world: World, progress: Progress) -> Outcome:
-        """Return the outcome of an experiment, which is made once. Collective for ``ranks``: every rank."""
+        """Return the outcome of an experiment, which runs only once. Collective for ``ranks``: every rank."""
         if experiment not in self.runs:
             self.runs[experiment] = attempt(perform, self.subject, experiment, given, world)
             progress.count()
@@ -227,17 +227,17 @@ class Findings:
         return comparison
 
 
-# Is one process by itself the same run twice? If not: what makes it one?
+# Does one process give the same run twice? If not, what has to be turned off?
 
 TWICE = "one process, twice"
 
 
 def study_repetition(findings: Findings, given: Given, world: World, plain: TraceComparison) -> Off | None:
-    """Find what must be turned off so that one process is the same run twice; None if nothing makes it so.
+    """Find what must be turned off so that one process gives the same run twice; None if nothing achieves that.
 
     Args:
-        findings: Gets what is found.
-        given: What one process had.
+        findings: Gets the findings.
+        given: The data of the single process.
         world: Of this process alone.
         plain: Two runs with nothing turned off.
     """
@@ -262,14 +262,14 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         return base
     evidence = f"The same process, run twice from the same seed, gives another {again.first}."
     findings.add(Cause.OPERATOR, evidence)
-    # A difference in rounding only does not hide what the ranks do differently.
+    # A difference in rounding only does not hide differences of the ranks.
     if max(again.worst.values()) <= tolerance_of(findings.subject).relative:
         return base
     findings.explained = False
     return None
 
 
-# Does it matter that the batch is divided? One process against the same process, share after share.
+# Does the division of the batch matter? One process is compared with itself, computing share after share.
 
 PAIR = "whole batch, in shares"
 _OF_DIVISION: dict[Switch, str] = {
@@ -278,31 +278,31 @@ _OF_DIVISION: dict[Switch, str] = {
     "state": "changes of buffers in forward",
     "weights": "sample weighting",
 }
-# Always turned off in the process that stands for the ranks: it has no samples and learning rates of its own.
+# Always turned off in the process that simulates the ranks: it has no samples and learning rates of its own.
 GIVEN: Off = frozenset({"data", "rates"})
 
 
 def study_division(
     findings: Findings, given: Given, world: World, base: Off, progress: Progress
 ) -> tuple[Given, Off, Off]:
-    """Find what makes the result depend on how the batch is divided.
+    """Find what makes the result depend on the division of the batch.
 
     Args:
-        findings: Gets what is found.
-        given: What one process had.
+        findings: Gets the findings.
+        given: The data of the single process.
         world: Of this process alone.
-        base: What is turned off in all runs.
+        base: The features turned off in all runs.
         progress: Counts the runs.
 
     Returns:
-        ``given`` with the factors that the shares' losses need, the switches that turn off what was found, and those
-        that have an effect at all.
+        ``given`` with the factors that the shares' losses need, the switches that turn off the found causes, and the
+        switches that have any effect.
     """
     draws: dict[str, None] = {}
     live: set[Switch] = {"batchnorm"} if given.norms else set()
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
-        # The whole batch has no weights; shares have no data and rates but the given ones.
+        # The whole batch has no weights; shares only have the given data and rates.
         one = findings.run(Experiment("one", (base | off) - {"weights"}), given, world, progress)
         shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world, progress)
         for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
@@ -320,13 +320,13 @@ def study_division(
     given = replace(given, factors={step.step: step.factors for step in weights})
     if any(step.kind != "right" for step in weights):
         live.add("weights")
-    # Several causes may act at once. So all of them are turned off, and then one at a time is left on.
+    # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
     below = "all of the below" if len(suspects) > 1 else "".join(_OF_DIVISION[switch] for switch in suspects)
     nothing = divide(everything, below) if suspects else plain
     found: set[Switch] = set()
-    # If something else keeps the two apart, the experiments mean nothing.
+    # If the two differ for another reason, the experiments prove nothing.
     if is_same := nothing is not None and nothing.same:
         for switch in suspects:
             other = None if len(suspects) == 1 else divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
@@ -391,7 +391,7 @@ def _add_weighting(findings: Findings, step: StepWeights) -> None:
     findings.add(cause, f"At step {step.step} {evidence}.")
 
 
-# Does it matter which rank computes a share? The ranks against one process that stands for them.
+# Does it matter which rank computes a share? The ranks are compared with one process that simulates them.
 
 RANKS_PAIR = "shares in one process, ranks"
 NOTHING: Off = frozenset()
@@ -399,18 +399,18 @@ EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
 BUT_RANDOM, BUT_STATE, BUT_RATES = (EVERYTHING - {switch} for switch in ("random", "state", "rates"))
 HIDDEN: Off = EVERYTHING | {"place"}
 
-# By what was turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
+# By the features turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
 Runs = Mapping[Off | str, Outcome]
 
 
 def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, reference: Sequence[Trace]) -> None:
-    """Find what makes the ranks differ from one process that stands for them.
+    """Find what makes the ranks differ from one process that simulates them.
 
     Args:
-        findings: Gets what is found.
-        base: What is turned off in all runs.
-        shares: The runs of one process, by what was turned off.
-        ranks: The same runs on the ranks; without those that could show nothing.
+        findings: Gets the findings.
+        base: The features turned off in all runs.
+        shares: The runs of one process, by the features turned off.
+        ranks: The same runs on the ranks, without those that could show nothing.
         reference: The run of one process on whole batches.
     """
     tolerance = tolerance_of(findings.subject)
@@ -441,7 +441,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
             evidence = f"Forward writes other values on each rank: {written}. Without these changes the runs agree."
             findings.add(Cause.BUFFERS, evidence)
     elif nothing is not None and nothing.first is not None:
-        # Data, weights, rates and draws are the same, and still the ranks differ: the reason is the task's own code.
+        # Data, weights, rates and draws are the same, but the ranks differ: the reason is the task's own code.
         hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
         if nothing.first.kind == "parameter":
             evidence = f"Gradients and learning rates are as in one process, but the update is not: {nothing.first}."
@@ -455,7 +455,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
 
 
 def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[Trace]) -> None:
-    """Add what the runs show at once: other samples, other initial weights, other rates."""
+    """Add the causes that the runs show directly: other samples, other initial weights, other rates."""
 
     def compare_values(off: Off) -> TraceComparison | None:
         if isinstance(found := ranks.get(off, ""), str):
@@ -472,7 +472,7 @@ def _add_values(findings: Findings, base: Off, ranks: Runs, reference: Sequence[
     start = found.of_kind("initial parameter", "initial buffer")
     if start is not None and "initial" not in base:
         findings.add(Cause.MODEL, f"The ranks start from another model than one process: {start}.")
-    # An epoch of another length changes the schedule too, so with other data the rates are compared without that.
+    # An epoch of another length also changes the schedule, so with other data the rates are compared without that.
     alone = found if data is None else compare_values(BUT_RATES)
     rate = found.of_kind("learning rate") and alone and alone.of_kind("learning rate")
     if rate:

@@ -25,13 +25,13 @@ from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
 
-# How often one process repeats its run at most, and the seconds after which it begins no other.
+# The maximum number of repetitions of a run in one process, and the seconds after which no other begins.
 REPETITIONS, ENOUGH_S = 3, 1.0
 
-# How long the processes may take for each part of it. Ranks that wait for one another are reported much earlier.
+# How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
 
-# What is turned off in the runs of the process that stands for the ranks, and how many runs it makes at most.
+# The features turned off in the runs of the process that simulates the ranks, and the maximum number of runs.
 VARIANTS: tuple[Off, ...] = (causes.NOTHING, causes.EVERYTHING, causes.BUT_RANDOM, causes.BUT_STATE)
 MOST_RUNS = 19
 
@@ -44,8 +44,8 @@ def verify(
 ) -> Verification:
     """Train some steps of ``task`` as one process and as N ranks, and find out whether it is the same run.
 
-    Starts processes of its own and blocks until they are done. If the runs differ, finds out why by turning one thing
-    off at a time.
+    Starts processes and blocks until they are done. If the runs differ, it finds the cause by turning off one feature
+    at a time.
 
     Args:
         task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
@@ -67,11 +67,11 @@ def verify(
     try:
         check_batch(load(task), settings, devices)
     except ConfigurationError as error:
-        # A file that raises here, where it is no rank, may well run in one. The others: no such file, no task in it,
-        # or a batch that cannot be divided.
+        # A file that raises in this process, which is not a rank, may still run in a rank. The other errors: no such
+        # file, no task in it, or a batch that cannot be divided.
         if error.__cause__ is None:
             raise
-    # The form of the task that every run can make a fresh copy of.
+    # A form of the task from which every run can create a new copy.
     subject = Subject(
         task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps, shows=not quiet
     )
@@ -83,9 +83,9 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     """Compare one process with the ranks, and find what makes them differ.
 
     Args:
-        subject: What is examined.
+        subject: The task to examine.
         processes: Starts one process, or as many as there are ranks.
-        report: Called with what is being done.
+        report: Called with a text about progress.
     """
     alone, on_ranks, remark = _train(subject, processes, report)
     subject = alone.subject
@@ -96,15 +96,15 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     if comparison.same and alone.again.same:
         return replace(result, same=True, comparison=comparison)
     if outside := _outside(alone):
-        # What each rank trains by itself makes everything else differ.
+        # Parameters that each rank trains separately make everything else differ.
         return replace(result, comparison=comparison, findings=(outside,), explained=False)
     report("not the same; experiments in one process")
     study: AloneStudy = processes(study_alone, alone, devices=1)[0]
     findings = study.repetition
-    # If one process is never the same run twice, a comparison with ranks means nothing.
+    # If one process never gives the same run twice, a comparison with ranks proves nothing.
     if study.base is not None and not comparison.same:
         findings.rows += study.division.rows
-        # Without random numbers the ranks have made the first of these runs already.
+        # Without random numbers the ranks have already done the first of these runs.
         ranks: dict[Off | str, Outcome] = {} if study.base or "random" in study.live else {causes.NOTHING: on_ranks}
         if wanted := _wanted(study, ranks, reads_others=comparison.of_kind("size", "sample") is not None):
             report(f"experiments on {_ranks(subject.num_devices)}")
@@ -122,7 +122,7 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
 
 
 def _wanted(study: AloneStudy, ranks: causes.Runs, *, reads_others: bool) -> list[Off | str]:
-    """Return the experiments that the ranks have to make; ``reads_others``: their samples differ."""
+    """Return the experiments that the ranks have to run; ``reads_others``: their samples differ."""
     wanted: list[Off | str] = [causes.NOTHING] if causes.NOTHING not in ranks else []
     if wanted or not _is_same(study, ranks[causes.NOTHING]):
         wanted += [
@@ -173,13 +173,13 @@ def _train(
         if isinstance(error, ModelMismatch):
             findings.add(Cause.MODEL, f"The ranks do not build the same model: {reason}")
         elif alone.traces[0].is_stream and isinstance(error, ConfigurationError):
-            # What one process can train on and the ranks cannot is a stream that they do not read alike.
+            # If one process can train on the data and the ranks cannot, the ranks read different streams.
             findings.add(Cause.DATA, reason)
         elif outside := _outside(alone):
             findings.diagnoses.append(outside)
         if findings.diagnoses:
             return alone, findings.diagnoses[0], remark
-        # The last batch of an epoch may leave a rank with one sample, or none, which batch norm cannot stand.
+        # The last batch of an epoch may leave a rank with one sample, or none, which batch norm does not accept.
         first = tuple(range(len(subject.steps)))
         if subject.steps == first or isinstance(error, LaunchTimeout):
             raise
@@ -210,7 +210,7 @@ def _fix_of(cause: Cause) -> str:
 
 
 def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, findings: Findings) -> Diagnosis:
-    """Return ``diagnosis`` with what came of its fix, where that was tried."""
+    """Return ``diagnosis`` with the result of its fix, if that was tried."""
     name = _fix_of(diagnosis.cause)
     if name not in ranks:
         return diagnosis
@@ -228,18 +228,18 @@ def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, find
     return replace(diagnosis, tried=f"Tried: by itself it does not help, the runs {found}.")
 
 
-# What the processes do: one by itself, and all ranks; first to compare, then to find causes.
+# The work of the processes: a single process, and all ranks; first to compare, then to find causes.
 
 
 @dataclass(frozen=True)
 class Alone:
-    """One process by itself.
+    """The result of the single process.
 
     Attributes:
         subject: With the steps, and the precision in which the task can be trained.
-        given: What others may be given of it.
+        given: Its data, which other runs can be given.
         traces: Of the run.
-        again: That run against a second one, bit by bit.
+        again: The comparison of that run with a second one, bit by bit.
         why_single: Why it is not trained in float64; empty if it is.
     """
 
@@ -251,7 +251,7 @@ class Alone:
 
 
 def _plain(subject: Subject, division: Division) -> Experiment:
-    """Return the experiment in which nothing is turned off."""
+    """Return the experiment with nothing turned off."""
     return Experiment(division, reproducible=subject.settings.reproducible, watched=False)
 
 
@@ -266,7 +266,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
         found = train(subject, given=Given())
     traces, given = found
     subject = replace(subject, steps=tuple(given.samples))
-    # More than one repetition if that takes no time, since two runs may agree by chance.
+    # More than one repetition if they are short, since two runs may agree by chance.
     deadline = time.monotonic() + ENOUGH_S
     for _ in range(REPETITIONS):
         again = compare(traces, train(subject, given=given)[0], EXACT)
@@ -283,17 +283,17 @@ def run_ranks_plain(subject: Subject, world: World) -> list[Trace]:
 
 @dataclass(frozen=True)
 class AloneStudy:
-    """What one process finds out by itself.
+    """The findings of a single process.
 
     Attributes:
-        repetition: What makes it another run the second time.
+        repetition: The causes why a second run differs.
         given: With the factors of the shares.
-        base: What is turned off from here on; None if nothing makes it the same run twice.
-        division: What makes the result depend on how the batch is divided.
-        off: What turns that off.
-        live: What could be turned off with an effect.
+        base: The features turned off from here on; None if nothing makes two runs the same.
+        division: The causes why the result depends on the division of the batch.
+        off: The switches that turn these off.
+        live: The switches that have an effect.
         fixes: Names of the fixes to try.
-        runs: Those that stand for the ranks, and those that fixes are compared with.
+        runs: The runs that simulate the ranks, and the runs that fixes are compared with.
     """
 
     repetition: Findings
@@ -306,7 +306,7 @@ class AloneStudy:
     runs: dict[Experiment, Outcome] = field(default_factory=dict)
 
     def experiment(self, name: Off | str, division: Division) -> Experiment:
-        """Return the run in which the ranks should be the same as one process: with switches off, or with a fix."""
+        """Return the run in which the ranks should equal one process: with features turned off, or with a fix."""
         assert self.base is not None
         on_ranks = division == "ranks"
         base = self.base.union(causes.GIVEN, ("initial",))
@@ -314,30 +314,30 @@ class AloneStudy:
             num = self.division.subject.num_devices
             return Experiment("ranks" if on_ranks else "one", base, reproducible=num, watched=False)
         if name == "convert":
-            # SyncBatchNorm cannot run in one process that stands for the ranks: there the whole batch is computed.
+            # SyncBatchNorm cannot run in one process that simulates the ranks: there the whole batch is computed.
             others = self.off - ({"batchnorm"} if on_ranks else {"batchnorm", "weights"})
             return Experiment("ranks" if on_ranks else "one", base | others, convert=on_ranks)
         assert not isinstance(name, str)
         if on_ranks:
             return Experiment("ranks", self.base | name)
-        # Data, rates and the number of the rank are always those of one process.
+        # Data, rates and the rank number are always those of the single process.
         return Experiment("shares", self.base.union(causes.GIVEN, name & self.live & {"random", "state"}))
 
 
 def study_alone(alone: Alone, world: World) -> AloneStudy:
-    """Find what one process can find by itself, and make the runs that the ranks are compared with."""
+    """Find the causes that a single process can find, and run the experiments that the ranks are compared with."""
     subject = alone.subject
     repetition, division = Findings(subject), Findings(subject)
     base = causes.study_repetition(repetition, alone.given, world, alone.again)
     if base is None:
         return AloneStudy(repetition, alone.given, None, division)
-    # Such layers need the other ranks in forward, so one process cannot stand for them.
+    # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
     progress = Progress("run", MOST_RUNS, shows=subject.shows)
     given, off, live = causes.study_division(division, alone.given, world, base, progress)
     if subject.settings.reproducible:
-        # Then one process divides the batch as the ranks do, so of what a division changes only this matters.
+        # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
     fixes = tuple(dict.fromkeys(name for one in division.diagnoses if (name := _fix_of(one.cause))))
     study = AloneStudy(repetition, given, base, division, off, live, fixes)
@@ -349,7 +349,7 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
 
 
 def run_on_ranks(study: AloneStudy, wanted: Sequence[Off | str], world: World) -> causes.Runs:
-    """Make the experiments on the ranks; leave out those in which nothing else is turned off than in others.
+    """Run the experiments on the ranks, without those that turn off the same features as others.
 
     Collective: every rank of ``world``.
     """

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, the trace of a run made of them, and where two traces differ."""
+"""Fingerprints of tensors, the trace of a run that consists of them, and the differences between two traces."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Numbers of a fingerprint; the norm of a difference is then uncertain by about sqrt(2 / SIZE), 4%.
+# Numbers in a fingerprint. The relative error of a difference's norm is then about sqrt(2 / SIZE), 4%.
 SIZE = 1024
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A tensor in at most a thousand numbers: enough to tell whether two runs hold the same one, and how far apart.
+    """A tensor summarized in at most about a thousand numbers: enough to measure how far apart two tensors are.
 
     Source: the count sketch of Charikar, Chen and Farach-Colton, 2002.
 
     Attributes:
         shape: Of the tensor.
         digest: Of its bits.
-        values: Float64, at most `SIZE` numbers: the tensor itself if it is that small, else sums of its elements.
-        norm: Euclidean, exact.
+        values: Float64, at most `SIZE` numbers: the tensor itself if it is small enough, else sums of its elements.
+        norm: The exact Euclidean norm.
     """
 
     shape: tuple[int, ...]
@@ -37,21 +37,21 @@ class Fingerprint:
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return the fingerprint of a tensor of any dtype, on any device; sparse ones count as dense."""
+    """Return the fingerprint of a tensor of any dtype, on any device; sparse tensors are treated as dense."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     flat = real.to("cpu").contiguous().flatten()
-    # Shape and dtype too: equal bytes may be another tensor.
+    # Includes shape and dtype: different tensors may have equal bytes.
     digest = blake2b(str((tuple(tensor.shape), str(tensor.dtype))).encode(), digest_size=16)
     digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     values = flat.double()
     norm = float(values.norm())
     if len(values) > SIZE:
-        # Each element goes with a fixed random sign into one of SIZE sums. The sums of a difference are the difference
-        # of the sums, and their norm is that of the tensor, give or take a few percent.
+        # Each element is added with a fixed random sign to one of SIZE sums. The sums of a difference are the
+        # difference of the sums, and their norm is that of the tensor within a few percent.
         padding = -len(values) % SIZE
         values = nn.functional.pad(values * _signs(len(values)), (0, padding)).view(-1, SIZE).sum(0)
-    # A copy, because `double` returns the tensor itself where it is float64 already, and training changes that.
+    # A copy: `double` returns the tensor itself if it is already float64, and training changes the tensor.
     return Fingerprint(tuple(tensor.shape), digest.digest(), values.clone(), norm)
 
 
@@ -62,11 +62,11 @@ def _signs(size: int) -> Tensor:
 
 
 def distance(found: Fingerprint, expected: Fingerprint) -> float:
-    """Return the norm of the difference of two tensors; infinite if shapes differ, or either is not finite.
+    """Return the norm of the difference of two tensors; infinite if shapes differ, or one is not finite.
 
     An estimate for tensors of more than `SIZE` elements, but 0 only for tensors of the same bits or equal sums.
     """
-    # First of all, because NaN is not equal to itself, and two runs may have the same.
+    # First, because NaN is not equal to itself, and two runs may have the same NaN.
     if found.digest == expected.digest:
         return 0.0
     if found.shape != expected.shape:
@@ -75,7 +75,7 @@ def distance(found: Fingerprint, expected: Fingerprint) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-# What is recorded of a run: everything that two runs must have in common to be the same run.
+# The record of a run: everything that must be equal in two runs for them to be the same run.
 
 
 # The tensors of a model by kind ("parameter", "gradient", "buffer") and name; not all parameters have a gradient.
@@ -83,7 +83,7 @@ ModelFingerprint = dict[str, dict[str, Fingerprint]]
 
 
 def fingerprint_model(model: nn.Module) -> ModelFingerprint:
-    """Return what there is of ``model`` now."""
+    """Return the current fingerprints of ``model``."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         return {
@@ -101,8 +101,8 @@ class StepTrace:
         step: Counted from 0 over all epochs.
         samples: A digest of each sample that this process loaded, in order.
         loss: Of the global batch.
-        rates: Learning rates and the other numbers of the optimizer's groups, that the update used.
-        tensors: After the step; the gradients are those that the optimizer got.
+        rates: Learning rates and other numbers of the optimizer's groups, as used by the update.
+        tensors: After the step; the gradients are those passed to the optimizer.
     """
 
     step: int
@@ -114,13 +114,13 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """A run as one process saw it.
+    """The trace of a run in one process.
 
     Attributes:
-        sizes: Samples of the data set, None of a stream, and of a global batch.
+        sizes: Number of samples of the data set (None for a stream) and of a global batch.
         initial: Before the first step.
-        draws: Names of the random operations that forward used; known only where they were watched.
-        live: What could be turned off with an effect; known only where it was watched.
+        draws: Names of the random operations that forward used; known only if they were watched.
+        live: Features that have an effect if turned off; known only if they were watched.
     """
 
     sizes: dict[str, int | None]
@@ -148,24 +148,24 @@ def read_rates(optimizer: Optimizer) -> dict[str, float]:
     return found
 
 
-# Where two runs differ: the first tensor, and by how much at worst.
+# The differences of two runs: the first tensor that differs, and the largest difference.
 
 Kind = Literal[
     "size", "initial parameter", "initial buffer", "sample", "loss", "learning rate", "gradient", "parameter", "buffer"
 ]
 
-# In the order in which they come about in a run.
+# In the order in which they occur in a run.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart numbers may be that differ in rounding only.
+    """The largest difference that counts as rounding.
 
     Args:
-        relative: To the norm of the tensor.
-        floor: What counts as norm at least, as a part of the norm of all tensors of the kind: a gradient that
-            should be zero is pure rounding.
+        relative: Relative to the norm of the tensor.
+        floor: The smallest norm to use, relative to the norm of all tensors of the kind: a gradient that should be
+            zero is pure rounding.
     """
 
     relative: float
@@ -178,13 +178,13 @@ EXACT = Tolerance(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs.
+    """One difference.
 
     Attributes:
         step: Counted from 0; None before the first.
         name: Of the tensor, or of the number.
-        ranks: Those that have it differently; empty if all do, or if there are none.
-        size: Relative to what was expected; infinite where that makes no sense.
+        ranks: The ranks with the difference; empty if all have it, or if there are no ranks.
+        size: Relative to the expected value; infinite if that is not defined.
         words: Such as ``0.2 instead of 0.1``; empty if it is within the tolerance.
     """
 
@@ -196,7 +196,7 @@ class Difference:
     words: str
 
     def __str__(self) -> str:
-        """Name it in running text."""
+        """Return its name for a sentence."""
         name = "" if self.name in (self.kind, "batch") else f" {self.name}"
         step = "" if self.step is None else f" at step {self.step}"
         ranks = f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
@@ -206,11 +206,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """Two runs side by side.
+    """The comparison of two runs.
 
     Attributes:
-        differences: Those beyond the tolerance, in the order in which they came about.
-        worst: By kind, the largest relative difference, also where it is within the tolerance.
+        differences: Those beyond the tolerance, in the order in which they occurred.
+        worst: By kind, the largest relative difference, including differences within the tolerance.
     """
 
     differences: tuple[Difference, ...]
@@ -231,22 +231,22 @@ class TraceComparison:
         return next((found for kind in kinds for found in self.differences if found.kind == kind), None)
 
     def __str__(self) -> str:
-        """Name what came of it in a few words."""
+        """Return the result in a few words."""
         return "the same" if self.first is None else f"differ: {self.first}"
 
 
 def compare(
     expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance, *, skip: Sequence[Kind] = ()
 ) -> TraceComparison:
-    """Compare runs, each as every process or share of it saw it.
+    """Compare two runs, given the traces of all their processes or shares.
 
     Args:
         expected: One trace, or as many as ``found``.
         found: A trace for each rank or share.
-        tolerance: What counts as equal.
+        tolerance: The differences that count as equal.
         skip: Kinds that are not compared.
     """
-    # One process against many: it is what each of them should have, but for the samples.
+    # One process against many: each of them should have the same trace, except for the samples.
     expected = expected if len(expected) == len(found) else list(expected) * len(found)
     compared = [one for one in _compare_all(expected, found, tolerance) if one.kind not in skip]
     worst: dict[str, float] = dict.fromkeys((kind for kind in KINDS if kind not in skip), 0.0)
@@ -256,7 +256,7 @@ def compare(
 
 
 def _compare_all(expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance) -> Iterator[Difference]:
-    """Yield all that is not equal to the bit."""
+    """Yield every difference in any bit."""
     for name, size in expected[0].sizes.items():
         ranks = [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]
         if ranks:
@@ -298,7 +298,7 @@ def _sample_words(expected: tuple[bytes, ...], found: tuple[bytes, ...]) -> str:
 
 
 def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: Tolerance) -> Iterator[Difference]:
-    # All ranks have the loss of the global batch, so only the worst of them is named.
+    # All ranks have the loss of the global batch, so only the rank with the largest difference is named.
     prints = [
         fingerprint(torch.tensor(loss, dtype=torch.float64)) for loss in (expected.loss, *(one.loss for one in found))
     ]
@@ -310,7 +310,7 @@ def _compare_losses(expected: StepTrace, found: Sequence[StepTrace], tolerance: 
 
 
 def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[Difference]:
-    # Without a tolerance: rates are computed from step and settings alone, by the same operations everywhere.
+    # Without a tolerance: all processes compute rates from step and settings alone, by the same operations.
     for name in {**expected.rates, **found[0].rates}:
         theirs = expected.rates.get(name)
         ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]
@@ -330,10 +330,10 @@ def _compare_tensors(
 ) -> Iterator[Difference]:
     key = kind.removeprefix("initial ")
     pairs = [(theirs[key], ours[key]) for theirs, ours in zip(expected, found, strict=True)]
-    # What a gradient that should be zero is measured by: the size of all gradients.
+    # A gradient that should be zero is compared with the norm of all gradients.
     scale = math.hypot(*(one.norm for one in pairs[0][0].values()))
-    # Buffers have nothing in common, so each is measured by itself. Adam makes whole steps of a gradient that is pure
-    # rounding, so parameters get more room than gradients.
+    # Buffers are unrelated, so each is compared with its own norm. From a gradient that is pure rounding, Adam makes
+    # steps of full size, so parameters have a larger tolerance than gradients.
     floor = 0.0 if "buffer" in kind else tolerance.floor * (10 if kind == "parameter" else 1)
     least = floor * scale if math.isfinite(scale) else 0.0
     for name in {**pairs[0][0], **pairs[0][1]}:
@@ -368,5 +368,5 @@ def _tensor_words(expected: Fingerprint | None, found: Fingerprint | None, size:
 
 
 def _some(ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks, or none if it is all of them."""
+    """Return the ranks, or an empty tuple if it is all of them."""
     return tuple(ranks) if len(ranks) < len(found) else ()

@@ -1,4 +1,4 @@
-"""What an experiment turns off, one thing at a time: random draws, batch statistics, writes."""
+"""The features that an experiment turns off, one at a time: random draws, batch statistics, writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.train.settings import Settings, StrategyName
 
-# One process with the whole batch; one that computes what N ranks would, share after share; or N real ranks.
+# One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
 Division = Literal["one", "shares", "ranks"]
 
 Switch = Literal[
@@ -27,9 +27,9 @@ Switch = Literal[
     "initial",  # ... starts from its initial weights
     "rates",  # ... uses its learning rates
     "random",  # random numbers in forward are constants
-    "state",  # what forward writes into buffers and parameters is undone
+    "state",  # writes of forward into buffers and parameters are undone
     "batchnorm",  # batch norm uses its running statistics
-    "weights",  # each share counts as much as the whole batch asks for
+    "weights",  # each share has the weight that the whole batch requires
     "place",  # the task sees rank 0 of 1
 ]
 
@@ -38,14 +38,14 @@ Off = frozenset[Switch]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is examined.
+    """The task to examine.
 
     Attributes:
-        task: Where it is (``FILE.py`` or ``FILE.py:NAME``), or the task itself, pickled: each run gets a fresh one.
+        task: Where it is (``FILE.py`` or ``FILE.py:NAME``), or the task itself, pickled: each run gets a new copy.
         settings: As for training.
-        num_devices: Ranks, or shares where one process stands for them.
-        num_steps: How many are asked for.
-        steps: Which ones; worked out by the first run.
+        num_devices: Ranks, or shares if one process simulates them.
+        num_steps: The requested number of steps.
+        steps: The steps; determined by the first run.
         double: Whether to compute in float64.
         shows: Whether processes report their progress.
     """
@@ -61,7 +61,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Given:
-    """What one process had, to be used in place of what others have.
+    """The data of the single process, which other runs use instead of their own.
 
     Attributes:
         samples: By step, the index (None in a stream) and value of each sample of the global batch.
@@ -69,7 +69,7 @@ class Given:
         initial: The model's initial state.
         rates: Of each update: for every group, its options.
         norms: Batch norm layers of the model: their classes by name.
-        factors: By step, what the loss of each share is to be multiplied by.
+        factors: By step, the factor of each share's loss.
         outside: The shapes of parameters that it trained, but that no module of the model registers.
     """
 
@@ -89,8 +89,7 @@ class Experiment:
     Attributes:
         reproducible: Number of virtual shards, or None for the ordinary mode.
         convert: Whether batch norm layers are replaced by `lockstep.SyncBatchNorm`.
-        watched: Whether it is one of the counterfactuals, whose random numbers are set by share; the plain run is
-            left as it is.
+        watched: Whether it is a counterfactual run, with random numbers seeded by share; the plain run is not changed.
         strategy: Of ranks.
         is_sgd: Whether parameters are updated by SGD instead of the task's optimizer.
     """
@@ -108,7 +107,7 @@ class Experiment:
 
 
 class NoBatchStatistics(TorchFunctionMode):
-    """Within, batch norm uses its running statistics, also where it is called as a function."""
+    """Inside the block, batch norm uses its running statistics, also if it is called as a function."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
@@ -122,7 +121,7 @@ class NoBatchStatistics(TorchFunctionMode):
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a layer is batch norm of some kind; instance norm keeps to each sample."""
+    """Return whether a layer is batch norm of some kind; instance norm uses each sample separately."""
     kind = nn.modules.batchnorm._BatchNorm
     return isinstance(module, kind) or "BatchNorm" in type(module).__name__
 
@@ -131,20 +130,20 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-# Random numbers and writes in forward: seen, or turned off.
+# Random numbers and writes in forward: observed, or turned off.
 
 _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes")
-# Kept, as `Watch.generators` puts others in their place.
+# Kept, because `Watch.generators` replaces them.
 _PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
 
 
 class Watch(TorchDispatchMode):
-    """While entered, sees what forward draws and writes; turns it off where ``off`` says so.
+    """While entered, observes random draws and writes of forward, and turns off those in ``off``.
 
-    Torch's random operators are seen below autograd, where each of them is tagged as such, whichever generator it uses.
-    Python's and NumPy's are seen where programs get them from: functions of the modules, and the classes and functions
-    that create private generators. A draw that is turned off gives a constant that does not depend on how a batch is
-    divided; a write into a parameter or a buffer is undone.
+    Torch's random operators are observed below autograd, where each of them has a tag, whichever generator it uses.
+    Python's and NumPy's are observed where programs get them: functions of the modules, and the classes and functions
+    that create private generators. A draw that is turned off returns a constant that does not depend on the division of
+    the batch; a write into a parameter or a buffer is undone.
 
     Args:
         off: What to turn off: ``random``, ``state``.

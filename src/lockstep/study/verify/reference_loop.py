@@ -1,4 +1,4 @@
-"""Run an experiment in this process: the loop of `fit`, or the reference loop, which stands for N ranks."""
+"""Run an experiment in this process: with the loop of `fit`, or with the reference loop, which simulates N ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ from lockstep.train.step import INIT, LossModule, Objective, Part
 from lockstep.train.task import build_model, build_optimizer
 from lockstep.train.trainer import Trainer
 
-# Keeps the bits of forward apart from those that training draws from the same seed.
+# Separates the random numbers of forward from those that training draws from the same seed.
 _FORWARD = 42
 
 Samples = Sequence[tuple[int | None, Any]]
 
 
 class Share:
-    """What a rank has: its copy of the task, its model and its optimizer."""
+    """The state of one rank: its copy of the task, its model and its optimizer."""
 
     def __init__(self, sandbox: Sandbox, number: int, device: torch.device) -> None:
         self.number, self.device, self.seed = number, device, sandbox.subject.settings.seed
         self.task = sandbox.load_task(number).task
-        # As the loop of fit does, so that all shares start from its weights.
+        # As in the loop of fit, so that all shares start from the same weights.
         seed_cpu(mix(self.seed, INIT))
         self.model = build_model(self.task, device).train()
         self.optimizer = build_optimizer(self.task, self.model)
@@ -51,10 +51,10 @@ class Share:
 
 
 class ReferenceLoop:
-    """One process that stands for N ranks: it computes the N shares of each batch one after the other.
+    """One process that simulates N ranks: it computes the N shares of each batch in turn.
 
-    Each share has a model and a copy of the task of its own, and so all that a rank has but the number of the rank and
-    the communication. Samples and learning rates are those of the run that is ``given``.
+    Each share has its own model and its own copy of the task, like a rank, but it has no rank number and does not
+    communicate. Samples and learning rates are those of the run ``given``.
     """
 
     def __init__(self, sandbox: Sandbox, num_shares: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class ReferenceLoop:
 
     def step(self, step: int) -> tuple[float, dict[str, float]]:
         """Train on the global batch of ``step``; return loss and rates."""
-        # As the engine does at the beginning of forward.
+        # As the engine at the beginning of forward.
         with torch.no_grad():
             for share in self.shares[1:]:
                 for buffer, first in zip(share.model.buffers(), self.shares[0].model.buffers(), strict=True):
@@ -75,12 +75,12 @@ class ReferenceLoop:
         for share, mine in zip(self.shares, divide(samples, len(self.shares)), strict=True):
             share.optimizer.zero_grad(set_to_none=True)
             part = share.forward(mine, step)
-            # A share weighs what it has of the samples, times the number of ranks, whose mean the engine takes: what
-            # changes gradients in backward sees the same numbers.
+            # The weight of a share is its part of the samples, times the number of ranks, since the engine takes the
+            # mean over ranks. So code that changes gradients in backward gets the same numbers.
             (part.value * (part.weight / len(samples) * len(self.shares))).backward()
             parts.append(part)
         out_of = sum(float(part.out_of) for part in parts)
-        # One gradient for all shares, as the engine makes of those of the ranks.
+        # One gradient for all shares, as the engine computes from those of the ranks.
         for replicas in zip(*(share.model.parameters() for share in self.shares), strict=True):
             grads = [parameter.grad for parameter in replicas if parameter.grad is not None]
             if grads:
@@ -101,7 +101,7 @@ def divide(samples: Samples, num_shares: int) -> list[Samples]:
 
 
 class FitLoop:
-    """The loop of `fit`. Collective on ranks: every rank makes it, calls `step` and closes it."""
+    """The loop of `fit`. Collective on ranks: every rank creates it, calls `step` and closes it."""
 
     def __init__(self, sandbox: Sandbox, world: World) -> None:
         on_ranks = sandbox.experiment.division == "ranks"
@@ -113,7 +113,7 @@ class FitLoop:
         except ConfigurationError:
             if not task.is_stream or settings.steps is not None:
                 raise
-            # A stream has no epochs that could be planned; nobody can know before the task has made it.
+            # A stream has no epochs to plan; this is known only after the task has created it.
             settings = replace(settings, epochs=None, steps=sandbox.subject.num_steps)
             self._trainer = Trainer(task.task, settings, world, strategy=strategy, devices=[world.device])
         self.drops_last = self._trainer.plan.order.drop_last
@@ -121,7 +121,7 @@ class FitLoop:
             "samples of the data set": self._trainer.plan.order.num_samples,
             "samples of a global batch": self._trainer.plan.batch_size,
         }
-        # Not the trainer's, which may be a copy.
+        # Not the trainer's model, which may be a copy.
         assert task.built is not None
         self.models: list[nn.Module] = [task.built]
         self.close = self._trainer.close
@@ -135,7 +135,7 @@ class FitLoop:
 
 
 def perform(subject: Subject, experiment: Experiment, given: Given, world: World) -> list[Trace]:
-    """Run ``experiment`` and return what this process saw; a trace for each share that has a model of its own.
+    """Run ``experiment`` and return the traces of this process, one for each share that has its own model.
 
     Collective for ``ranks``: every rank of ``world``.
     """
@@ -145,7 +145,7 @@ def perform(subject: Subject, experiment: Experiment, given: Given, world: World
 def perform_and_keep(
     subject: Subject, experiment: Experiment, given: Given, world: World, after_step: Callable[[], None]
 ) -> tuple[list[Trace], Given]:
-    """Run ``experiment``; return what this process saw, and what others may be given of it.
+    """Run ``experiment``; return the traces of this process, and the data that other runs can be given.
 
     Collective for ``ranks``: every rank of ``world``. Calls ``after_step`` after each step.
     """
@@ -167,13 +167,13 @@ def perform_and_keep(
         for step in chosen:
             with sandbox.step(step):
                 loss, rates = loop.step(step)
-            # To a device the next batch is on its way already.
+            # With a device, the next batch is already loaded.
             ahead = world.device.type != "cpu"
             loaded = [one for task in sandbox.tasks for one in task.recorder.end_step(ahead=ahead)]
             samples[step] = [(index, sample) for index, sample, _ in loaded]
             digests = tuple(found for _, _, found in loaded)
             for task, model, so_far in zip(sandbox.tasks, loop.models, steps, strict=True):
-                # Of the gradients what the optimizer got: the loop may have freed or zeroed them by now.
+                # Gradients are those passed to the optimizer: the loop may have freed or zeroed them since.
                 tensors = fingerprint_model(model)
                 if task.gradients is not None:
                     tensors["gradient"] = task.gradients
@@ -181,7 +181,7 @@ def perform_and_keep(
             after_step()
         seen = tuple(sorted(sandbox.watch.draws)), frozenset(sandbox.watch.live)
         traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]
-        # Those that have moved.
+        # Those that have changed.
         outside = (leaf for leaf, before in sandbox.outside.values() if fingerprint(leaf).digest != before)
         shapes = tuple(str(tuple(leaf.shape)) for leaf in outside)
         return traces, Given(samples, loop.sizes, initial_state, sandbox.tasks[0].rates, norms, outside=shapes)
@@ -197,27 +197,27 @@ def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: boo
     return first if last < num_steps else (*first[:-1], last)
 
 
-# What each share of a batch would have to count so that the shares make up the whole batch.
+# The weights that the shares of a batch need so that they add up to the whole batch.
 #
 # The gradient of the whole batch is compared with those of its parts, at the same weights and with everything random
-# turned off. If it is a combination of them, the factors show what kind of loss it is: they are the portions of the
-# samples for a mean over samples, one for a sum, and something else for a mean over tokens. If it is none, samples
-# depend on each other.
+# turned off. If it is a linear combination of them, the factors show the kind of loss: they are the fractions of the
+# samples for a mean over samples, 1 for a sum, and other numbers for a mean over tokens. If it is not, samples depend
+# on each other.
 
 
 @dataclass(frozen=True)
 class StepWeights:
-    """What one step asks for.
+    """The weights that one step needs.
 
     Attributes:
-        kind: ``right``, as the engine weighs shares; ``sum``; ``other``, a mean over something else; ``clipped``: each
-            is scaled by itself, or their losses add up and their gradients do not; ``clamped``: a loss that is not
-            zero has no gradient; ``none``, no combination of them, or one of them alone, as with a maximum over the
-            batch.
+        kind: ``right``: the engine's weights are correct; ``sum``; ``other``: a mean over something else; ``clipped``:
+            each share is scaled separately, or the losses add up and the gradients do not; ``clamped``: a loss that is
+            not zero has no gradient; ``none``: no combination of the shares, or a single one, as with a maximum over
+            the batch.
         sizes: Samples of each share.
-        counted: What each share counts in the run.
-        wanted: What it would have to count.
-        factors: What the loss of each share is to be multiplied by, so that it counts that.
+        counted: The weight of each share in the run.
+        wanted: The weight that it needs.
+        factors: The factors for the losses of the shares that give these weights.
     """
 
     step: int
@@ -229,7 +229,7 @@ class StepWeights:
 
 
 def measure_weights(subject: Subject, given: Given, off: Off, device: torch.device) -> list[StepWeights]:
-    """Train in one process, and find for each step how its shares add up."""
+    """Train in one process, and find for each step the weights with which its shares add up."""
     experiment = Experiment("one", off | {"random", "batchnorm", "state", "data", "rates"})
     found = []
     with open_sandbox(subject, experiment, given) as sandbox:
@@ -246,7 +246,7 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
 
 @dataclass(frozen=True)
 class _Measured:
-    """Gradient and loss of some samples, as one vector; what they count for, and how many they are."""
+    """Gradient and loss of some samples, as one vector; their weight and their number."""
 
     vector: Tensor
     out_of: float
@@ -258,12 +258,12 @@ def _measure_gradient(share: Share, samples: Samples, step: int) -> _Measured:
         return _Measured(torch.zeros(0), 0.0, 0)
     share.optimizer.zero_grad(set_to_none=True)
     part = share.forward(samples, step)
-    # What the loss of this part comes to by itself.
+    # The loss of this part alone.
     value = part.value * (part.weight / torch.as_tensor(part.out_of, device=part.value.device).clamp(min=1e-30))
     value.backward()
     parameters = [parameter for parameter in share.model.parameters() if parameter.requires_grad]
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    # Of large gradients the fingerprint: it is linear, and so what combines gradients combines fingerprints.
+    # Large gradients are replaced by their fingerprints: these are linear, so the same factors combine them.
     vector = torch.cat([*(fingerprint(grad).values for grad in grads), value.detach().double().reshape(1).cpu()])
     share.optimizer.zero_grad(set_to_none=True)
     return _Measured(vector, float(torch.as_tensor(part.out_of).detach()), len(samples))
@@ -275,7 +275,7 @@ def _is_constant(measured: _Measured) -> bool:
 
 
 def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) -> StepWeights:
-    """Find the weights with which the parts make up the whole, and what kind of loss has these."""
+    """Find the weights with which the parts add up to the whole, and the kind of loss with these weights."""
     total = sum(part.out_of for part in parts)
     counted = [part.out_of / total if total else 0.0 for part in parts]
     filled = [index for index, part in enumerate(parts) if part.size]
@@ -284,12 +284,12 @@ def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) ->
     size = float(whole.vector.norm())
     if usable and math.isfinite(size):
         matrix = torch.stack([parts[index].vector for index in usable], dim=1)
-        # The whole may cancel out where its parts do not: then it is measured by the parts.
+        # The whole may cancel out although its parts do not: then errors are relative to the parts.
         size = max(size, float(matrix.norm()) * 1e-3, 1e-300)
         solved = torch.linalg.lstsq(matrix, whole.vector.unsqueeze(1), driver="gelsd").solution.flatten()
         as_counted = torch.tensor([counted[index] for index in usable], dtype=torch.float64)
         is_right = "right" if usable == filled else "other"
-        # Simple explanations first: parts that are alike can be combined in many ways.
+        # Simple explanations first: similar parts can be combined in many ways.
         for name, weights in ((is_right, as_counted), ("sum", torch.ones_like(solved)), ("other", solved)):
             residual = float((whole.vector - matrix @ weights).norm()) / size
             if residual <= limit:

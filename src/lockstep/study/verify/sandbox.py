@@ -1,4 +1,4 @@
-"""The sandbox of an experiment: model, data and random state, put back as they were for every run."""
+"""The sandbox of an experiment: model, data and random state, restored for every run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerpr
 from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.train.task import Loss, Task, load_task
 
-# Keeps the bits of counterfactual runs apart from those that training draws from the same seed.
+# Separates the random numbers of counterfactual runs from those that training draws from the same seed.
 _COUNTERFACTUAL = 40
 
-# The samples that a process loads: recorded, and replaced by those that another process had.
+# The samples that a process loads: recorded, or replaced by those of another process.
 
 
 def digest(sample: Any) -> bytes:
@@ -48,10 +48,10 @@ LoadedSample = tuple[int | None, Any, bytes]
 
 
 class SampleRecorder:
-    """Keeps what was loaded for the step that is being computed.
+    """Records the samples that were loaded for the current step.
 
     Args:
-        given: Where samples are taken from instead, or None.
+        given: The run whose samples are used instead, or None.
     """
 
     def __init__(self, given: Given | None) -> None:
@@ -61,24 +61,24 @@ class SampleRecorder:
         self._used: list[LoadedSample] = []
 
     def record(self, index: int | None, sample: Any) -> Any:
-        """Record a sample that was loaded, and return it."""
+        """Record a loaded sample, and return it."""
         self._pending.append((index, sample, digest(sample)))
         return sample
 
     def mark_used(self) -> None:
-        """Assign all that was loaded until now to this step; what comes may be loaded ahead."""
+        """Assign all samples loaded so far to this step; later ones may be loaded ahead."""
         self._used += self._pending
         self._pending = []
 
     def end_step(self, *, ahead: bool) -> list[LoadedSample]:
-        """Return what the step loaded; ``ahead``: what came after the last use is of the next step."""
+        """Return the samples of the step; ``ahead``: those loaded after the last use belong to the next step."""
         if not ahead:
             self.mark_used()
         used, self._used = self._used, []
         return used
 
     def given_sample(self, index: int) -> Any:
-        """Return the sample that was given for ``index`` in this step, or in a later one if it is loaded ahead."""
+        """Return the given sample for ``index`` in this step, or in a later one if it is loaded ahead."""
         assert self.given is not None
         # In order, because the same index may have another value in another epoch.
         for step in sorted(step for step in self.given.samples if step >= self.step):
@@ -89,7 +89,7 @@ class SampleRecorder:
 
 
 class RecordedSamples(Dataset[Any]):
-    """A data set with a length, recorded."""
+    """A recorded data set with a length."""
 
     def __init__(self, samples: Any, recorder: SampleRecorder) -> None:
         self._samples, self._recorder = samples, recorder
@@ -106,7 +106,7 @@ class RecordedSamples(Dataset[Any]):
 
 
 class RecordedStream(IterableDataset[Any]):
-    """A stream, recorded."""
+    """A recorded stream."""
 
     def __init__(self, stream: Any, recorder: SampleRecorder) -> None:
         self._stream, self._recorder = stream, recorder
@@ -121,10 +121,10 @@ class RecordedStream(IterableDataset[Any]):
 
 
 class Sandbox:
-    """What the runs of one experiment in this process share; `open_sandbox` makes one.
+    """The common state of one experiment's runs in this process; created by `open_sandbox`.
 
     Attributes:
-        watch: Sees what forward draws and writes.
+        watch: Observes the random draws and the writes of forward.
         tasks: The copies of the task, one for each share that this process computes.
         outside: Parameters that losses depend on, but no module registers: by id, each with its first digest.
     """
@@ -144,16 +144,16 @@ class Sandbox:
         return self.tasks[-1]
 
     def rank_view(self) -> AbstractContextManager[None]:
-        """Return the context in which the task's own code runs: where its rank may be hidden from it."""
+        """Return the context for the task's own code, which may hide the rank from it."""
         return single_process_view() if "place" in self.experiment.off else nullcontext()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Compute ``step`` within: only here is anything turned off."""
+        """Compute ``step`` in this context; the experiment's settings apply only inside it."""
         for task in self.tasks:
             task.begin(step)
         with ExitStack() as stack:
-            stack.enter_context(self.rank_view())  # backward and update run the task's code, too
+            stack.enter_context(self.rank_view())  # backward and update also run the task's code
             if "batchnorm" in self.experiment.off:
                 stack.enter_context(interventions.NoBatchStatistics())
             if self.experiment.watched:
@@ -161,20 +161,20 @@ class Sandbox:
             try:
                 yield
             finally:
-                # Forward has turned it on. It stays on in backward, which may draw again, as checkpointing does.
+                # Forward has turned it on. It stays on in backward, which may draw again, as in checkpointing.
                 self.watch.active = False
 
 
 class SandboxedTask:
-    """One process's copy of the task, as it goes into the loop.
+    """One process's copy of the task, for the training loop.
 
     Attributes:
-        task: The task, fitted with what is recorded and turned off.
-        recorder: Sees what its data set loads.
+        task: The task, changed to record what the experiment needs and to turn features off.
+        recorder: Records the samples that its data set loads.
         rates: Of each update, the options of the optimizer's groups.
         built: The model.
-        is_stream: Whether its data set turned out to be one without a length.
-        gradients: What the optimizer was called with in this step; it may change them.
+        is_stream: Whether its data set has no length.
+        gradients: The gradients before the optimizer's step, which may change them.
     """
 
     def __init__(self, sandbox: Sandbox, share: int, plain: Task) -> None:
@@ -216,7 +216,7 @@ class SandboxedTask:
         return batch
 
     def _set_seed(self) -> None:
-        """Set the random numbers of forward by step and share, and by step alone if they should not matter."""
+        """Seed the random numbers of forward by step and share, or by step alone if shares must not differ."""
         if self._sandbox.experiment.watched:
             share = 0 if "random" in self._sandbox.experiment.off else self._share
             seed_cpu(mix(self._sandbox.subject.settings.seed, _COUNTERFACTUAL, self._step, self._num_calls, share))
@@ -226,12 +226,12 @@ class SandboxedTask:
         with self._sandbox.rank_view():
             model = self._plain.model()
         if not isinstance(model, nn.Module):
-            return model  # type: ignore[unreachable]  # the loop's own error names what is wrong with it
+            return model  # type: ignore[unreachable]  # the loop's own error explains what is wrong
         if experiment.convert:
             from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
             model = SyncBatchNorm.convert_sync_batchnorm(model)
-        # Also the parameters that the task makes with a dtype of their own.
+        # Also parameters that the task creates with an explicit dtype.
         if self._sandbox.subject.double:
             model = model.double()
         if "initial" in experiment.off:
@@ -249,11 +249,11 @@ class SandboxedTask:
         return optimizer
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Set the rates that one process had, if the experiment asks for it, and record those that there are."""
+        """Set the rates of the single-process run, if the experiment requires it, and record the rates."""
         if self.gradients is not None:
-            return  # an optimizer of the task's own may call torch's, which comes here again
+            return  # the task's own optimizer may call torch's, which calls this again
         assert self.built is not None
-        # Now, as the loop has divided and clipped them by now, and some optimizers write into them.
+        # Recorded now: the loop has divided and clipped them, and some optimizers write into them.
         self.gradients = fingerprint_model(self.built)["gradient"]
         number, given = len(self.rates), self._sandbox.given.rates
         if "rates" in self._sandbox.experiment.off and number < len(given):
@@ -264,12 +264,12 @@ class SandboxedTask:
     def _loss(self, model: nn.Module, batch: Any) -> Tensor | Loss:
         sandbox, off = self._sandbox, self._sandbox.experiment.off
         self.recorder.mark_used()
-        # Here and not in the data set, whose samples must be the same bits in all experiments.
+        # Here instead of in the data set, because samples must have the same bits in all experiments.
         if sandbox.subject.double:
             batch = map_tensors(batch, _to_double)
         self._set_seed()
         self._num_calls += 1
-        if "batchnorm" in off:  # what they would write into their running statistics
+        if "batchnorm" in off:  # the values that they would write into their running statistics
             for module in model.modules():
                 if interventions.is_batch_norm(module):
                     module.eval()
@@ -284,13 +284,13 @@ class SandboxedTask:
         if "weights" not in off:
             return result
         factor = sandbox.given.factors[self._step][self._share]
-        if factor == 0.0:  # it may not even be finite
+        if factor == 0.0:  # the value may not be finite
             return sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
         return (result.total / result.count if isinstance(result, Loss) else result) * factor
 
 
 def _leaves(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that ``loss`` depends on, whoever has them."""
+    """Yield the parameters that ``loss`` depends on, also those outside of the model."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -309,9 +309,9 @@ def _to_double(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iterator[Sandbox]:
-    """Make a sandbox for one run, with what must be turned off before the task is loaded; undo all of it at the end."""
+    """Create a sandbox for one run; turn off some features before the task is loaded; undo everything at the end."""
     sandbox = Sandbox(subject, experiment, given)
-    # A callback restores what is set below it, also when the task's file raises.
+    # The callback restores what is set after it, even if the task's file raises.
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_modules_forgotten(subject.task))
@@ -324,13 +324,13 @@ def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iter
 
 @contextmanager
 def _modules_forgotten(task: str | bytes) -> Iterator[None]:
-    """Forget at the end what the task's file and its neighbours imported, so that the next run starts afresh."""
+    """At the end, forget modules in the folder of the task's file, so that the next run imports them again."""
     kept_path, kept = list(sys.path), set(sys.modules)
     try:
         yield
     finally:
         sys.path[:] = kept_path
-        # Only files beside the task: a library that is imported twice has two of each class.
+        # Only files in the task's folder: a library that is imported twice has two copies of each class.
         folder = Path(task.rpartition(".py")[0]).resolve().parent if isinstance(task, str) else None
         for name in set(sys.modules) - kept:
             file = getattr(sys.modules[name], "__file__", None)
