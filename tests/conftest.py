@@ -21,20 +21,11 @@ forking.install(commands.connection_for_children, for_single_ranks=True)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Have all sessions of pytest-xdist fork workers and commands off the same processes."""
+    """Have all sessions of pytest-xdist fork their workers off the same processes."""
     if not hasattr(node.config, "pool_templates"):
         node.config.pool_templates = Templates()
         node.config.add_cleanup(node.config.pool_templates.close)
-        node.config.command_server = commands.start_server()
-        node.config.add_cleanup(node.config.command_server.close)
     node.workerinput["pool_templates"] = node.config.pool_templates.paths
-    node.workerinput["command_server"] = node.config.command_server.path
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Tell a session of pytest-xdist where that process listens."""
-    if given := getattr(config, "workerinput", None):
-        commands.server_path = lambda: given["command_server"]
 
 
 @pytest.fixture(scope="session")

@@ -29,45 +29,33 @@ class PoolError(AssertionError):
     """A rank did not answer; names the ranks and carries what they wrote."""
 
 
-class Template:
-    """A process that imports torch, then forks others for whoever connects to ``path``; ends with the one that made it.
-
-    Args:
-        module: What it runs, with the number of the descriptor it listens on and that of this process.
-        environ: Its environment.
-    """
-
-    def __init__(self, module: str, environ: dict[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
-        self.path = str(Path(self._folder.name) / "template")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(self.path)
-            listener.listen(64)
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", module, str(listener.fileno()), str(os.getpid())],
-                cwd=REPO,
-                env=environ,
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches only the session
-            )
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
-
-
 class Templates:
-    """The two processes that workers are forked off."""
+    """The two processes that workers are forked off; they end with the process that made this."""
 
     def __init__(self) -> None:
-        self._both = [Template("tests.pool_worker", {**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
-        self.paths = [template.path for template in self._both]
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
+        self.paths = [str(Path(self._folder.name) / name) for name in ("even", "odd")]
+        self._processes = []
+        for path in self.paths:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(path)
+                listener.listen(64)
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", "-m", "tests.pool_worker", str(listener.fileno()), str(os.getpid())],
+                        cwd=REPO,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                        pass_fds=[listener.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C reaches only the session
+                    )
+                )
 
     def close(self) -> None:
-        for template in self._both:
-            template.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
 
 
 class Worker:

@@ -21,25 +21,24 @@ import lockstep.train.fit  # noqa: F401
 from lockstep.cli import main
 from lockstep.launcher import fork_server
 from tests import forking
-from tests.pool_worker import die_with_parent
 
 CLONE_NEWNET = 0x40000000
 
 
 def serve(requests):
-    """Fork a process for each connection; returns in them, with what each is."""
+    """Fork a process for each request until there is nobody to ask any more; returns in them, with what each is."""
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fileobj is requests:
-                    selector.register(requests.accept()[0], selectors.EVENT_READ)
+                    message, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
+                    if not message:
+                        return lambda: None
+                    selector.register(socket.socket(fileno=descriptors[0]), selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     selector.unregister(key.fileobj)
                     message, descriptors, _, _ = socket.recv_fds(key.fileobj, fork_server.MOST_BYTES, 3)
-                    if not message:  # the session has ended
-                        key.fileobj.close()
-                        continue
                     request = json.loads(message)
                     if (pid := os.fork()) == 0:
                         requests.close()
@@ -109,6 +108,5 @@ def fork_children_for(connection):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked for processes
-    die_with_parent(int(sys.argv[2]))
     gc.freeze()  # what was imported stays where it is, in all that are forked
     forking.end(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -12,11 +12,11 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass
-
-from tests.pool_process import Template
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ def lockstep(*args, timeout=100, cwd=None, env=None):
         return Done(code, out.read().decode(), err.read().decode())
 
 
+_ROOT = Path(__file__).parents[2]
 _lock = threading.Lock()
+_server = []
 
 
 @functools.cache
@@ -131,22 +133,22 @@ def connection_for_children():
 
 
 def _connection():
-    """Connect to the process that forks: that of all sessions of a run, or one of this session's own."""
+    """Connect to the process that forks, which is started at the first time and ends with this one."""
     with _lock:
-        path = server_path()
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(path)
-    return connection
+        if not _server:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                command = [sys.executable, "-m", "tests.distributed.command_server", str(theirs.fileno())]
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=_ROOT)
+            _server[:] = [ours, process]
+            atexit.register(_stop)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(_server[0], [b"x"], [theirs.fileno()])
+        return mine
 
 
-def start_server():
-    """Start the process that forks; it ends with this one."""
-    return Template("tests.distributed.command_server", dict(os.environ))
-
-
-@functools.cache
-def server_path():
-    """Return where the process that forks listens. A session of pytest-xdist is told, see tests/conftest.py."""
-    server = start_server()
-    atexit.register(server.close)
-    return server.path
+def _stop():
+    connection, process = _server
+    connection.close()
+    process.wait(10)
