@@ -21,6 +21,9 @@ __all__ = ["Pool", "PoolError", "Ranks"]
 
 TESTS = Path(__file__).parent
 MAX_WORKERS = 4
+# For each function that it pickles, it would look through all modules for those that a worker may have to import. What
+# tests use of packages is imported there: the worker is forked off a process that has done so.
+cloudpickle.cloudpickle._find_imported_submodules = lambda code, dependencies: []
 START_TIMEOUT_S = 90.0
 
 
@@ -128,9 +131,17 @@ class Ranks:
             raise
 
 
+_seen: set[str] = set()
+
+
 def register_test_modules() -> None:
     """Have test modules travel by value, so that workers need not import them (nor what only the session needs)."""
-    for module in list(sys.modules.values()):
-        file = Path(getattr(module, "__file__", None) or "/")
-        if file.is_relative_to(TESTS) and not file.name.startswith("pool") and "simulated_device" not in file.parts:
+    new = [name for name in sys.modules if name not in _seen]  # thousands of modules, hundreds of calls
+    _seen.update(new)
+    for module in map(sys.modules.__getitem__, new):
+        file = getattr(module, "__file__", None) or ""
+        if not file.startswith(f"{TESTS}/"):
+            continue
+        path = Path(file)
+        if not path.name.startswith("pool") and "simulated_device" not in path.parts:
             cloudpickle.register_pickle_by_value(module)
