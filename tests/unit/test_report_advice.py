@@ -165,3 +165,11 @@ def test_loaders_gain_nothing_where_all_cores_are_busy():
     assert advise(facts(data_wait_s=0.188, workers=0, device="cpu", cores=full)) == []
     (advice,) = advise(facts(data_wait_s=0.188, workers=0, device="cpu", cores=full._replace(ranks=2.0)))
     assert advice.gain == pytest.approx(2.0)  # half of the cores are idle
+
+
+def test_on_cpus_workers_are_advised_only_where_they_gain_much():
+    gains = {0.010: None, 0.094: 0.188 / (0.094 + HANDOVER_S)}
+    for wait_s, gain in gains.items():
+        found = advise(facts(data_wait_s=wait_s, workers=0, device="cpu"))
+        workers = [advice.gain for advice in found if "--workers" in advice.change]
+        assert workers == ([] if gain is None else [pytest.approx(gain)])
