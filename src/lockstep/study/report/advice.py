@@ -14,7 +14,7 @@ from lockstep.telemetry.stragglers import PHASE_NAMES, Straggler
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
-_WORTH_WORKERS_ON_CPU = 1.2
+_WORTH_WORKERS_ON_CPU = 1.3
 
 
 @dataclass(frozen=True)
