@@ -112,7 +112,7 @@ def test_what_cannot_be_sent_back():
     with pytest.raises(RankFailed) as raised:
         lockstep.launch(threading.Lock, devices=1)
     assert str(raised.value).splitlines()[0] == (
-        "Rank 0 failed: LockstepError: What allocate_lock returned on rank 0 cannot be sent back: "
+        f"Rank 0 failed: LockstepError: What {threading.Lock.__name__} returned on rank 0 cannot be sent back: "
         "cannot pickle '_thread.lock' object"
     )
 

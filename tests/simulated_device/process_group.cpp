@@ -208,7 +208,7 @@ class SimBackend final : public c10d::Backend {
     return launch(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, [=, this](Tensors& in, Tensors& out) { reduce_scatter(in[0], out[0], opts); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
-    return launch(OpType::REDUCE_SCATTER_TENSOR_COALESCED, inputs, outputs, [=, this](Tensors& in, Tensors& out) {
+    return launch(OpType::COALESCED, inputs, outputs, [=, this](Tensors& in, Tensors& out) {
       for (size_t i = 0; i < in.size(); i++)
         reduce_scatter(in[i], out[i], opts);
     });

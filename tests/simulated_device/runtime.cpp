@@ -80,7 +80,11 @@ thread_local PlacePtr running; // the operator that this thread is in
 // --- Where things happen
 
 bool has_python() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
   return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
 }
 
 struct WithGil {
