@@ -23,6 +23,7 @@ import ctypes
 import gc
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -75,7 +76,7 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Block until it has ended, at most ``timeout`` seconds; return its exit status."""
         end_s = time.monotonic() + timeout
         while (code := self.poll()) is None and time.monotonic() < end_s:
