@@ -41,15 +41,17 @@ demo: $(INSTALLED)  ## Train on real data, verify the run, then compare one devi
 
 PYTEST = $(BIN)/python -m pytest --ignore tests/contract --durations 10
 
-# The tests that fail run once more, alone: what only failed as others had the cores passes then, and is reported.
+# The tests that fail run once more, alone: on a busy machine some wait in vain for a core. If they pass, the run passes and
+# names them at its end.
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
 	@# While the simulated device is compiled, the other core compiles what the tests import: else each worker would.
 	@[ -d tests/__pycache__ ] || $(PYTEST) --collect-only -qq >/dev/null & \
 		$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'; built=$$?; wait; exit $$built
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
-		|| { [ $$? = 1 ] && echo "Those that failed run again, alone." \
-		&& $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 5; }
+		|| { [ $$? = 1 ] && failed=$$(grep '"' .pytest_cache/v/cache/lastfailed) && echo "Those that failed run again, alone." \
+		&& $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 5 \
+		&& printf 'These failed and passed only alone; find out why:\n%s\n' "$$failed"; }
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'

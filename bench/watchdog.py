@@ -18,7 +18,7 @@ WRITES = 500
 def main() -> None:
     """Measure, and print on rank zero."""
     with lockstep.init() as world:
-        world.print(f"a beacon's write, twice a second: {1e6 * write_s(25):.0f} us")
+        world.print(f"a heartbeat's write, twice a second: {1e6 * write_s(25):.0f} us")
 
 
 def write_s(depth: int) -> float:
@@ -26,10 +26,10 @@ def write_s(depth: int) -> float:
     if depth:
         return write_s(depth - 1)
     with tempfile.TemporaryDirectory() as folder:
-        beacon = Heartbeat(folder, int(os.environ.get("RANK", "0")), patience_s=60)
+        heartbeat = Heartbeat(folder, int(os.environ.get("RANK", "0")), patience_s=60)
         started_s = time.perf_counter()
         for _ in range(WRITES):
-            beacon.write()
+            heartbeat.write()
         return (time.perf_counter() - started_s) / WRITES
 
 

@@ -203,7 +203,7 @@ class OwnMemory:
         return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) / 1024
 
     def _sample(self):
-        while not self._done.wait(0.003):
+        while not self._done.wait(0.001):
             self._most = max(self._most, self._now())
 
     def __exit__(self, *_):

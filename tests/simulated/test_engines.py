@@ -75,10 +75,12 @@ def module_elsewhere(world, devices):
     assert_gradients_equal(model.module, oracle)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="its mse_loss warns here, which fails in several threads")
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_data_parallel_backward_computes_the_loss_in_the_replicas(on_sim, num_devices):
-    on_sim(1)(backward_in_replicas, ["mlp", "cnn", "reused", "checkpoint"], num_devices)
+    names = ["mlp", "cnn", "reused"]
+    if torch.__version__ >= (2, 12):  # before, a checkpointed backward on this device fails without Lockstep, too
+        names.append("checkpoint")
+    on_sim(1)(backward_in_replicas, names, num_devices)
 
 
 def backward_in_replicas(world, names, num_devices):
