@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from threading import get_ident, main_thread
 from types import TracebackType
 
+# The operation of a host that waits for its device, which may itself wait for other ranks.
+DEVICE = "a wait for its device"
+
 
 @dataclass(slots=True)
 class Activity:
