@@ -20,16 +20,21 @@ only where it reads a result. So these waits are marked for the watchdog, see `l
 """
 
 import functools
+import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep import activity
 from lockstep.errors import ConfigurationError
+
+T = TypeVar("T")
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -105,6 +110,38 @@ def synchronize(awaited: torch.device | torch.Event) -> None:
             torch.accelerator.synchronize(awaited)
 
 
+# [Note: events and host buffers are reused]
+# A step of `fit` records about ten events and copies two small tensors to the host. New ones would cost some calls of
+# the driver each, and whoever drops the last reference to an event sets the device of its thread, see [Note: streams
+# and threads]. So they stay in a pool, and serve again when only the pool refers to them: the object itself, not a view
+# of a buffer. A buffer belongs to one stream, so that its next copy is written after the last one.
+_pools: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
+_pools_lock = threading.Lock()
+# Some are kept long, such as the begin of a step that is still recorded: so many are passed over before one is made.
+_TRIES = 4
+
+
+def _count_references(pool: deque[Any]) -> int:
+    return sys.getrefcount(pool[-1])
+
+
+_UNUSED = _count_references(deque([object()]))
+
+
+def _reused(kind: Hashable, make: Callable[[], T]) -> T:
+    """Return an object of ``kind`` that nothing refers to any more, or a new one; see the note above."""
+    with _pools_lock:
+        pool = _pools[kind]
+        for _ in range(min(_TRIES, len(pool))):
+            pool.rotate(-1)  # the oldest first
+            if _count_references(pool) == _UNUSED:
+                break
+        else:
+            pool.append(make())
+        found: T = pool[-1]
+        return found
+
+
 def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event:
     """Return an event that completes when the current stream of ``device`` reaches this point. Does not block.
 
@@ -112,7 +149,7 @@ def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event
     """
     if device.type == "cuda" and not timing:
         return _sleeping_event(device)
-    event = torch.Event(device, enable_timing=timing)
+    event = _reused((device, timing), partial(torch.Event, device, enable_timing=timing))
     event.record(torch.accelerator.current_stream(device))
     return event
 
@@ -123,17 +160,19 @@ def mark_on(device: torch.device) -> float | torch.Event:
 
 
 class HostCopy:
-    """A tensor that is being copied to the host, where it can be read later without waiting for later work.
+    """A small tensor that is being copied to the host, where it can be read later without waiting for later work.
 
     Attributes:
-        value: Valid once ``arrived`` has completed; at once if that is None.
+        value: Valid once ``arrived`` has completed; at once if that is None. Overwritten when nothing refers to this
+            very object any more: keep no view of it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.arrived: torch.Event | None = None
         self.value = tensor.detach()
         if not tensor.is_cpu:
-            self.value = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            kind = tensor.shape, tensor.dtype, torch.accelerator.current_stream(tensor.device)
+            self.value = _reused(kind, partial(torch.empty, tensor.shape, dtype=tensor.dtype, pin_memory=True))
             self.value.copy_(tensor.detach(), non_blocking=True)
             self.arrived = recorded_event(tensor.device)
 
@@ -175,7 +214,7 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
 def _sleeping_event(device: torch.device) -> torch.Event:
     """Return a recorded event for which the host waits asleep: otherwise it takes a core, which the loader may need."""
     # torch.Event ignores `blocking` on CUDA. CUDA's own class has it, and takes only streams of CUDA's own class.
-    event = torch.cuda.Event(blocking=True)
+    event = _reused((device, "sleeping"), partial(torch.cuda.Event, blocking=True))
     event.record(torch.cuda.current_stream(device))
     return event
 

@@ -57,6 +57,7 @@ class LocalSteps(Strategy):
         else:
             self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
         self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
+        self.kept_gradients = self._inner.kept_gradients
         self.num_replicas = world.world_size // (1 if inside is None else inside.size())
         # The ranks of a replica have the same state: the first of them saves it.
         self._replica_rank = world.rank - (0 if inside is None else inside.rank())
@@ -101,7 +102,7 @@ class LocalSteps(Strategy):
             how.after_forward(parts)
 
         # A replica has only its part of the sum over the global batch, and scales it to its own mean.
-        self._inner.run(micro, replace(how, scale=how.scale * self.num_replicas, after_forward=after_forward))
+        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, after_forward=after_forward))
 
     @override
     def agrees(self, step: int) -> bool:

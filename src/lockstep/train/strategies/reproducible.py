@@ -325,6 +325,7 @@ class Reproducible(Strategy):
     """
 
     sums_losses = True
+    stops_between = False
 
     def __init__(
         self,

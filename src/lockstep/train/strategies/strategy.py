@@ -30,7 +30,7 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_opti
 from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import GradientList, Gradients, LossModule, Objective, Part
+from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
 from lockstep.train.timing import StepTimer
 
 if TYPE_CHECKING:  # imported by whoever uses it
@@ -42,21 +42,29 @@ class Pass:
     """How a micro-batch is run.
 
     Args:
-        scale: Factor on the gradient of ``value * weight``.
+        factor: Factor on the gradient of ``value * weight``, apart from the loss scale.
         sync: Whether gradients are summed over the ranks at the end of backward.
         timer: Gets a lap for forward and one for backward.
-        after_forward: Called with the losses after forward; after backward where both are one operation.
+        after_forward: Called with the losses after forward; after backward where both are one operation. It may change
+            the loss scale, and waits for the device in the first forward of a step.
         seed: Seeds the generators of this process and of a device for a share.
         all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
             none.
+        scaler: The loss scaling, in fp16.
     """
 
-    scale: float
+    factor: float
     sync: bool
     timer: StepTimer
     after_forward: Callable[[list[Part]], None]
     seed: Callable[[int, torch.device], None]
     all_have_samples: Callable[[], bool]
+    scaler: GradScaler | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the gradient of ``value * weight``; final after ``after_forward``."""
+        return self.factor * (1.0 if self.scaler is None else self.scaler.scale)
 
 
 class Strategy(ABC):
@@ -91,6 +99,12 @@ class Strategy(ABC):
 
     # Whether a micro-batch can be computed again without exchanging gradients, to find the origin of a NaN.
     can_replay = True
+
+    # Whether ``after_forward`` is called before backward begins.
+    stops_between = True
+
+    # Returns the gradients of the last step by parameter, for an engine that keeps them after ``zero_grad()``.
+    kept_gradients: Callable[[], Mapping[nn.Parameter, Tensor]] | None = None
 
     @property
     def step_group(self) -> Group | None:
@@ -178,6 +192,8 @@ class Single(Strategy):
 class Replicated(Strategy):
     """Our `DataParallel`: one thread per device, which also computes the loss."""
 
+    stops_between = False
+
     def __init__(self, model: nn.Module, objective: Objective, devices: Sequence[torch.device]) -> None:
         from lockstep.parallel.dp.wrapper import DataParallel
 
@@ -247,6 +263,7 @@ class Distributed(Strategy):
         if self._ours is not None:
             self.gradients = self._ours.flat_gradients
             if not shards_optimizer:
+                self.kept_gradients = self._ours.flat_gradients.kept
                 self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is reduced
             # A step cannot be computed again, to find the origin of a NaN, after the parameters have changed: with an
             # optimizer in backward, and on a device, where gradients are checked later. So each rank checks its part.
