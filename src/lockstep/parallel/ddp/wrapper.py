@@ -585,7 +585,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             A function: whether this rank's part of the last backward was not finite. Blocks.
         """
         if self._monitor is None:
-            self._monitor = bucket_events.LocalGradientMonitor()
+            self._monitor = bucket_events.LocalGradientMonitor(self.reducer)
             self.reducer.observers.append(self._monitor)
         return self._monitor.saw_nonfinite
 
