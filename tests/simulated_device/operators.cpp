@@ -178,6 +178,12 @@ bool synchronizes(const c10::OperatorHandle& op, const c10::ArrayRef<c10::IValue
   if (op.hasTag(at::Tag::data_dependent_output))
     return true;
   bool masks = false, indices = false;
+  // `x[mask] = number` fills where the mask is, without a list of these places.
+  if (op.schema().name() == "aten::_index_put_impl_" && arguments[2].toTensor().numel() == 1) {
+    const auto places = arguments[1].toOptionalTensorList();
+    if (places.size() == 1)
+      return false;
+  }
   for (const auto& value : arguments)
     if (value.isOptionalTensorList()) {
       indices = true;
@@ -262,7 +268,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (item)
     count_copy("device to host", item_bytes, launch.place());
   if (synchronizing)
-    synchronize_stream(stream, schema.name());
+    synchronize_stream(stream, schema.name(), item ? "item" : "result");
   translation.write_back();
   for (auto& result : torch::jit::last(*stack, schema.returns().size()))
     const_cast<c10::IValue&>(result) =
@@ -299,11 +305,17 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     return to;
   }
   count_copy(from_device ? "device to host" : "host to device", self.nbytes(), launch.place());
-  if (non_blocking && is_pinned((from_device ? to : self).const_data_ptr()))
+  const auto* host = (from_device ? to : self).const_data_ptr();
+  if (non_blocking && is_pinned(host)) {
+    sim::record_stream(host, stream);
     // From now on this thread's operators of the CPU are checked: the host may touch what is on its way.
     c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode, true);
-  else
-    synchronize_stream(stream, "aten::copy_");
+  } else {
+    // torch waits for the stream, unless non_blocking. With that CUDA does so for pageable memory: "if pageable memory
+    // must first be staged to pinned memory, the driver may synchronize with the stream", and a copy to pageable memory
+    // returns when it is complete (CUDA Runtime API, "API synchronization behavior").
+    synchronize_stream(stream, "aten::copy_", is_pinned(host) ? "blocking copy" : from_device ? "copy to pageable memory" : "copy from pageable memory");
+  }
   return to;
 }
 
