@@ -12,6 +12,7 @@ makes the stream's device the current one, except if the stream is already that 
 
 import functools
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,11 @@ class HostCopy:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.value
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of ``values`` on ``device``. Does not block: it is copied from pinned memory."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def keeps_objects(device: torch.device | str) -> bool:
