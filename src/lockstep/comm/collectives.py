@@ -184,6 +184,17 @@ def all_reduce_work(
     return group.allreduce([_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
 
 
+def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work]:
+    """Start to replace each of ``tensors`` by its sum over all ranks: one collective for each device and dtype.
+
+    Collective: every rank, in the same order, with the same shapes and dtypes. Does not block.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(_real(tensor))
+    return [group.allreduce_coalesced(each, dist.AllreduceCoalescedOptions()) for each in alike.values()]
+
+
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
     """Start to overwrite the contiguous ``tensor`` with that of rank ``src``. Collective: every rank."""
     options = _with_async_op(dist.BroadcastOptions(), tensor, alone)

@@ -656,7 +656,7 @@ class CompressedMean(BucketReduction):
     def _reduce_on_host(self, bucket: Bucket, payload: Tensor, peers: _Peers) -> Exchange:
         members = [(index, each.shape) for index, each in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
         sizes = [shape.numel() for _, shape in members]
-        gradients, tail = payload.split([sum(sizes), payload.numel() - sum(sizes)])
+        gradients, tail = payload[: sum(sizes)], payload[bucket.tail_start :]
         part, mine = self._part(members)
         result = gradients[part].float()  # no copy if it is float32 already
         values, held_back = result, []
