@@ -340,12 +340,16 @@ def one_context(world: World, folder: str | None = None) -> None:
         assert devices_with_contexts() == [world.device.index]
 
 
-def train_to(world: World, folder: str, num_steps: int, strategy: str) -> list[float]:
-    """Train, or go on, up to this step, with a checkpoint at the end; return the losses of this part."""
-    result = lockstep.fit(
-        make_task(), strategy=strategy, steps=num_steps, checkpoint=folder, checkpoint_every=num_steps, quiet=True
-    )
-    return result.losses
+def train_to(world: World, runs: list[tuple[str, int]], strategy: str) -> list[list[float]]:
+    """Train, or go on, in these folders up to these steps, each with a checkpoint at the end; return the losses."""
+
+    def losses(folder: str, num_steps: int) -> list[float]:
+        result = lockstep.fit(
+            make_task(), strategy=strategy, steps=num_steps, checkpoint=folder, checkpoint_every=num_steps, quiet=True
+        )
+        return result.losses
+
+    return [losses(*each) for each in runs]
 
 
 def resume_on_fewer(run: Callable[..., list[Any]], num_ranks: int, folder: str, strategy: str) -> None:
@@ -357,10 +361,10 @@ def resume_on_fewer(run: Callable[..., list[Any]], num_ranks: int, folder: str, 
         folder: For checkpoints.
         strategy: Of `fit`.
     """
-    expected = run(train_to, f"{folder}/whole", 9, strategy, devices=num_ranks)[0]
-    found: list[float] = []
-    for num_steps, devices in ((3, num_ranks), (6, max(1, num_ranks // 2)), (9, num_ranks)):
-        found += run(train_to, f"{folder}/parts", num_steps, strategy, devices=devices)[0]
+    whole, parts = f"{folder}/whole", f"{folder}/parts"
+    expected, found = run(train_to, [(whole, 9), (parts, 3)], strategy, devices=num_ranks)[0]
+    found += run(train_to, [(parts, 6)], strategy, devices=max(1, num_ranks // 2))[0][0]
+    found += run(train_to, [(parts, 9)], strategy, devices=num_ranks)[0][0]
     assert found == pytest.approx(expected, rel=1e-11)
 
 
@@ -402,9 +406,7 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
     "torch's gradients, unused parameters": partial(against_torch, name="reused"),
     "torch's gradients, no_sync": partial(against_torch, name="mlp", num_micro=3),
     "torch's gradients, float32": partial(against_torch, name="mlp", dtype=torch.float32, tolerance=1e-5),
-    "torch's gradients, bfloat16 weights": partial(
-        against_torch, name="mlp", dtype=torch.bfloat16, tolerance=2**-6
-    ),
+    "torch's gradients, bfloat16 weights": partial(against_torch, name="mlp", dtype=torch.bfloat16, tolerance=2**-6),
     "torch's gradients, bf16 autocast": partial(
         against_torch, name="mlp", dtype=torch.float32, autocast=torch.bfloat16, tolerance=2**-7
     ),

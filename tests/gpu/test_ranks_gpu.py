@@ -44,7 +44,7 @@ def test_a_rank_has_a_context_on_its_own_gpu_only(on_gpus, tmp_path):
     on_gpus(one_context, str(tmp_path))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp-zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp-zero1", "fsdp"])
 def test_a_run_goes_on_with_fewer_gpus(on_gpus, tmp_path, strategy):
     resume_on_fewer(on_gpus, torch.cuda.device_count(), str(tmp_path), strategy)
 
