@@ -57,7 +57,7 @@ def samples(part: slice) -> list[list[int]]:
 def base() -> nn.Module:
     """Return the model to fine-tune, with the same random weights in each call."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=VOCABULARY, **sizes))
 

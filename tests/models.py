@@ -182,7 +182,7 @@ def soak(cases: Iterable[Any]) -> list[Any]:
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """Return a model in float64 whose weights depend on the seed alone."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = FAMILIES[name].build()
         return model if name == "complex" else model.double()

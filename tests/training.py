@@ -38,7 +38,7 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 def token_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> lockstep.Loss:
     """Return the sum over the outputs that count."""
     inputs, targets, lengths = batch
-    counts = torch.arange(4) < lengths.unsqueeze(1)
+    counts = torch.arange(4, device=lengths.device) < lengths.unsqueeze(1)
     return lockstep.Loss(((model(inputs) - targets).square() * counts).sum(), counts.sum())
 
 

@@ -18,7 +18,7 @@ from tests.adopting import adopted
 
 
 def network(dropout=0.0):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4)
         return nn.Sequential(*layers)

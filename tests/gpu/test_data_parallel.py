@@ -119,18 +119,18 @@ def test_recurrent_layers_that_flatten_their_weights():
             self.rnn.flatten_parameters()
             return self.rnn(x)[0]
 
-    module = Net().cuda()
+    module = Net().double().cuda()  # float32 is TF32 in cuDNN, which rounds according to the size of the batch
     reference = copy.deepcopy(module)
     model = DataParallel(module, device_lists()[-1] if torch.cuda.device_count() > 1 else [0, 0])
     module.to(model.devices[0])
     reference.to(model.devices[0])
     optimizers = [torch.optim.SGD(network.parameters(), lr=1.0) for network in (module, reference)]
     for _ in range(3):
-        x = torch.randn(4, 4, 30, device=model.devices[0])
+        x = torch.randn(4, 4, 30, device=model.devices[0], dtype=torch.float64)
         with torch.no_grad():
             torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-5)
-        F.mse_loss(model(x), torch.zeros(4, 4, 128, device=x.device)).backward()
-        F.mse_loss(reference(x), torch.zeros(4, 4, 128, device=x.device)).backward()
+        F.mse_loss(model(x), torch.zeros(4, 4, 128, device=x.device, dtype=torch.float64)).backward()
+        F.mse_loss(reference(x), torch.zeros(4, 4, 128, device=x.device, dtype=torch.float64)).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -148,8 +148,10 @@ def test_autocast_and_the_current_stream_hold_in_the_replicas():
 
     model = DataParallel(Net(8, 8).cuda(), [0, 0])
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the weights were made there
     with torch.cuda.stream(stream), torch.autocast("cuda", dtype=torch.bfloat16):
         assert model(torch.randn(4, 8, device="cuda")).dtype is torch.bfloat16
+    torch.cuda.current_stream().wait_stream(stream)  # and their memory is free for others when this returns
     assert sorted(device for _, device in seen) == [0, 0]
     assert [each for each, _ in seen] == [stream, stream]
 

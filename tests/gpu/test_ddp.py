@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, share
@@ -36,7 +37,7 @@ def nccl_alone(world, name):
     with lockstep.init(backend="nccl", device="cuda:0"):
         family = FAMILIES[name]
         oracle, model = build(name).cuda(), lockstep.DistributedDataParallel(build(name).cuda(), device_ids=[0])
-        model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
         for step in range(3):
             batch = to_gpu(global_batch(name, 4, seed=step))
             model.zero_grad()

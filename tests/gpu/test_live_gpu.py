@@ -20,7 +20,7 @@ class Display(SnapshotSink):
     def update(self, snapshot):
         self.snapshots.append(snapshot)
 
-    def say(self, text):
+    def log(self, text):
         self.said.append(text)
 
     def close(self):
@@ -30,7 +30,7 @@ class Display(SnapshotSink):
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_figures_are_those_of_the_device(monkeypatch, strategy):
     display = Display()
-    monkeypatch.setattr(fit, "make_display", lambda view, silent: display)
+    monkeypatch.setattr(fit, "Display", lambda view, silent: display)
     result = lockstep.fit(make_task(), strategy=strategy, steps=300, clip=1.0)
     last = display.snapshots[-1]
     assert last.step == 300 and last.is_last

@@ -33,7 +33,7 @@ def test_the_cpu_can_be_asked_for():
         with lockstep.init(device="cpu") as world:
             return str(world.device), world.backend
 
-    assert lockstep.launch(work, devices=1) == [("cpu", "gloo")]
+    assert lockstep.launch(work, devices=1) == [("cpu", "shm")]
 
 
 def test_a_failing_rank_does_not_wait_for_peers_in_a_collective():

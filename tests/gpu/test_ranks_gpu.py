@@ -1,0 +1,55 @@
+"""`tests.scenarios` on all GPUs of this machine over NCCL: a world of one on one GPU, real ranks on several."""
+
+import pytest
+import torch
+
+from lockstep.errors import LockstepError
+from tests.scenarios import LOST, SCENARIOS, launch_losing, one_context, resume_on_fewer, run_in_turn
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def failures(on_gpus, tmp_path_factory):
+    """Run all scenarios in one job; after one that fails, the rest in a new job. Return the errors by name."""
+    left, found = list(SCENARIOS), {}
+    while left:
+        folder = tmp_path_factory.mktemp("passed")
+        try:
+            on_gpus(run_in_turn, left, str(folder))
+        except LockstepError as error:
+            num_passed = len(list(folder.iterdir()))
+            found[left[num_passed]] = error
+            left = left[num_passed + 1 :]
+        else:
+            break
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_gpus(failures, name):
+    if name in failures:
+        raise failures[name]
+
+
+def test_compiled_by_the_inductor(on_gpus):
+    pytest.importorskip("triton")
+    from tests.scenarios import compiled
+
+    on_gpus(compiled, "inductor")
+
+
+def test_a_rank_has_a_context_on_its_own_gpu_only(on_gpus, tmp_path):
+    """Also with a record and with checkpoints, which have threads of their own."""
+    on_gpus(one_context, str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["ddp-zero1", "fsdp"])
+def test_a_run_goes_on_with_fewer_gpus(on_gpus, tmp_path, strategy):
+    resume_on_fewer(on_gpus, torch.cuda.device_count(), str(tmp_path), strategy)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+@pytest.mark.parametrize("how", LOST)
+def test_a_lost_rank_is_named(how):
+    launch_losing(torch.cuda.device_count(), how)
