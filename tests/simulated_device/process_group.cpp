@@ -382,7 +382,7 @@ class SimBackend final : public c10d::Backend {
       if (tensor.is_sparse())
         refuse_sparse();
       TORCH_CHECK(tensor.device() == device && device.type() == SIM, "simccl: tensors of one simulated device, not of ", device, " and ", tensor.device());
-      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+      TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
     }
     const bool chained = type != OpType::SEND && type != OpType::RECV;
     auto& line = line_of(device.index(), chained ? 0 : int(type));
@@ -480,6 +480,15 @@ class SimBackend final : public c10d::Backend {
   std::map<std::pair<int, int>, std::unique_ptr<Line>> lines_; // last: their threads use the rest
 };
 
+// As ProcessGroupNCCL's for sparse tensors of CUDA.
+void refuse_sparse_all_reduce(const c10::OperatorHandle&, torch::jit::Stack*) {
+  TORCH_CHECK(false, SPARSE_ERROR);
+}
+
+TORCH_LIBRARY_IMPL(c10d, SparsePrivateUse1, m) {
+  m.impl("allreduce_", torch::CppFunction::makeFromBoxedFunction<&refuse_sparse_all_reduce>());
+}
+
 } // namespace
 
 // --- For Python: here, as this file includes most of torch anyway
@@ -524,7 +533,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto taken = take_counters();
     py::list places, waits;
     for (const auto& wait : taken.waits)
-      waits.append(py::make_tuple(wait.kind, describe(wait.place), wait.queued, wait.thread, wait.thread_name));
+      waits.append(py::make_tuple(wait.kind, describe(wait.place), wait.queued, wait.thread));
     for (const auto& [kind, place] : taken.places)
       places.append(py::make_tuple(kind, describe(place)));
     return py::dict(
