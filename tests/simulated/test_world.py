@@ -1,11 +1,13 @@
 """Threads that use a device, and leaving a world whose ranks end far apart."""
 
+import threading
 import time
 
 import pytest
 import torch
 
 from lockstep import accelerator, activity
+from lockstep.telemetry.heartbeat import recorded_calls
 
 
 def current_device_of_a_thread(world):
@@ -26,6 +28,27 @@ def current_device_of_a_thread(world):
 
 def test_a_thread_uses_the_device_that_it_was_started_with(on_sim):
     on_sim(2)(current_device_of_a_thread)
+
+
+def read_the_record(world):
+    """As the heartbeat does, in a thread that was started before there was a device."""
+    event, asked = accelerator.recorded_event(world.device), []
+
+    def dump():
+        asked.append(event.query())
+        return b"{}"
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+        thread = threading.Thread(target=recorded_calls)
+        thread.start()
+        thread.join()
+    assert len(asked) == 1
+
+
+def test_reading_the_record_of_collectives_opens_no_context_on_another_device(on_sim):
+    """NCCL's record asks for the events of the collectives under way."""
+    on_sim(2)(read_the_record)
 
 
 def leave_apart(world):
