@@ -94,7 +94,8 @@ def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(tmp_path, where, uses
     """It ends the other ranks when one is lost, maybe before its end was seen: on another machine, for example."""
     done = subprocess.run([sys.executable, "-c", ABORT, str(tmp_path / "crash-0"), where], stderr=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGABRT
-    (tmp_path / "heartbeat-0").write_text(json.dumps({"uses_gpu": uses_gpu}))
+    call = "all_reduce of 6 elements, number 5, scheduled"
+    (tmp_path / "heartbeat-0").write_text(json.dumps({"uses_gpu": uses_gpu, "recorded_call": call}))
     codes = {0: -signal.SIGABRT, 1: -signal.SIGKILL}
     failures = {rank: ProcessFailure(rank, 10 + rank, code, "") for rank, code in codes.items()}
     exits = rank_exits(failures, {}, {10: 1_000, 11: 2_000}, tmp_path, Resources())
@@ -104,6 +105,7 @@ def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(tmp_path, where, uses
         "most likely by NCCL, as another rank ended or did not take part in a collective in time.\n"
         "Its own message is further up.",
     )[first]
+    assert exits[0].facts == ("", f"The collective in torch's record: {call}.")[first]
     assert headline(exits[0]) == f"Rank 0 was killed by SIGABRT (signal 6): {reason}"
 
 

@@ -139,8 +139,7 @@ def report(
     lines += ["; ".join(described)] if len(described) <= 2 else described
     if all(operation(seen) for seen in ranks):
         lines.append(_explanation(ranks, sees_all=num_seen >= num_nodes))
-    if any(operation(seen) == DEVICE for seen in ranks):
-        lines += _recorded_calls(ranks)
+    lines += _recorded_calls(ranks) if any(operation(seen) == DEVICE for seen in ranks) else []
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
     lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
