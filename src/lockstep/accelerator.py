@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -182,6 +182,11 @@ class HostCopy:
         if self.arrived is not None:
             synchronize(self.arrived)
         return self.value
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of ``values`` on ``device``. Does not block: it is copied from pinned memory."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def keeps_objects(device: torch.device | str) -> bool:

@@ -135,12 +135,12 @@ class GradientScale(NamedTuple):
     Attributes:
         factor: The factor for gradients.
         unused_factor: The factor for the old gradients of parameters that received none in this step.
-        message: The end of the tail, see [Note: weight messages]; None: the message of a rank without weights.
+        message: The end of the tail, see [Note: weight messages], on the device; None: that of a rank without weights.
     """
 
     factor: float
     unused_factor: float
-    message: Sequence[float] | None = None
+    message: Tensor | None = None
 
 
 class _Members:
@@ -343,9 +343,7 @@ class DenseBucket(_Members):
         for place in self.missing:
             self._tail[place] = 0
         if scale.message is not None:
-            message = torch.tensor(scale.message, dtype=torch.float64).to(self.spec.dtype)
-            # Does not block, but reads pageable memory before it returns.
-            self._tail[len(self.parameters) :].copy_(message, non_blocking=True)
+            self._tail[len(self.parameters) :].copy_(scale.message)
 
     def _is_held(self, places: Iterable[int]) -> bool:
         """Return whether the script holds the gradients ``places``, or tensors made from any part of the buffer."""
@@ -365,8 +363,8 @@ class DenseBucket(_Members):
                 parameter.grad = new
 
     @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply the reduced gradients by ``factor``; after the reduction and before `settle`."""
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the reduced gradients by a number, or a tensor with one element; after the reduction."""
         self.gradients.mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
@@ -438,9 +436,10 @@ class SparseBucket(_Members):
         sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
         self.replace_gradients(sparse.detach().coalesce() * factor)
 
-    def scale(self, factor: float) -> None:
-        """Multiply the reduced gradient by ``factor``."""
-        self.replace_gradients(self.gradients * factor)
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the reduced gradient by a number, or a tensor with one element."""
+        self.replace_gradients(self.gradients.clone())
+        self.gradients._values().mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
         """Set the reduced gradient of the parameter, unless no rank had one."""

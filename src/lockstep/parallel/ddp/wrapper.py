@@ -295,6 +295,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             self._end_forward(output)
         if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
+        self.reducer.weights.check_last_step()  # now the device has a forward to do while the host waits
         is_training = torch.is_grad_enabled()
         will_sync = is_training and self.require_backward_grad_sync
         if self.require_forward_param_sync != will_sync:  # setting an attribute of a module is slow
