@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import threading
 from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -234,8 +233,9 @@ def forget_contexts():
 def set_patience(seconds):
     """Say how long an operator waits for the collective whose result it needs; at first without a limit.
 
-    Then it goes on with the numbers as they are, as if it were queued, and what the host waits for later never comes: so
-    it reaches the wait in which it would be on a real device while a peer is stopped. Nothing computed since is right.
+    Then it goes on with the numbers as they are, as if it were queued, and what the host waits for later does not come:
+    so the host gets to the wait in which it would be on a real device while a peer is stopped. Nothing computed since
+    is right.
     """
     native.set_patience(seconds)
 
@@ -267,11 +267,12 @@ class Wait(NamedTuple):
     """A wait of the host for a device.
 
     Attributes:
-        kind: ``event``, ``stream``, ``device``, ``item``, ``result`` (an operator whose shape, or answer, the host needs),
-            ``copy to pageable memory``, ``copy from pageable memory``, ``blocking copy`` (of pinned memory), ``barrier``.
+        kind: ``event``, ``stream``, ``device``, ``item``, ``result`` (an operator whose shape, or answer, the host
+            needs), ``copy to pageable memory``, ``copy from pageable memory``, ``blocking copy`` (of pinned memory),
+            ``barrier``.
         line: Where.
-        queued: How many kernels of the device the host had launched that it did not wait for. With 0 the device runs dry:
-            it idles from the end of the wait until the host has launched the next kernel.
+        queued: How many kernels of the device the host had launched that it did not wait for. With 0 the device runs
+            dry: it idles from the end of the wait until the host has launched the next kernel.
         thread: Name of the thread that waited.
     """
 
@@ -295,8 +296,8 @@ class Counts:
         segments: Those of them that freed memory could not serve, which cost a real device a synchronization.
         places: How often each line caused a synchronization, an event wait (with how many kernels the host had
             launched since it recorded the event: with many, it hardly waited), a copy or a segment: ``(kind, line)``.
-        waits: All waits of the host, of all threads, in their order: `Wait`. It does not wait for an event that it knows
-            to be over, from a query or from a wait for something later.
+        waits: All waits of the host, of all threads, in their order: `Wait`. It does not wait for an event that it
+            knows to be over, from a query or from a wait for something later.
     """
 
     def __init__(self):
@@ -318,6 +319,5 @@ def counting():
     finally:
         taken = native.take_counters()
         counts.places = Counter(taken.pop("places"))
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        counts.waits = [Wait(*wait, names.get(ident, name)) for *wait, ident, name in taken.pop("waits")]
+        counts.waits = [Wait(*wait) for wait in taken.pop("waits")]
         vars(counts).update(taken)

@@ -524,7 +524,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto taken = take_counters();
     py::list places, waits;
     for (const auto& wait : taken.waits)
-      waits.append(py::make_tuple(wait.kind, describe(wait.place), wait.queued, wait.thread, wait.thread_name));
+      waits.append(py::make_tuple(wait.kind, describe(wait.place), wait.queued, wait.thread));
     for (const auto& [kind, place] : taken.places)
       places.append(py::make_tuple(kind, describe(place)));
     return py::dict(

@@ -29,6 +29,7 @@ struct Stream {
   Clock clock;
   std::vector<Pending> pending;
   std::vector<Block*> freed; // since the last allocation
+  uint64_t worked = 0; // its time at the last operator or collective
   std::deque<uint64_t> kernels; // those that the host does not know to be done, by their time
   int waited_for = -1;
   PlacePtr waited;
@@ -272,11 +273,9 @@ void end_capture(bool failed) {
   TORCH_CHECK(
       state().capture_error.empty(), "simulated device: operation failed due to a previous error during capture: ", state().capture_error);
   for (int stream : joined) {
-    const auto& from = state().streams[stream].clock;
     const auto& seen = state().streams[origin].clock;
-    const auto at = [&](const Clock& clock) { return size_t(stream) < clock.size() ? clock[stream] : 0; };
     TORCH_CHECK(
-        stream == origin || at(from) <= at(seen),
+        stream == origin || (size_t(stream) < seen.size() && state().streams[stream].worked <= seen[stream]),
         "simulated device: capture was ended, but ", stream_name(stream), " has work that the capturing stream did not wait for");
   }
 }
@@ -464,6 +463,25 @@ std::string thread_name() {
   return name;
 }
 
+// The name in Python, for threads of Python.
+std::string python_thread_name() {
+  if (!has_python())
+    return thread_name();
+  const WithGil gil;
+  std::string name = thread_name();
+  auto* threading = PyImport_ImportModule("threading");
+  auto* threads = threading ? PyObject_GetAttrString(threading, "_active") : nullptr;
+  auto* ident = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  auto* thread = threads && ident ? PyObject_GetItem(threads, ident) : nullptr;
+  auto* text = thread ? PyObject_GetAttrString(thread, "name") : nullptr;
+  if (text && PyUnicode_Check(text))
+    name = PyUnicode_AsUTF8(text);
+  PyErr_Clear();
+  for (auto* object : {threading, threads, ident, thread, text})
+    Py_XDECREF(object);
+  return name;
+}
+
 void synchronize(
     const Clock& clock, const std::vector<Pending>& pending, int device, const std::string& kind, const PlacePtr& place,
     int64_t kernels_since = -1) {
@@ -474,6 +492,7 @@ void synchronize(
     queued = queued_kernels(device, clock); // before others launch more
   }
   finish(pending);
+  const auto thread = python_thread_name();
   Lock lock(state().mutex);
   auto& host = state().streams[HOST].clock;
   auto seen = host;
@@ -487,7 +506,7 @@ void synchronize(
     counters.places.emplace_back(
         for_event ? "event wait " + std::to_string(kernels_since) + " kernels later" : "synchronization", place);
   if (counters.waits.size() < MAX_PLACES)
-    counters.waits.push_back({kind, place, queued, uint64_t(pthread_self()), thread_name()});
+    counters.waits.push_back({kind, place, queued, thread});
 }
 
 bool is_over(const std::vector<Pending>& all) {
@@ -882,7 +901,7 @@ std::vector<Pending> Launch::start_later() {
     open_context(state().streams[stream_].device, place_->op.c_str());
   {
     Lock lock(state().mutex);
-    time_ = tick(stream_);
+    time_ = state().streams[stream_].worked = tick(stream_);
     if (kernel_ && stream_ != HOST) {
       state().num_kernels++;
       state().counters.kernels++;

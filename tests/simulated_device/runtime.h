@@ -107,8 +107,7 @@ struct Wait {
   std::string kind;
   PlacePtr place;
   int64_t queued; // kernels of the device that it had launched, and that it did not wait for
-  uint64_t thread;
-  std::string thread_name;
+  std::string thread;
 };
 
 struct Counters {
