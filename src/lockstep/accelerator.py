@@ -19,12 +19,14 @@ A host that waits for its device may wait for another rank: with NCCL, a collect
 only where it reads a result. So these waits are marked for the watchdog, see `lockstep.activity.DEVICE`.
 """
 
+import ctypes
 import functools
 import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +37,9 @@ from lockstep import activity
 from lockstep.errors import ConfigurationError
 
 T = TypeVar("T")
+
+# The number of cudaStreamCaptureModeRelaxed.
+_RELAXED = 2
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -91,6 +96,7 @@ def start_thread(
     def run() -> None:
         if device is not None and device.type != "cpu":
             torch.accelerator.set_device_index(device)
+            _stay_out_of_captures(device)
         target(*args)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -215,6 +221,18 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 # --- features that only CUDA has --------------------------------------------------------------------------------------
+
+
+def _stay_out_of_captures(device: torch.device) -> None:
+    """Let this thread query events while another one captures a CUDA graph, which would otherwise fail.
+
+    Source: torch's NCCL watchdog does this, https://github.com/pytorch/pytorch/pull/148594.
+    """
+    # During a capture in the mode "global", torch's default, CUDA allows such calls only to threads with another mode.
+    if device.type == "cuda" and torch.version.cuda is not None:
+        with suppress(OSError, AttributeError):  # loaded by torch already, unless it is linked statically
+            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def is_capturing(device: torch.device) -> bool:

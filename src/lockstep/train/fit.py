@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy, check_count
+from lockstep.accelerator import check_count
 from lockstep.comm.collectives import all_gather_object, is_initialized
 from lockstep.comm.world import World, init
 from lockstep.data.loader import BadSample, explaining_worker_failures
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.train.checkpoints.object_store import Place
 
 # Number of losses that stay on the device before they are read.
-_MAX_UNREAD = 256
+_MAX_UNREAD = 4096
 
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
@@ -124,36 +124,24 @@ class Throughput:
         self.num_samples, self.num_counted = 0, 0.0
         # Not the records: a step's timer holds its events.
         self._unread: list[tuple[Tensor, Tensor | None]] = []
-        self._copies: list[tuple[HostCopy, HostCopy | None]] = []
         self._took: list[tuple[int, float]] = []  # samples and seconds of each stretch of training
 
     def add(self, record: StepRecord) -> None:
-        """Add a step that ends now. Does not block."""
+        """Add a step that ends now. Blocks every 4096 steps until the device has finished it."""
         self.num_samples += record.num_samples
         self._unread.append((record.loss, record.count))
         if len(self._unread) >= _MAX_UNREAD:
-            self._read_copies()  # of 256 steps ago
-            self._copy()
+            self.read()
         self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has finished the last step."""
-        self._copy()
-        self._read_copies()
-        return self.losses
-
-    def _copy(self) -> None:
         unread, self._unread = self._unread, []
         if unread:
-            counts = [count for _, count in unread if count is not None]
-            losses = HostCopy(torch.stack([loss for loss, _ in unread]))
-            self._copies.append((losses, HostCopy(torch.stack(counts).sum()) if counts else None))
-
-    def _read_copies(self) -> None:
-        copies, self._copies = self._copies, []
-        for losses, count in copies:
-            self.losses += losses.read().tolist()
-            self.num_counted += 0.0 if count is None else float(count.read())
+            self.losses += torch.stack([loss for loss, _ in unread]).tolist()
+        if counts := [count for _, count in unread if count is not None]:
+            self.num_counted += float(torch.stack(counts).sum())
+        return self.losses
 
     def stop(self) -> None:
         """Wait for the device, and count the wait as training, before something else begins."""

@@ -78,7 +78,8 @@ class Trainer:
             settings.threads or (None if settings.reproducible is None else 1),
             deterministic=settings.reproducible is not None,
         )
-        self.caveats: list[str] = []
+        late = reproducible.find_late_cublas(self.device) if self.arithmetic.deterministic else None
+        self.caveats = [] if late is None else [late]
         self.stop_requested: Callable[[], bool] = lambda: False
         self.failure_seen: Callable[[], bool] = lambda: False
         self.num_steps_done = self._num_updates = 0

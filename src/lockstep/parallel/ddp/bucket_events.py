@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
-from lockstep.accelerator import mark_on
+from lockstep.accelerator import is_capturing, mark_on
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean
@@ -42,7 +42,7 @@ class BucketStamps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.closely = False
+        self.closely = self._is_off = False
         self.last: Reduction | None = None
         self._device = device
         self._own_work_end: Mark | None = None
@@ -58,6 +58,9 @@ class BucketStamps:
         """Handle an event of the reducer."""
         if kind is Event.BACKWARD:
             self._begin()  # also after a backward that failed
+            self._is_off = is_capturing(self._device)  # nobody can ask for the time of a captured event
+        elif self._is_off:
+            return
         elif kind is Event.BACKWARD_END:
             self._is_over = True
         # Waits within backward are for buckets that finish early, which are already reduced.
