@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.module_io import hook_tensors
+
+_Result = TypeVar("_Result")
 
 
 class Phase(Enum):
@@ -162,8 +164,7 @@ class Reducer:
         # A weak reference to the callback that will close the step. Only autograd keeps the callback alive, until it
         # has run or the backward has failed. The phase alone does not show whether a backward still runs.
         self._queued_close: Callable[[], object] = _nothing
-        # By parameter, whether it received a gradient since the last synchronised step, in no_sync() too.
-        self._used = bytearray(len(bucket_set.parameters))
+        self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
         self._in_flight: list[Bucket] = []  # launched in this step, in order
         self._num_finished = 0  # of these, those that are reduced and settled
         self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has interrupted
@@ -171,6 +172,7 @@ class Reducer:
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
+        self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
         self._may_hook = True
         self._reset_step()
         self._launches_last_early = False
@@ -215,6 +217,7 @@ class Reducer:
                 parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
                 hook = partial(Reducer._on_gradient, this, index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
                 parameter.requires_grad_(requires_grad)
 
     def _rebuild_buckets(self) -> bool:
@@ -224,7 +227,7 @@ class Reducer:
         """Remove the hooks from the parameters permanently."""
         for handle in self._hooks:
             handle.remove()
-        self._hooks, self._may_hook = [], False
+        self._hooks, self._hook_dicts, self._may_hook = [], [], False
 
     # --- around forward ---------------------------------------------------------------------------------------------
 
@@ -311,6 +314,7 @@ class Reducer:
         if self._phase is Phase.COLLECTING:
             self._abandon_step()
         self._phase = Phase.COLLECTING
+        self._num_foreign_hooks = sum(map(len, self._hook_dicts)) - len(self._hooks)
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._queued_close = weakref.ref(close)
@@ -333,7 +337,7 @@ class Reducer:
         if self._queued_close() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
-                    self._used[index] = 1
+                    self._used.add(index)
                     if self._phase is not Phase.ARMED:
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
@@ -345,19 +349,22 @@ class Reducer:
                 self._launch_complete()
 
     def _note_arrivals(self) -> None:
-        """Mark the parameters whose gradients have arrived since the last call."""
+        """Record the gradients that have arrived since the last call."""
         arrived = self._arrived[self._num_noted :]
         self._num_noted += len(arrived)
+        self._received.update(arrived)
+        self._used.update(arrived)
+        if len(self._received) == self._num_noted:
+            return
         for index in arrived:
             # A second gradient: autograd has added it to the first, which is fine if that has not been launched.
-            if self._received[index] and self.bucket_set.position_of[index] < self._num_launched:
+            if self.bucket_set.position_of[index] < self._num_launched:
                 raise LockstepError(
                     f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
                     "gradient in one backward, after its bucket had been sent.\nThis happens when a layer is "
                     "checkpointed several times with use_reentrant=True in some steps but not in the first. "
                     "Use use_reentrant=False."
                 )
-            self._used[index] = self._received[index] = 1
 
     def _launch_complete(self) -> None:
         """Launch the complete buckets, up to the first that is incomplete or has to wait."""
@@ -370,7 +377,7 @@ class Reducer:
                 return
         buckets = self.bucket_set.buckets if self.bucket_set.is_rebuilt else []  # the first step only observes
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
-            num_missing = sum(not self._received[index] for index in bucket.spec.parameters)
+            num_missing = len(bucket.members - self._received)
             if num_missing:
                 self._num_awaited = self._num_noted + num_missing  # before that it cannot be complete
                 return
@@ -384,8 +391,8 @@ class Reducer:
     def _is_settled(self, bucket: Bucket) -> bool:
         """Return whether no hook of the script can change a gradient that has arrived."""
         is_settled = True
-        for index in bucket.spec.parameters:
-            hooks, handle = self.bucket_set.parameters[index]._post_accumulate_grad_hooks, self._hooks[index]
+        for index in bucket.spec.parameters if self._num_foreign_hooks else ():
+            hooks, handle = self._hook_dicts[index], self._hooks[index]
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
                 # A hook registered after ours may still run. So the bucket waits until the step closes. From the next
                 # backward on, our hook runs last.
@@ -400,12 +407,12 @@ class Reducer:
         """
         self._num_launched += 1
         self._notify(Event.READY, bucket)
-        used = list(map(self._used.__getitem__, bucket.spec.parameters))
+        all_used = bucket.members <= self._used
         divisor = self.divisor if self.reduction.sums_payloads else None
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
-        if self._skip_unused_buckets and not any(used):  # the caller guarantees that this holds on all ranks
+        if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks
             return
-        bucket.gather(used, scale, late=self.reduction.takes_pieces)
+        bucket.gather(None if all_used else self._used, scale, late=self.reduction.takes_pieces)
         if bucket.missing and is_capturing(bucket.spec.device):
             raise ConfigurationError(
                 f"Parameter {bucket.names[min(bucket.missing)]} received no gradient in a step that is captured in a "
@@ -413,8 +420,8 @@ class Reducer:
             )
         self._notify(Event.GATHERED, bucket)
         # Also if not alone: on shm a call begins in this thread, and continues in it if no rank is late.
-        with self._waiting_for(bucket, is_observed=alone):
-            bucket.future = self.reduction.start(bucket, alone=alone)
+        start = partial(self.reduction.start, bucket, alone=alone)
+        bucket.future = self._wait_in(start, bucket, is_observed=alone)
         # From here on the reduction may write to the bucket until its future is done, even if this step fails.
         self._in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
@@ -441,7 +448,7 @@ class Reducer:
                 if not self.bucket_set.is_rebuilt:
                     self.weights.agree_first(self.weights.message())
                 message = self.weights.message()
-                exchange = self._exchange_used(self._used)
+                exchange = self._exchange_used()
                 for bucket in self.bucket_set.buckets[self._num_launched :]:
                     self._launch(bucket, alone=bucket.is_last)
                 self._finish(message, exchange and exchange())
@@ -455,7 +462,7 @@ class Reducer:
                 # Now that gradients are settled, new buckets can adopt them.
                 if not self.bucket_set.is_rebuilt:
                     self.bucket_set.rebuild(self._arrived, group=self._group)
-                self._used = bytearray(len(self._used))
+                self._used = set()
                 self.num_buckets_reduced = len(self._in_flight)
                 self._notify(Event.CLOSED)
             finally:
@@ -475,7 +482,7 @@ class Reducer:
         self.weights.lacks_gradients = lacks and self.bucket_set.device.type != "cpu"
         factor: float | Tensor = 1.0
         if not self._finishes_one_by_one and self._in_flight:
-            factor, counts = self._correction(self._in_flight, self._used, message)
+            factor, counts = self._correction(self._in_flight, message)
             if num_users is None and counts is not None and lacks:
                 num_users = counts.tolist()
         while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
@@ -515,18 +522,16 @@ class Reducer:
     def _wait_for(self, bucket: Bucket) -> None:
         """Wait for ``bucket``, unless this has been done."""
         if bucket.future is not None:
-            with self._waiting_for(bucket):
-                self.reduction.finish(bucket, bucket.future)
+            self._wait_in(partial(self.reduction.finish, bucket, bucket.future), bucket)
             bucket.future = None
 
-    @contextmanager
-    def _waiting_for(self, bucket: Bucket, *, is_observed: bool = True) -> Iterator[None]:
-        """Report the bucket to the watchdog and to observers, and name it in the error of a failed reduction inside."""
+    def _wait_in(self, function: Callable[[], _Result], bucket: Bucket, *, is_observed: bool = True) -> _Result:
+        """Call ``function``; report the bucket to the watchdog and to observers, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
         try:
-            yield
+            return function()
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
@@ -540,9 +545,7 @@ class Reducer:
             if is_observed:
                 self._notify(Event.WAIT_END, bucket)
 
-    def _correction(
-        self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]
-    ) -> tuple[float | Tensor, Tensor | None]:
+    def _correction(self, buckets: Sequence[Bucket], message: Sequence[float]) -> tuple[float | Tensor, Tensor | None]:
         """Return the factor for a weighted mean, and the number of ranks that used each parameter if tails lack it.
 
         Waits for those of ``buckets`` that are needed for this. Collective: every rank.
@@ -556,10 +559,13 @@ class Reducer:
         for bucket in buckets if carrier is None else [carrier]:
             self._wait_for(bucket)
         if not self.reduction.sums_payloads:
-            counts, messages = self.reduction.count_users(used, message, self.weights.device)
+            counts, messages = self.reduction.count_users(self._used_flags(), message, self.weights.device)
         return self.weights.correction(carrier, messages, message), counts
 
-    def _exchange_used(self, used: Sequence[int]) -> Callable[[], list[int]] | None:
+    def _used_flags(self) -> list[bool]:
+        return [index in self._used for index in range(len(self.bucket_set.parameters))]
+
+    def _exchange_used(self) -> Callable[[], list[int]] | None:
         """Start to exchange which parameters the ranks used, if some rank lacked gradients before.
 
         Collective: every rank. See [Note: parameters without a gradient]. Does not block, except at the first time.
@@ -570,7 +576,7 @@ class Reducer:
         if not self.weights.some_lack or is_capturing(self.bucket_set.device):
             return None
         self._cpu_group = self._cpu_group or cpu_group(self._group)
-        flags = torch.tensor(list(used), dtype=torch.uint8)
+        flags = torch.tensor(self._used_flags(), dtype=torch.uint8)
         work = all_reduce_work(flags, group=self._cpu_group, op="max")
 
         def wait() -> list[int]:
@@ -594,15 +600,15 @@ class Reducer:
             self._close_step()
             return
         self.weights.check_last_step()
-        message, used = self.weights.encode(), bytes(len(self._used))
+        message, self._used = self.weights.encode(), set()
         if not self.bucket_set.is_rebuilt:
             self.weights.agree_first(message)
-        exchange = self._exchange_used(used)
+        exchange = self._exchange_used()
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
-            with self._waiting_for(bucket, is_observed=False):
-                bucket.future = self.reduction.start(bucket, alone=False)
-        self._correction(buckets, used, message)
+            start = partial(self.reduction.start, bucket, alone=False)
+            bucket.future = self._wait_in(start, bucket, is_observed=False)
+        self._correction(buckets, message)
         for bucket in buckets:
             self._wait_for(bucket)
         if exchange is not None:
@@ -614,8 +620,7 @@ class Reducer:
 
     def _abandon_step(self) -> None:
         """Discard a backward that failed; block until no reduction writes into its buckets any more."""
-        for index in self._arrived:
-            self._used[index] = 1  # the gradients stay
+        self._used.update(self._arrived)  # the gradients stay
         self._reset_step()
         while self._abandoned:
             with suppress(RuntimeError):  # it failed, too: nothing is written any more
@@ -628,8 +633,8 @@ class Reducer:
                 self._abandoned.append(bucket.future)
         self._in_flight, self._num_finished, self._num_launched = [], 0, 0
         self._arrived: list[int] = []  # parameters, in the order in which their gradients arrived in this step
-        self._num_noted = 0  # of these, the number that is recorded in the next attribute, by parameter
-        self._received = bytearray(len(self._used))
+        self._num_noted = 0  # of these, the number that is recorded in the next attribute
+        self._received: set[int] = set()
         self._num_awaited = 1  # the number of arrivals at which another bucket may be complete
         if self.weights.window is not None:
             self.weights.window.close()
