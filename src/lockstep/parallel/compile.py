@@ -37,8 +37,7 @@ def keep_out_of_graphs(function: _Function) -> _Function:
 
 def has_compiled() -> bool:
     """Return whether torch.compile has compiled anything in this process."""
-    utils = sys.modules.get("torch._dynamo.utils")  # not imported if nothing is compiled
-    return utils is not None and "frames" in utils.counters
+    return "frames" in getattr(sys.modules.get("torch._dynamo.utils"), "counters", ())
 
 
 def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:

@@ -71,10 +71,9 @@ def plan_buckets(
         members = open_buckets.pop(key)
         first = parameters[members[0]]
         kind = first.dtype, first.device, first.sparse, first.deferred
+        laid = sorted(members, key=lambda index: ends_unaligned(parameters[index].numel * first.dtype.itemsize))
         # A bucket is ready when its last gradient is, so launches are ordered by the last gradient.
-        last = position[members[-1]]
-        members.sort(key=lambda index: ends_unaligned(parameters[index].numel * first.dtype.itemsize))  # stable
-        finished.append((last, BucketSpec(tuple(members), *kind, size_bytes.pop(key))))
+        finished.append((position[members[-1]], BucketSpec(tuple(laid), *kind, size_bytes.pop(key))))
         num_closed[key] += 1
 
     for index in order:

@@ -3,8 +3,8 @@
 import gc
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast, final
 
@@ -22,7 +22,6 @@ from lockstep.comm.collectives import (
     Join,
     Joinable,
     JoinHook,
-    Pieces,
     Work,
     all_reduce_together,
     reduce_scatter_slices,
@@ -183,9 +182,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for buffer in trained:  # autograd must notice that saved tensors have changed
             torch.autograd.graph.increment_version(buffer.parameters)
         self._end_writing(trained)
-        if self._laid_for is not None:  # buckets have the order of backward, and the next forward begins with the last
-            trained.reverse()
-        self._gathers = partition.start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
+        # Buckets have the order of backward, and the next forward begins with the last.
+        in_order = trained if self._laid_for is None else trained[::-1]
+        self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
         # The loaded state has been used: from now on the optimizer has its own.
         self._loaded = None
         if not self.overlaps:
@@ -217,15 +216,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for _, works in gathers:
             partition.wait_for_gather(works)
 
-    @contextmanager
-    def wait_late(self) -> Iterator[None]:
-        """Have each operation of a forward inside the block wait for the parameters that it uses, see `wait`."""
+    def wait_late(self) -> AbstractContextManager[None]:
+        """Return a context for a forward, in which operations wait for the parameters that they use; see `wait`."""
         # Compiled code checks the classes of parameters, and a class of their own has operations of its own.
         if has_compiled() or {nn.Parameter} != set(map(type, self._parameters)):
             self.wait()
         gathers, self._gathers = self._gathers, []
-        with partition.wait_late(gathers, self.join_device) if gathers else nullcontext():
-            yield
+        return partition.wait_late(gathers, self.join_device) if gathers else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
@@ -570,8 +567,7 @@ class _Works:
 class ReduceScatterMean(BucketReduction):
     """The mean over ranks; each rank gets its slice of it, and all ranks get the tail.
 
-    The tails of all buckets are reduced together at the end of backward, in one collective. On shm, which fills buckets
-    while it reduces them, and in groups written in Python each tail is reduced with its bucket.
+    The tails of all buckets are reduced together at the end of backward, in one collective.
 
     [Note: what is in param.grad]
     A reduce-scattered bucket holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
@@ -587,14 +583,14 @@ class ReduceScatterMean(BucketReduction):
         group: The ranks that take part.
     """
 
-    leaves_whole = False
+    leaves_whole = finishes_alone = False
 
     def __init__(self, reducer: Reducer, group: Group) -> None:
         self._bucket_set, self._group = reducer.bucket_set, group
         self._first_step = AllReduceMean(group)
         self.takes_pieces = self._first_step.takes_pieces
-        self.finishes_alone = self.takes_pieces or not collectives.is_native(group)
-        self._without_tails: list[tuple[Tensor, _Works]] = []  # the tails that are not reduced yet, and their buckets
+        # By position of a bucket, from `start` to `finish`: its tail, which is not reduced yet.
+        self._tails: dict[int, tuple[Tensor, _Works]] = {}
         self._reduced: set[int] = set()
         self._watched: set[int] = set()
 
@@ -605,22 +601,16 @@ class ReduceScatterMean(BucketReduction):
         slices, tail = bucket.payload[: bucket.tail_start], bucket.payload[bucket.tail_start :]
         pieces = bucket.take_pieces() if self.takes_pieces else None
         pending = _Works([reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)])
-        if not self.finishes_alone:
-            self._without_tails.append((tail, pending))
-        else:
-            pieces = pieces and Pieces()  # they have been copied in
-            pending.works.append(collectives.all_reduce_work(tail, group=self._group, alone=alone, pieces=pieces))
-            if alone and tail.is_cpu:
-                pending.wait()
+        self._tails[bucket.position] = tail, pending
         return cast("Future[Any]", pending)
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        without, self._without_tails = self._without_tails, []
-        if without:  # all buckets are launched
-            works = all_reduce_together([tail for tail, _ in without], group=self._group)
-            for _, pending in without:
+        if self._tails:  # all buckets are launched
+            works = all_reduce_together([tail for tail, _ in self._tails.values()], group=self._group)
+            for _, pending in self._tails.values():
                 pending.works += works
+            self._tails = {}
         future.wait()
 
     def reset(self) -> None:
@@ -629,8 +619,6 @@ class ReduceScatterMean(BucketReduction):
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
-        if kind is Event.BACKWARD:
-            self._without_tails = []  # of a backward that failed
         if kind is not Event.REDUCED or bucket is None:
             return
         if not self._bucket_set.is_rebuilt:  # the first step: all ranks have its gradients

@@ -237,18 +237,19 @@ def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
 # The collectives that bring the parameters of a buffer.
 Gather = tuple[FlatBuffer, list[Work]]
 
+# By id of a parameter that is being received: waits for it.
+_arrivals: dict[int, Callable[[], None]] = {}
+
 
 class _ArrivingParameter(nn.Parameter):
     """A parameter that is being received; torch calls this class for each operation on it, as for lazy parameters."""
-
-    arrive: Callable[[], None]
 
     @classmethod
     @keep_out_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in tree_leaves((args, kwargs)):
             if type(each) is cls:
-                each.arrive()
+                _arrivals[id(each)]()
         return func(*args, **(kwargs or {}))
 
 
@@ -272,6 +273,7 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
                 wait_for_gather(works)
         for parameter in buffer.parameters:
             parameter.__class__ = nn.Parameter
+            _arrivals.pop(id(parameter), None)
 
     def before_forward(module: nn.Module, _inputs: Any) -> None:
         is_elsewhere = main is not None and torch.accelerator.current_stream(device) != main
@@ -280,21 +282,19 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
                 finish(*each)
         for parameter in module._parameters.values():
             if type(parameter) is _ArrivingParameter:
-                parameter.arrive()
+                _arrivals[id(parameter)]()
 
     hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
     try:
         for buffer, works in gathers:
             for parameter in buffer.parameters:
                 parameter.__class__ = _ArrivingParameter
-                vars(parameter)["arrive"] = partial(finish, buffer, works)
+                _arrivals[id(parameter)] = partial(finish, buffer, works)
         yield
     finally:
         hook.remove()
         for buffer, works in gathers:
             finish(buffer, works)
-            for parameter in buffer.parameters:
-                del vars(parameter)["arrive"]
 
 
 def wait_for_gather(works: Iterable[Work]) -> None:
