@@ -16,7 +16,7 @@ export DEVICES PYTHON VENV
 unexport PYTHONDONTWRITEBYTECODE  # what one process of the tests has compiled, hundreds of others need
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check docs gallery format bench wheels clean
+.PHONY: help setup demo test soak check docs gallery format bench gpu wheels clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,11 @@ format: setup  ## Put the code into the house format
 bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; CHECK=1: what got slower
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(CHECK),--check) $(ONLY)
+
+# Without .venv: on a machine with GPUs the Python that has torch will do, also without a network.
+gpu: MINUTES = 9
+gpu:  ## Test and measure on the GPUs of this machine for MINUTES=9; needs no setup (exit status 2 without a GPU)
+	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m bench.gpu_proof --minutes $(MINUTES)
 
 wheels:  ## Build wheels for x86_64 and aarch64 from the last commit, and check them (the head of tools/wheels.sh says with what)
 	tools/wheels.sh

@@ -14,7 +14,7 @@
     single       one process and one core for the batches of all ranks
 
 All use AdamW, with torch's defaults or fused, which is faster on CPUs, too. ``dp`` and ``single`` run on rank 0 alone,
-while the others sleep.
+while the others sleep. On GPUs (bench/gpu_steps.py) NCCL's group takes the place of both Gloo's and that of shm.
 """
 
 import importlib.util
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
@@ -34,6 +33,7 @@ from bench.models import Batch, Workload, loss_of
 from lockstep.comm.shm.process_group import ShmProcessGroup
 
 LEARNING_RATE = 1e-4
+CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 ON_RANK_ZERO = ("dp", "single")
 NEEDS = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
@@ -52,6 +52,8 @@ class Ranks:
     """Of all ranks, by rank; each rank has them all, and trains on its own, or on all of them as ``dp`` does."""
     options: dict[str, Any]
     """Of AdamW."""
+    device: torch.device = CPU
+    """Of this rank."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def torch_shm(model: nn.Module, ranks: Ranks) -> Step:
 
 
 def torch_zero(model: nn.Module, ranks: Ranks) -> Step:
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
     optimizer = TorchZero(model.parameters(), torch.optim.AdamW, process_group=ranks.gloo, **ranks.options)
     return plain_step(TorchDDP(model, process_group=ranks.gloo), optimizer)
 
@@ -202,5 +206,5 @@ def make_trainee(name: str, workload: Workload, ranks: Ranks) -> Trainee | None:
     if name in ON_RANK_ZERO and dist.get_rank() > 0:
         return None
     torch.manual_seed(0)
-    model = workload.model()
+    model = workload.model().to(ranks.device)
     return Trainee(model, MAKE[name](model, ranks))

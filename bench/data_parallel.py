@@ -11,7 +11,7 @@ outputs. In its favour its threads, too, get one core each.
 With ``--against-ddp``: training steps of the five models of bench/models.py on two CPU devices with one core each, ours
 (`DistributedDataParallel` on shm, two processes), with ZeRO-1, ``dp`` (`DataParallel`, one process, two threads), and
 one process with one core for the batches of both; interleaved, see bench/steps.py. What each GPU holds at its peak is
-for bench/gpu.py: CPU devices share memory.
+for bench/gpu_proof.py: CPU devices share memory.
 
 Usage: python -m bench.data_parallel [--rounds N] [--against-ddp [--only MODEL]] [--json FILE]
 """

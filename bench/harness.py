@@ -49,13 +49,14 @@ def progress(items: Sequence[Any], title: str, *, shown: bool = True) -> Iterato
         yield from bar.track(items, description=title)
 
 
-def slowest(seconds: float) -> float:
+def slowest(seconds: float, group: dist.ProcessGroup | None = None) -> float:
     """Return the largest of all ranks' ``seconds``. Collective: every rank; also lets them leave together.
 
-    It goes over the default group, which is Gloo's in the benchmarks: who waits there sleeps, and takes no core.
+    It goes over a group of Gloo's, as the default one is in the benchmarks on CPUs: who waits there sleeps, and takes
+    no core.
     """
     value = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return float(value)
 
 

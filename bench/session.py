@@ -49,7 +49,7 @@ PARTS = {
 """What is measured, by the name that it is kept under: a script of bench/ and its options."""
 TIMEOUT_S = 1800.0
 GRACE_S = 20.0
-NO_SCRIPTS = {"session", "harness", "models", "contenders"}
+NO_SCRIPTS = {"session", "harness", "models", "contenders", "gpu_proof", "gpu_steps", "gpu_waits"}
 
 
 def main(arguments: Sequence[str]) -> int:

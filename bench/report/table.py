@@ -104,22 +104,23 @@ def text(spread: Spread | None) -> str:
     return "" if spread is None else f"{spread.median:.2f}"
 
 
-def between_marks(page: str) -> str:
+def between_marks(page: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """Return what stands between the marks now."""
-    return page.split(BEGIN, 1)[1].split(END, 1)[0].strip("\n")
+    return page.split(marks[0], 1)[1].split(marks[1], 1)[0].strip("\n")
 
 
-def with_block(page: str, content: str) -> str:
+def with_block(page: str, content: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """Return the page with ``content`` between its marks.
 
     Raises:
         ValueError: The marks are not there, once each and in order.
     """
-    before, found, rest = page.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not found or not ended or BEGIN in rest or END in after:
-        raise ValueError(f"The page needs the lines {BEGIN!r} and {END!r}, once each.")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+    begin, end = marks
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended or begin in rest or end in after:
+        raise ValueError(f"The page needs the lines {begin!r} and {end!r}, once each.")
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def write(run: Run | None) -> None:

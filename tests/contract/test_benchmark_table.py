@@ -1,7 +1,8 @@
-"""The tables of figures in the README and docs/speed.md are those of the newest run in bench/results."""
+"""The tables of figures in the README and docs/speed.md are those of the newest runs in bench/results."""
 
 import pytest
 
+from bench.report import gpu
 from bench.report.run import newest
 from bench.report.table import README, SPEED, between_marks, blocks
 
@@ -9,3 +10,7 @@ from bench.report.table import README, SPEED, between_marks, blocks
 @pytest.mark.parametrize("page", [README, SPEED], ids=lambda page: page.name)
 def test_the_table_is_that_of_the_newest_run(page):
     assert between_marks(page.read_text()) == blocks(newest())[page]
+
+
+def test_the_gpu_results_are_those_of_the_filed_runs():
+    assert between_marks(SPEED.read_text(), gpu.MARKS) == gpu.block(gpu.runs())

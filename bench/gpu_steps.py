@@ -1,0 +1,288 @@
+"""Training steps on all GPUs of this machine, for bench/gpu_proof.py: what synchronisation costs, ours and torch's.
+
+    none, torch, torch-view, torch-zero, ours, ours-zero    see bench/contenders.py, with NCCL
+    fit             the loop of `lockstep.fit`, from a dataset in the memory of the host, with all that it does besides
+    ..., captured   the whole step in a CUDA graph
+    dp, torch-dp    lockstep's and torch's DataParallel: one process, all GPUs, as many samples for each
+
+All use AdamW(fused=True). A round gives each contender one turn of a few steps, in the same processes; the order
+rotates and every other round runs backwards. A turn begins and ends with a synchronisation of the device, and the
+slowest rank counts. ``host`` is the time until the call of the first step of a turn returns; ``kernels`` are those of
+rank 0 in a step; memory is the most that torch's allocator had handed out while a contender was made and took its first
+steps, less what it had before, on the GPU with the most.
+"""
+
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import TensorDataset
+
+import lockstep
+from bench.contenders import LEARNING_RATE, Ranks, Step, Trainee, make_trainee, plain_step
+from bench.harness import run_rounds, slowest, summarize
+from bench.models import GPU_MODELS, TINY_GPU_MODELS, Workload, loss_of
+from lockstep import World
+from lockstep.accelerator import synchronize
+from lockstep.train.fit import Run
+from lockstep.train.settings import FitSettings
+from lockstep.train.stopping import StopSignals
+
+EAGER = ("none", "torch", "torch-view", "ours", "ours-zero", "torch-zero", "fit")
+CAPTURED = ("none", "torch", "ours")
+LEAN = ("none", "torch", "torch-view", "ours", "ours-zero")
+"""For the model that is so large that each contender needs gigabytes."""
+LARGE, NOT_CAPTURED = "gpt 1B", ("gpt 1B", "gpt 124M, 16k tokens")
+"""A graph keeps the memory of all activations."""
+BYTES_OF_LARGE = 14
+"""A parameter of it, with its gradient, bucket and state of AdamW, and what the steps take, by contender."""
+WARM_UP_STEPS = 12
+"""torch asks for 11 before a wrapped step is captured."""
+TURN_S = 0.25
+MOST_STEPS = 20
+Kind = str
+"""``cuda``, or to try the script out ``cpu`` or ``sim``."""
+
+
+def models_of(kind: Kind) -> dict[str, Workload]:
+    return GPU_MODELS if kind == "cuda" else TINY_GPU_MODELS
+
+
+def join(kind: Kind) -> World:
+    """Return the world of this rank. Collective: every rank."""
+    torch.set_num_threads(1)
+    if kind == "sim":
+        from tests import simulated_device
+
+        simulated_device.load()
+    return lockstep.init(device="cpu" if kind == "cpu" else None)
+
+
+def ranks_of(workload: Workload, world: World, control: dist.ProcessGroup) -> Ranks:
+    """Return what contenders need; the batch is this rank's own."""
+    torch.manual_seed(1 + world.rank)
+    batch = tuple(part.to(world.device) for part in workload.batch())
+    options: dict[str, Any] = {"lr": LEARNING_RATE}
+    if world.device.type != "sim":
+        options["fused"] = True
+    return Ranks(world.group, world.group, [batch] * world.world_size, options, world.device)  # type: ignore[list-item]
+
+
+def fit_run(task: lockstep.Task, world: World, **settings: Any) -> Run:
+    """Return a run of `lockstep.fit` whose steps somebody else calls. Collective: every rank."""
+    chosen = FitSettings(**{"strategy": "ddp", "steps": 1_000_000, "quiet": True, **settings})
+    return Run(task, chosen, world, StopSignals(enabled=False, rank=world.rank), None, None)
+
+
+def by_fit(workload: Workload, ranks: Ranks, world: World) -> tuple[Run, Step]:
+    """Return the run and its step, on as many samples as the others have, from a dataset of a few batches."""
+    parts = [workload.batch() for _ in range(2 * world.world_size)]
+    samples = TensorDataset(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    task = lockstep.Task(
+        model=workload.model,
+        dataset=lambda: samples,
+        loss=loss_of,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, **ranks.options),
+        global_batch_size=world.world_size * len(parts[0][0]),
+    )
+    run = fit_run(task, world)
+    return run, lambda batch: run.step()
+
+
+def captured(name: str, workload: Workload, ranks: Ranks) -> Callable[[], object]:
+    """Return the replay of a whole step; all was made and warmed up on the stream of its own that the graph needs."""
+    ranks = replace(ranks, options={**ranks.options, "capturable": True})
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        trainee = made(name, workload, ranks)
+        for _ in range(WARM_UP_STEPS):
+            trainee.step(ranks.batches[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            trainee.step(ranks.batches[0])
+    torch.cuda.current_stream().wait_stream(side)
+    return graph.replay
+
+
+def made(name: str, workload: Workload, ranks: Ranks) -> Trainee:
+    trainee = make_trainee(name, workload, ranks)
+    assert trainee is not None
+    return trainee
+
+
+class Contenders:
+    """The contenders of one model on one rank: steps, and what was found of each.
+
+    Args:
+        world: Of this rank.
+        control: A group of Gloo's, over which ranks agree.
+    """
+
+    def __init__(self, world: World, control: dist.ProcessGroup) -> None:
+        self.world, self.control = world, control
+        self.steps: dict[str, Callable[[], object]] = {}
+        self.host_s: dict[str, list[float]] = {}
+        self.peak_mib: dict[str, float] = {}
+        self.kernels: dict[str, int] = {}
+        self.missing: dict[str, str] = {}
+
+    def add(self, name: str, make: Callable[[], Callable[[], object]]) -> None:
+        """Make a contender, which takes its first steps, if there is memory for it. Collective: every rank."""
+        device, error = self.world.device, ""
+        memory = torch.get_device_module(device) if device.type != "cpu" else None
+        synchronize(device)
+        before = 0
+        if memory is not None:
+            memory.reset_peak_memory_stats(device)
+            before = memory.memory_allocated(device)
+        try:
+            step = make()
+            for _ in range(WARM_UP_STEPS):
+                step()
+            synchronize(device)
+        except torch.OutOfMemoryError as problem:
+            error = str(problem).splitlines()[0]
+        if slowest(float(bool(error)), self.control):
+            self.missing[name] = error or "another rank has no memory for it"
+            gc.collect()
+            return
+        self.steps[name], self.host_s[name] = step, []
+        if memory is not None:
+            peak = memory.max_memory_allocated(device) - before
+            self.peak_mib[name] = slowest(peak / 2**20, self.control)
+        self.kernels[name] = self.count_kernels(step)
+
+    def count_kernels(self, step: Callable[[], object]) -> int:
+        """Return how many kernels and copies a step launches on this rank's device."""
+        device = self.world.device
+        if device.type == "sim":
+            with torch.sim.counting() as counts:  # type: ignore[attr-defined]
+                step()
+            return int(counts.kernels)
+        if device.type != "cuda":
+            step()
+            return 0
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        return sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in events)
+
+    def turn(self, name: str, count: int) -> float:
+        """Return the seconds of one of ``count`` steps on the slowest rank. Collective: every rank."""
+        step = self.steps[name]
+        synchronize(self.world.device)
+        slowest(0.0, self.control)
+        start = time.perf_counter()
+        step()
+        host_s = time.perf_counter() - start
+        for _ in range(count - 1):
+            step()
+        synchronize(self.world.device)
+        seconds = slowest((time.perf_counter() - start) / count, self.control)
+        self.host_s[name].append(slowest(host_s, self.control))
+        return seconds
+
+    def measure(self, title: str, seconds: float) -> dict[str, Any]:
+        """Return the figures of all, in as many rounds as there is time for. Collective: every rank."""
+        counts = {name: min(max(2, math.ceil(TURN_S / self.turn(name, 2))), MOST_STEPS) for name in self.steps}
+        round_s = sum(self.turn(name, count) * count for name, count in counts.items())
+        self.host_s = {name: [] for name in self.steps}
+        num_rounds = min(max(5, int(seconds / max(round_s, 1e-3))), 40)
+        turns = {name: functools.partial(self.turn, name, count) for name, count in counts.items()}
+        found = summarize(run_rounds(turns, num_rounds, title, shown=self.world.is_rank_zero))
+        return {
+            **found,
+            "host_s": summarize(self.host_s)["seconds"],
+            "peak_mib": self.peak_mib,
+            "kernels": self.kernels,
+            "missing": self.missing,
+        }
+
+
+def measure(name: str, kind: Kind, deadline: float) -> dict[str, Any]:
+    """Return the figures of a model, about at ``deadline``; the same on all ranks. Collective: every rank."""
+    with join(kind) as world:
+        control = dist.new_group(backend="gloo")
+        workload = models_of(kind)[name]
+        ranks = ranks_of(workload, world, control)
+        found, runs = Contenders(world, control), []
+        contenders = EAGER
+        if name == LARGE:
+            need = BYTES_OF_LARGE * sum(parameter.numel() for parameter in on_meta(workload).parameters())
+            free = -slowest(-float(torch.cuda.mem_get_info(world.device)[0]), control)
+            contenders = LEAN[: int(free // need)] if free >= 2 * need else ()
+            found.missing = dict.fromkeys(LEAN[len(contenders) :], "not enough memory")
+
+        def make_by_fit() -> Callable[[], object]:
+            run, step = by_fit(workload, ranks, world)
+            runs.append(run)
+            return functools.partial(step, ranks.batches[0])
+
+        for contender in contenders:
+            found.add(
+                contender, make_by_fit if contender == "fit" else functools.partial(eager, contender, workload, ranks)
+            )
+        for contender in CAPTURED if kind == "cuda" and name not in NOT_CAPTURED else ():
+            found.add(f"{contender}, captured", functools.partial(captured, contender, workload, ranks))
+        left_s = slowest(deadline - time.time(), control)
+        figures = found.measure(name, left_s) if found.steps else {"missing": found.missing}
+        for run in runs:
+            run.close()
+        return figures
+
+
+def eager(name: str, workload: Workload, ranks: Ranks) -> Callable[[], object]:
+    return functools.partial(made(name, workload, ranks).step, ranks.batches[0])
+
+
+def on_meta(workload: Workload) -> nn.Module:
+    with torch.device("meta"):
+        return workload.model()
+
+
+def measure_replicas(name: str, kind: Kind, deadline: float, num_devices: int) -> dict[str, Any]:
+    """Return the figures of both classes DataParallel in this process, which uses all devices."""
+    with join(kind) as world:
+        workload = models_of(kind)[name]
+        devices = [torch.device(kind, index) if kind != "cpu" else world.device for index in range(num_devices)]
+        ranks = ranks_of(workload, world, world.group)  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        parts = [workload.batch() for _ in devices]
+        whole = tuple(torch.cat(tensors).to(devices[0]) for tensors in zip(*parts, strict=True))
+        shards = [tuple(part.to(device) for part in shard) for device, shard in zip(devices, parts, strict=True)]
+        scales = [1 / len(devices)] * len(devices)
+
+        def ours() -> Callable[[], object]:
+            model = workload.model().to(devices[0])
+            wrapped = lockstep.DataParallel(model, devices)
+            optimizer = torch.optim.AdamW(model.parameters(), **ranks.options)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                wrapped.backward(loss_of, shards, scales)
+                optimizer.step()
+
+            return step
+
+        def torchs() -> Callable[[], object]:
+            model = workload.model().to(devices[0])
+            wrapped = nn.DataParallel(model, [device.index for device in devices])
+            step = plain_step(wrapped, torch.optim.AdamW(model.parameters(), **ranks.options))
+            return functools.partial(step, whole)  # type: ignore[arg-type]
+
+        found = Contenders(world, dist.new_group(backend="gloo"))
+        if kind == "cuda":  # torch's refuses the others
+            found.add("torch-dp", torchs)
+        found.add("dp", ours)
+        return found.measure(f"{name}, DataParallel", deadline - time.time())

@@ -1,0 +1,68 @@
+"""`make gpu` where there is no GPU: it says so; and what it measures, tried out on CPU ranks."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from bench import gpu_proof, gpu_steps, gpu_waits
+from bench.report import gpu
+from tests.models import soak
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Give ``run(*arguments)``: the exit status, what was printed, and what was kept."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu_proof", *arguments])
+        monkeypatch.setattr(gpu_proof, "TRIALS", tmp_path)
+        monkeypatch.setattr(gpu_proof, "RESULTS", tmp_path)
+        status = gpu_proof.main()
+        return status, capsys.readouterr().out, [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+
+    return call
+
+
+def test_without_a_gpu_it_says_so_in_one_line(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = f"torch {torch.__version__} finds no CUDA GPU on this machine, so there is nothing to prove here.\n"
+    assert run() == (2, text, [])
+
+
+def test_a_section_that_is_cut_off_is_kept_and_listed(run):
+    status, out, [kept] = run("--device", "cpu", "--only", "waits", "--minutes", "0.01")
+    assert status == 0 and kept["gpus"]["number"] == 2
+    assert kept["sections"]["waits"]["status"] == "cut off"
+    assert "Section tests: it was not run." in kept["not_proved"] and "  - Section tests: it was not run.\n" in out
+    assert any(line.startswith("Section waits: it was cut off after") for line in kept["not_proved"])
+    assert "- waits: cut off" in gpu.block([kept])
+
+
+@pytest.mark.soak
+def test_all_sections(run):
+    status, _, [kept] = run("--device", "cpu", "--minutes", "4")
+    assert status == 0
+    assert {name: section["status"] for name, section in kept["sections"].items()} == dict.fromkeys(
+        gpu_proof.SHARES, "done"
+    )
+    assert (
+        set(kept["sections"]["waits"]["passed"]) == set(gpu_waits.SETTINGS) == set(kept["sections"]["waits"]["waits"])
+    )
+    assert "| **`lockstep.fit`** |" in gpu.block([kept])
+
+
+@pytest.mark.parametrize("name", ["2,000 tensors", *soak(["resnet50", "gpt 124M, 512 tokens"])])
+def test_steps(ranks, name):
+    def measure(world):
+        return gpu_steps.measure(name, "cpu", time.time())
+
+    first, second = ranks(2, warnings="default")(measure)
+    assert first == second and first["missing"] == {}
+    assert list(first["rounds_s"]) == list(gpu_steps.EAGER) == list(first["host_s"])
+    rows = gpu.table(name, first)[2:]
+    assert [row.split("|")[1].strip() for row in rows] == [
+        gpu.SHOWN[each] for each in gpu.SHOWN if each in gpu_steps.EAGER
+    ]

@@ -1,0 +1,20 @@
+"""What `make gpu` finds of the waits of the host, tried out on simulated accelerators."""
+
+import json
+
+from bench import gpu_waits
+
+
+def test_waits(on_sim, tmp_path):
+    names = ["plain", "ddp-zero1"]
+
+    def run(world):
+        gpu_waits.measure(names, "sim", str(tmp_path))
+        gpu_waits.check(names, "sim", str(tmp_path))
+
+    on_sim(2)(run)
+    for name in names:
+        assert (tmp_path / name).exists()
+        waits = json.loads((tmp_path / f"{name}.json").read_text())
+        assert [wait["place"] for wait in waits if not wait["place"].startswith("train/")] == []
+        assert all(wait["seconds_per_step"] > 0 for wait in waits)
