@@ -321,12 +321,12 @@ class Trainer:
                     factor = self._unscale_factor(sums.divisor)
                 norm = norm if factor is None else norm * factor.to(norm)
             copy = HostCopy(norm)  # before the update, so that reading it does not wait for the update
+            if not self._in_backward:
+                self._finish_gradient(norm, factor)  # also if it is not used: the device would be idle in a wait
             is_later = self.checks_later and (self._num_updates > 0 or self._skipping is None)
             is_finite = is_later or self._are_finite(copy)
             updated = is_finite or self._in_backward
             if updated and not self._in_backward:
-                if factor is not None or self.settings.clip is not None:
-                    self._finish_gradient(norm, factor)
                 self._set_rates()
                 if self._skipping is not None:
                     is_bad = ~norm.isfinite()
@@ -397,14 +397,15 @@ class Trainer:
     def _are_finite(self, norm: HostCopy) -> bool:
         """Return whether the gradient with this norm is finite. Blocks until it is known; collective if it is not."""
         value = norm.read()
-        if not value.isinf():
-            return bool(value.isfinite())
-        # The norm may be infinite although each element is finite, because the squares overflow. An engine that does
-        # not keep the gradients cannot tell a step later; an update that was left out would be missing in any case.
-        if not self.checks_later:
-            return self._gradients.is_finite(value)
-        kept = self.strategy.kept_gradients
-        return kept is not None and self._skipping is None and are_finite(kept().values(), value)
+        if value.isfinite():
+            return True
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.wait()  # what follows reads all parameters
+        # The norm may be infinite although each element is finite, because the squares overflow. After an update, the
+        # parameters show it, unless a rank has only a part of them. An update that was left out cannot be made up for.
+        if value.isnan() or not self.checks_later:
+            return bool(value.isinf()) and self._gradients.is_finite(value)
+        return self._skipping is None and self.strategy.can_replay and are_finite(self._model.parameters(), value)
 
     def _conclude(self, computed: Computed, step: int, *, is_finite: bool, updated: bool, is_over: bool) -> None:
         """Count the update of ``step``; if its gradient was not finite, decrease the loss scale or refuse the step.
@@ -442,8 +443,8 @@ class Trainer:
         """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it."""
         if self.settings.clip is not None:
             shorten = step_parts.clip_factor(norm, self.settings.clip)
-            if self.checks_later:  # one NaN must not reach all parameters: which of them has it is reported later
-                shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
+            # One NaN must not reach all parameters: which of them has it is reported.
+            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
             factor = shorten if factor is None else factor * shorten
         if factor is not None:
             self._gradients.multiply_(factor)
