@@ -141,7 +141,11 @@ def test_training_on_one_device_opens_one_context(sim_ranks):
             optimizer.step()
         with torch.accelerator.device_index(2):
             assert torch.empty(1, device="sim").device == torch.device("sim:2")
-        return torch.accelerator.current_device_index(), list(torch.sim.contexts()), str(torch.empty(1, device="sim").device)
+        return (
+            torch.accelerator.current_device_index(),
+            list(torch.sim.contexts()),
+            str(torch.empty(1, device="sim").device),
+        )
 
     # Device 0 was current in name only.
     assert sim_ranks(1)(run) == [(0, [2], "sim:0")]
@@ -154,7 +158,9 @@ def test_a_rank_with_more_than_one_context_fails(on_sim):
         in_thread(event.query)
 
     on_sim(2, several_devices=True)(run)
-    with pytest.raises(AssertionError, match=r"^rank 1 opened a context on sim:0, by Event.query at \S+test_device_as_c"):
+    with pytest.raises(
+        AssertionError, match=r"^rank 1 opened a context on sim:0, by Event.query at \S+test_device_as_c"
+    ):
         on_sim(2)(run)
 
 

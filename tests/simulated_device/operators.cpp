@@ -3,10 +3,23 @@
 #include "runtime.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_native.h>
+#include <ATen/ops/_values_native.h>
+#include <ATen/ops/dense_dim_native.h>
+#include <ATen/ops/indices_native.h>
+#include <ATen/ops/is_coalesced_native.h>
+#include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/values_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -34,6 +47,10 @@ c10::Storage cpu_storage(const c10::Storage& storage) {
 }
 
 at::Tensor as_cpu(const at::Tensor& tensor) {
+  if (tensor.device().type() == SIM && tensor.is_sparse())
+    return at::_sparse_coo_tensor_unsafe(
+        as_cpu(tensor._indices()), as_cpu(tensor._values()), tensor.sizes(), std::nullopt, std::nullopt, std::nullopt,
+        std::nullopt, tensor.is_coalesced());
   return tensor.device().type() == SIM ? as_cpu(tensor, cpu_storage(tensor.storage())) : tensor;
 }
 
@@ -107,6 +124,12 @@ class Translation {
   at::Tensor to_cpu(const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.device().type() != SIM)
       return tensor;
+    if (tensor.is_sparse()) {
+      auto cpu = as_cpu(tensor);
+      originals_.emplace(cpu.unsafeGetTensorImpl(), tensor);
+      kept_.push_back(cpu);
+      return cpu;
+    }
     auto [seen, fresh] = storages_.try_emplace(tensor.storage().unsafeGetStorageImpl());
     if (fresh)
       seen->second = cpu_storage(tensor.storage()); // one for all that share it: kernels look for overlaps
@@ -121,6 +144,8 @@ class Translation {
   void write_back() {
     for (const auto& cpu : kept_) {
       auto original = originals_.at(cpu.unsafeGetTensorImpl());
+      if (cpu.is_sparse())
+        continue;
       const auto& storage = original.storage();
       if (cpu.storage().data() != real_address(storage.data())) {
         at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, cpu.storage().nbytes());
@@ -134,8 +159,19 @@ class Translation {
   at::Tensor to_device(const at::Tensor& cpu, at::Device device, Launch& launch) {
     if (!cpu.defined() || !cpu.is_cpu())
       return cpu;
-    if (auto argument = originals_.find(cpu.unsafeGetTensorImpl()); argument != originals_.end())
+    if (auto argument = originals_.find(cpu.unsafeGetTensorImpl()); argument != originals_.end()) {
+      if (cpu.is_sparse()) { // written in place
+        auto& impl = static_cast<at::SparseTensorImpl&>(*argument->second.unsafeGetTensorImpl());
+        impl.raw_resize_(cpu.sparse_dim(), cpu.dense_dim(), cpu.sizes());
+        impl.set_indices_and_values_unsafe(to_device(cpu._indices(), device, launch), to_device(cpu._values(), device, launch));
+        impl.set_coalesced(cpu.is_coalesced());
+      }
       return argument->second;
+    }
+    if (cpu.is_sparse())
+      return at::_sparse_coo_tensor_unsafe(
+          to_device(cpu._indices(), device, launch), to_device(cpu._values(), device, launch), cpu.sizes(), std::nullopt,
+          std::nullopt, std::nullopt, std::nullopt, cpu.is_coalesced());
     if (auto base = devices_.find(cpu.storage().unsafeGetStorageImpl()); base != devices_.end())
       return view_of(base->second, cpu);
     auto result = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), at::kStrided, device, false);
@@ -235,7 +271,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t item_bytes = item ? arguments[0].toTensor().element_size() : 0;
   Translation translation;
   std::vector<c10::IValue> translated;
-  bool has_generator = false;
+  bool has_generator = false, is_sparse = false;
   for (size_t i = 0; i < arguments.size(); i++) {
     const auto& argument = schema.arguments()[i];
     const bool is_generator = argument.type()->isSubtypeOf(*GENERATOR);
@@ -251,8 +287,13 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (tensor.is_cpu() && tensor.dim() > 0 && arguments[i].isOptionalTensorList())
           tensor = tensor.to(*device); // indices may come from the host, as CUDA allows
         check_device(tensor, *device, schema.name(), argument.name());
-        if (!view)
+        is_sparse |= tensor.is_sparse();
+        if (!view && tensor.is_sparse()) {
+          launch.access(tensor._indices(), false, argument.name());
+          launch.access(tensor._values(), is_written(argument), argument.name());
+        } else if (!view) {
           launch.access(tensor, is_written(argument), argument.name());
+        }
         return translation.to_cpu(tensor);
       }));
   }
@@ -263,7 +304,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     (*stack)[first + i] = translated[i];
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    if (is_sparse)
+      op.callBoxed(stack);
+    else
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   if (item)
     count_copy("device to host", item_bytes, launch.place());
@@ -382,6 +426,27 @@ int64_t choose_attention(
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Sparse tensors have indices and values that are dense.
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("_indices", at::native::_indices_sparse);
+  m.impl("_values", at::native::_values_sparse);
+  m.impl("indices", at::native::indices_sparse);
+  m.impl("values", at::native::values_sparse);
+  m.impl("_nnz", at::native::_nnz_sparse);
+  m.impl("sparse_dim", at::native::sparse_dim_sparse);
+  m.impl("dense_dim", at::native::dense_dim_sparse);
+  m.impl("_dimI", at::native::sparse_dim_sparse);
+  m.impl("_dimV", at::native::dense_dim_sparse);
+  m.impl("is_coalesced", at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", at::native::_coalesced_sparse_);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {

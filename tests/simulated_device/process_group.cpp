@@ -382,7 +382,7 @@ class SimBackend final : public c10d::Backend {
       if (tensor.is_sparse())
         refuse_sparse();
       TORCH_CHECK(tensor.device() == device && device.type() == SIM, "simccl: tensors of one simulated device, not of ", device, " and ", tensor.device());
-      TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+      TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
     }
     const bool chained = type != OpType::SEND && type != OpType::RECV;
     auto& line = line_of(device.index(), chained ? 0 : int(type));
@@ -479,6 +479,15 @@ class SimBackend final : public c10d::Backend {
   uint64_t launched_ = 0;
   std::map<std::pair<int, int>, std::unique_ptr<Line>> lines_; // last: their threads use the rest
 };
+
+// As ProcessGroupNCCL's for sparse tensors of CUDA.
+void refuse_sparse_all_reduce(const c10::OperatorHandle&, torch::jit::Stack*) {
+  TORCH_CHECK(false, SPARSE_ERROR);
+}
+
+TORCH_LIBRARY_IMPL(c10d, SparsePrivateUse1, m) {
+  m.impl("allreduce_", torch::CppFunction::makeFromBoxedFunction<&refuse_sparse_all_reduce>());
+}
 
 } // namespace
 

@@ -7,7 +7,7 @@ from torch import nn
 from lockstep.errors import LockstepError
 from lockstep.parallel.ddp.buckets import DenseBucket, GradientScale, ParameterSpec, plan_buckets
 
-SMALL, LARGE = (3, 5), (256, 256)
+SMALL, LARGE = (3, 4), (256, 256)
 MESSAGE = [0.0, 0.0, 1.0]
 
 

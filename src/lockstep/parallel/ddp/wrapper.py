@@ -177,6 +177,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True),
+            num_slices=group.size(),
         )
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)

@@ -299,15 +299,14 @@ class Distributed(Strategy):
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
-        if self._sharded is not None:
-            self._sharded.wait()
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
                 contexts.enter_context(self._some_without_batch(num_samples))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
-            part: Part = self._module(batch, num_samples)
+            with contextlib.nullcontext() if self._sharded is None else self._sharded.wait_late():
+                part: Part = self._module(batch, num_samples)
             how.timer.lap("forward")
             how.after_forward([part] if num_samples else [])
             if num_samples or how.sync:
