@@ -119,7 +119,7 @@ def trained(world, task, num_steps, *, later, strategy="ddp", **settings):
     loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[world.device])
     assert loop.checks_later
     if not later:
-        loop.checks_later, loop._skipping = False, None
+        loop.checks_later = loop._skips_on_device = False
     losses = [loop.step().loss for _ in range(num_steps)]
     state = loop.state_dict()
     tensors = [value.detach().cpu().clone() for value in loop.model.state_dict().values()]
@@ -167,7 +167,7 @@ def test_an_overflow_lowers_the_loss_scale_before_the_next_backward(on_sim):
             loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
             assert loop.checks_later
             if not later:
-                loop.checks_later, loop._skipping = False, None
+                loop.checks_later = loop._skips_on_device = False
             loop.scaler.growth_interval = 2
             scales = []
             for _ in range(16):
