@@ -120,8 +120,6 @@ def synchronize(awaited: torch.device | torch.Event) -> None:
 # of a buffer. A buffer belongs to one stream, so that its next copy is written after the last one.
 _pools: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
 _pools_lock = threading.Lock()
-# Some are kept long, such as the begin of a step that is still recorded: so many are passed over before one is made.
-_TRIES = 4
 
 
 def _count_references(pool: deque[Any]) -> int:
@@ -135,11 +133,8 @@ def _reused(kind: Hashable, make: Callable[[], T]) -> T:
     """Return an object of ``kind`` that nothing refers to any more, or a new one; see the note above."""
     with _pools_lock:
         pool = _pools[kind]
-        for _ in range(min(_TRIES, len(pool))):
-            pool.rotate(-1)  # the oldest first
-            if _count_references(pool) == _UNUSED:
-                break
-        else:
+        pool.rotate(-1)  # the oldest
+        if not pool or _count_references(pool) != _UNUSED:
             pool.append(make())
         found: T = pool[-1]
         return found

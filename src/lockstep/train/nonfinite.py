@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -207,7 +207,7 @@ class NonFiniteGuard:
         # in normal steps. If the update is over (an optimizer in backward; on a device, where the check comes a forward
         # later), or the engine cannot compute without the other ranks (fsdp), the only information is the losses, and
         # whether this rank's part of the gradient was finite before the reduction.
-        bad = self._describe(computed, step, replays=self._strategy.can_replay and not is_over)
+        bad = self._describe(computed, step, is_over=is_over)
         self.found.append(bad)
         if not is_over or self._rule == "raise":
             self._optimizer.zero_grad(set_to_none=True)
@@ -235,13 +235,14 @@ class NonFiniteGuard:
         ]
         raise NonFiniteGradient("\n".join(lines), step=last.step, ranks=last.ranks)
 
-    def _describe(self, computed: Computed, step: int, *, replays: bool) -> NonFiniteStep:
+    def _describe(self, computed: Computed, step: int, *, is_over: bool) -> NonFiniteStep:
         """Return the description of a bad step from all ranks. Collective: every rank. Blocks."""
+        replays = self._strategy.can_replay and not is_over
         group = self._strategy.step_group
         rank = 0 if group is None else group.rank()
         names = [name for name, _ in self._model.named_parameters()]
-        kept = {} if self._strategy.kept_gradients is None or replays else self._strategy.kept_gradients()
-        summed = _first_not_finite(self._model, kept)  # before a replay replaces the gradients
+        # Before a replay replaces the gradients. After an update, they may be gone, but show in the parameters.
+        summed = _first_not_finite(self._model, in_values=is_over)
         is_suspect = self._strategy.part_was_bad is not None and self._strategy.part_was_bad()
         origin: Origin | None = None
         for index, (micro, losses) in enumerate(computed):
@@ -281,16 +282,14 @@ class NonFiniteGuard:
         )
 
 
-def _first_not_finite(model: nn.Module, kept: Mapping[nn.Parameter, Tensor] = {}) -> str | None:
+def _first_not_finite(model: nn.Module, *, in_values: bool = False) -> str | None:
     """Return the name of the first parameter of ``model`` whose gradient, or this rank's part of it, is not finite.
 
-    Args:
-        model: The model.
-        kept: Gradients of parameters that have none any more.
+    With ``in_values``, the first that is not finite itself.
     """
     for name, parameter in model.named_parameters():
-        gradient = kept.get(parameter) if parameter.grad is None else parameter.grad
-        if gradient is not None and not _is_finite(local_part(gradient)):
+        checked = parameter if in_values else parameter.grad
+        if checked is not None and not _is_finite(local_part(checked)):
             return name
     return None
 

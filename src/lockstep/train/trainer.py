@@ -147,10 +147,9 @@ class Trainer:
         # which torch's fused ones do for their GradScaler. With other optimizers the host waits before the update, and
         # before the first one always: a fused SGD that leaves it out never initializes its momentum.
         skips = settings.on_nan == "skip" or self.scaler is not None
-        inner = self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
-        can_skip = getattr(inner, "_step_supports_amp_scaling", False) and self.strategy.stops_between
+        can_skip = getattr(self._own_optimizer, "_step_supports_amp_scaling", False) and self.strategy.stops_between
         self.checks_later = self.device.type != "cpu" and (can_skip or not skips)
-        self._skipping = inner if self.checks_later and skips else None  # the optimizer that leaves out bad updates
+        self._skips_on_device = self.checks_later and skips
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
             settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
@@ -321,16 +320,16 @@ class Trainer:
                     factor = self._unscale_factor(sums.divisor)
                 norm = norm if factor is None else norm * factor.to(norm)
             copy = HostCopy(norm)  # before the update, so that reading it does not wait for the update
-            is_later = self.checks_later and (self._num_updates > 0 or self._skipping is None)
+            if not self._in_backward:
+                self._finish_gradient(norm, factor)  # also if it is not used: the device would be idle in a wait
+            is_later = self.checks_later and (self._num_updates > 0 or not self._skips_on_device)
             is_finite = is_later or self._are_finite(copy)
             updated = is_finite or self._in_backward
             if updated and not self._in_backward:
-                if factor is not None or self.settings.clip is not None:
-                    self._finish_gradient(norm, factor)
                 self._set_rates()
-                if self._skipping is not None:
+                if self._skips_on_device:
                     is_bad = ~norm.isfinite()
-                    self._skipping.found_inf = is_bad.float()  # type: ignore[attr-defined]
+                    self._own_optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
                     if self.scaler is None or self.scaler.scale <= 1.0:
                         self.nonfinite.restore_buffers(is_bad)
                 self.optimizer.step()
@@ -391,20 +390,26 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), after_forward, sync=False)
         return losses
 
+    @property
+    def _own_optimizer(self) -> Optimizer:
+        """The optimizer of this rank's part of the parameters."""
+        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+
     def _set_rates(self) -> None:
         step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
 
     def _are_finite(self, norm: HostCopy) -> bool:
         """Return whether the gradient with this norm is finite. Blocks until it is known; collective if it is not."""
         value = norm.read()
-        if not value.isinf():
-            return bool(value.isfinite())
-        # The norm may be infinite although each element is finite, because the squares overflow. An engine that does
-        # not keep the gradients cannot tell a step later; an update that was left out would be missing in any case.
-        if not self.checks_later:
-            return self._gradients.is_finite(value)
-        kept = self.strategy.kept_gradients
-        return kept is not None and self._skipping is None and are_finite(kept().values(), value)
+        if value.isfinite():
+            return True
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.wait()  # what follows reads all parameters
+        # The norm may be infinite although each element is finite, because the squares overflow. After an update, the
+        # parameters show it, unless a rank has only a part of them. An update that was left out cannot be made up for.
+        if value.isnan() or not self.checks_later:
+            return bool(value.isinf()) and self._gradients.is_finite(value)
+        return not self._skips_on_device and self.strategy.can_replay and are_finite(self._model.parameters(), value)
 
     def _conclude(self, computed: Computed, step: int, *, is_finite: bool, updated: bool, is_over: bool) -> None:
         """Count the update of ``step``; if its gradient was not finite, decrease the loss scale or refuse the step.
@@ -442,8 +447,8 @@ class Trainer:
         """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it."""
         if self.settings.clip is not None:
             shorten = step_parts.clip_factor(norm, self.settings.clip)
-            if self.checks_later:  # one NaN must not reach all parameters: which of them has it is reported later
-                shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
+            # One NaN must not reach all parameters: which of them has it is reported.
+            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
             factor = shorten if factor is None else factor * shorten
         if factor is not None:
             self._gradients.multiply_(factor)
@@ -483,7 +488,7 @@ class Trainer:
         if self._unsettled is not None:
             (norm, computed, step), self._unsettled = self._unsettled, None
             is_finite = self._are_finite(norm)
-            updated = is_finite or self._skipping is None
+            updated = is_finite or not self._skips_on_device
             self._conclude(computed, step, is_finite=is_finite, updated=updated, is_over=True)
         self._read_flags()
 

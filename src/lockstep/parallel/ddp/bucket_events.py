@@ -181,14 +181,6 @@ class FlatGradients:
         """Return whether all gradients are finite. ``norm`` is their `norm` times a finite factor. Blocks."""
         return math.isfinite(float(norm)) or are_finite(self.tensors(), norm)
 
-    def kept(self) -> dict[nn.Parameter, Tensor]:
-        """Return the reduced gradients in buckets, which keep them after ``zero_grad()`` until the next backward."""
-        return {
-            parameter: view
-            for bucket in self._reducer.bucket_set.buckets
-            for parameter, view in zip(bucket.parameters, bucket.gradient_views(), strict=True)
-        }
-
     def tensors(self) -> list[Tensor]:
         """Return tensors that together hold all gradients."""
         return gradients_of(self._outside) + self.reduced()

@@ -493,7 +493,8 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
         group: The ranks that take part.
     """
     # A sum of powers in the narrow dtype would overflow, or lose digits compared with one process.
-    total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, widest_dtype(like.device))
+    norms = list_norms(gradients, norm_type) or [torch.zeros((), device=like.device)]
+    total = combine_norms(norms, norm_type).to(like.device, widest_dtype(like.device))
     if math.isinf(norm_type):
         collectives.all_reduce(total, group=group, op="max")
     else:

@@ -57,7 +57,6 @@ class LocalSteps(Strategy):
         else:
             self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
         self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
-        self.kept_gradients = self._inner.kept_gradients
         self.num_replicas = world.world_size // (1 if inside is None else inside.size())
         # The ranks of a replica have the same state: the first of them saves it.
         self._replica_rank = world.rank - (0 if inside is None else inside.rank())

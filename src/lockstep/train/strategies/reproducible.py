@@ -84,12 +84,8 @@ def find_late_cublas(device: torch.device) -> str | None:
     """Return a caveat if this process may have used cuBLAS before it got its setting; call it before `applied`."""
     if device.type != "cuda" or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
         return None
-    if torch.accelerator.max_memory_allocated(device) < _CUBLAS_BYTES:
-        return None
-    return (
-        "this process used the GPU before, maybe cuBLAS, which reads CUBLAS_WORKSPACE_CONFIG once; "
-        "start it with CUBLAS_WORKSPACE_CONFIG=:4096:8"
-    )
+    is_used = torch.accelerator.max_memory_allocated(device) >= _CUBLAS_BYTES
+    return "the GPU was used before (start the script with CUBLAS_WORKSPACE_CONFIG=:4096:8)" if is_used else None
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:

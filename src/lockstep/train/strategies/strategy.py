@@ -103,9 +103,6 @@ class Strategy(ABC):
     # Whether ``after_forward`` is called before backward begins.
     stops_between = True
 
-    # Returns the gradients of the last step by parameter, for an engine that keeps them after ``zero_grad()``.
-    kept_gradients: Callable[[], Mapping[nn.Parameter, Tensor]] | None = None
-
     @property
     def step_group(self) -> Group | None:
         """The ranks whose gradients are summed, and which wait for each other in every step."""
@@ -263,7 +260,6 @@ class Distributed(Strategy):
         if self._ours is not None:
             self.gradients = self._ours.flat_gradients
             if not shards_optimizer:
-                self.kept_gradients = self._ours.flat_gradients.kept
                 self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is reduced
             # A step cannot be computed again, to find the origin of a NaN, after the parameters have changed: with an
             # optimizer in backward, and on a device, where gradients are checked later. So each rank checks its part.
