@@ -124,7 +124,7 @@ def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) ->
 _LARGE_NUMEL = 2**15
 
 # The sys.getrefcount of a view to which there is no other reference, called in the same way.
-_OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
+_OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 
 _grad_of, _dtype_of = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
@@ -271,7 +271,7 @@ class DenseBucket(_Members):
             self._gather_some(gradients, used, scale)
         else:  # the usual case; the only Python loop over the parameters assigns the views
             self.missing = {}
-            if self._keep_held_gradients and self._is_held(range(len(self._views))):
+            if self._keep_held_gradients and self._is_held(self._views):
                 self._renew()
             present = cast("list[Tensor]", gradients)
             if late and self._can_wait(present):
@@ -309,7 +309,7 @@ class DenseBucket(_Members):
         # Slots that will be overwritten although they are not the parameter's gradient now. The slot of a parameter
         # without a gradient is overwritten, too: by zeros, and by the reduced values.
         outside = [place for place, gradient in enumerate(gradients) if gradient is not self._views[place]]
-        if outside and self._keep_held_gradients and self._is_held(outside):
+        if outside and self._keep_held_gradients and self._is_held(map(self._views.__getitem__, outside)):
             self._renew()
         sources = zip(gradients, self._views, self._slots, strict=True)
         self._copy_in([s if g is None or g is view else g for g, view, s in sources], scale.factor)
@@ -353,11 +353,11 @@ class DenseBucket(_Members):
         if scale.message is not None:
             self._tail[len(self.parameters) :].copy_(scale.message)
 
-    def _is_held(self, places: Iterable[int]) -> bool:
-        """Return whether the script holds the gradients ``places``, or tensors made from any part of the buffer."""
+    def _is_held(self, views: Iterable[Tensor]) -> bool:
+        """Return whether the script holds some of ``views``, or tensors made from any part of the buffer."""
         if self._count_aliases() > self._num_aliases:
             return True
-        return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
+        return max(map(sys.getrefcount, views)) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage_address))
