@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from torch.futures import Future
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
-from lockstep.comm.collectives import Group, all_reduce_work, cpu_group, in_backward_hooks, is_native, wait_for
+from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.module_io import hook_tensors
-
-_Result = TypeVar("_Result")
 
 
 class Phase(Enum):
@@ -180,6 +178,7 @@ class Reducer:
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
+        self._watched: set[int] = set()  # the parameters whose hook is `_on_gradient`
         self._inbox: list[Tensor] = []  # parameters whose gradients have arrived since `_drain`
         self._index_of = {id(parameter): index for index, parameter in enumerate(bucket_set.parameters)}
         self._may_hook, self._is_opened_by_output = True, False
@@ -234,13 +233,16 @@ class Reducer:
 
     def _watch(self, indices: Iterable[int]) -> None:
         """Call `_on_gradient` for these parameters; see [Note: hooks of parameters]."""
-        for index in indices:
+        new = set(indices) - self._watched
+        self._watched |= new
+        for index in new:
             self._hook_dicts[index][self._hooks[index].id] = partial(Reducer._on_gradient, weakref.ref(self), index)
 
     def _watch_last(self) -> None:
         """Watch only the parameters that are expected last in their buckets."""
-        for index, handle in enumerate(self._hooks):
-            self._hook_dicts[index][handle.id] = self._inbox.append
+        for hooks, handle in zip(self._hook_dicts, self._hooks, strict=True):
+            hooks[handle.id] = self._inbox.append
+        self._watched = set()
         self._watch(bucket.spec.parameters[-1] for bucket in self.bucket_set.buckets)
 
     def _drain(self) -> list[int]:
@@ -286,14 +288,12 @@ class Reducer:
             return
         if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
             self._abandon_step()
-        is_unnoticed = self._phase is _ARMED and bool(self._inbox)
-        self._phase = _IDLE
-        if is_unnoticed:
-            self._watch(range(len(self._hooks)))
+        if self._phase is _ARMED and self._inbox:
             raise LockstepError(
                 f"Rank {self._group.rank()}: the last backward reached no output of the model that can be found, so "
                 "its gradients were not averaged.\nReturn all outputs as tensors, or in lists, dicts or dataclasses."
             )
+        self._phase = _IDLE
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
@@ -370,18 +370,17 @@ class Reducer:
         self = this()
         if self is None:
             return
-        self._inbox.append(parameter)
         if self._queued_close() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
                     if self._phase is not Phase.ARMED:
-                        self._used.update(self._drain())
+                        self._used.update(self._drain(), (index,))
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
                         return
                     self._watch(range(len(self._hooks)))
                     self._open_step(arrived=index)
-                    self._inbox.append(parameter)
+        self._inbox.append(parameter)
         if len(self._inbox) >= self._num_awaited:
             with self._lock:
                 self._launch_complete(index)
@@ -488,12 +487,9 @@ class Reducer:
                 if not self.bucket_set.is_rebuilt:
                     self.weights.agree_first(self.weights.message())
                 message = self.weights.message()
-                exchange = self._exchange_used()
                 for bucket in self.bucket_set.buckets[self._num_launched :]:
-                    if not bucket.is_last:
-                        self._watch(bucket.members)
                     self._launch(bucket, alone=bucket.is_last)
-                self._finish(message, exchange and exchange())
+                self._finish(message, self._exchange_used())
                 for future in self.post_backward:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
@@ -569,7 +565,7 @@ class Reducer:
             self._wait_in(partial(self.reduction.finish, bucket, bucket.future), bucket)
             bucket.future = None
 
-    def _wait_in(self, function: Callable[[], _Result], bucket: Bucket, *, is_observed: bool = True) -> _Result:
+    def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
         """Call ``function``; report the bucket to the watchdog and to observers, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
@@ -609,25 +605,17 @@ class Reducer:
     def _used_flags(self) -> list[bool]:
         return [index in self._used for index in range(len(self.bucket_set.parameters))]
 
-    def _exchange_used(self) -> Callable[[], list[int]] | None:
-        """Start to exchange which parameters the ranks used, if some rank lacked gradients before.
+    def _exchange_used(self) -> list[int] | None:
+        """Return by parameter whether any rank used it; None if no rank lacked gradients before.
 
-        Collective: every rank. See [Note: parameters without a gradient]. Does not block, except at the first time.
-
-        Returns:
-            A function that blocks until all hosts have started it, and returns by parameter whether any rank used it.
+        Collective: every rank. See [Note: parameters without a gradient]. Blocks until all hosts are here.
         """
         if not self.weights.some_lack or is_capturing(self.bucket_set.device):
             return None
         self._cpu_group = self._cpu_group or cpu_group(self._group)
         flags = torch.tensor(self._used_flags(), dtype=torch.uint8)
-        work = all_reduce_work(flags, group=self._cpu_group, op="max")
-
-        def wait() -> list[int]:
-            wait_for(work, "the exchange of the used parameters")
-            return flags.tolist()
-
-        return wait
+        all_reduce(flags, group=self._cpu_group, op="max")
+        return cast("list[int]", flags.tolist())
 
     # --- a rank without data ----------------------------------------------------------------------------------------
 
@@ -648,16 +636,14 @@ class Reducer:
         used, self._used = self._used, set()
         if not self.bucket_set.is_rebuilt:
             self.weights.agree_first(message)
-        exchange = self._exchange_used()
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
             start = partial(self.reduction.start, bucket, alone=False)
             bucket.future = self._wait_in(start, bucket, is_observed=False)
+        self._exchange_used()
         self._correction(buckets, message)
         for bucket in buckets:
             self._wait_for(bucket)
-        if exchange is not None:
-            exchange()
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
         self._used = used

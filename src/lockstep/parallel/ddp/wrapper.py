@@ -79,7 +79,8 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     Raises:
         ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
-        ConfigurationError: There is no process group, or an argument is not supported.
+        ConfigurationError: There is no process group, or an argument is not supported, or gradients are sparse and the
+            backend cannot sum them (NCCL).
         RuntimeError: No parameter requires a gradient.
         ValueError: Arguments contradict each other or the module's device.
         CollectiveError: From ``backward``: another rank ended or did not take part.
@@ -173,7 +174,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
             {name: parameter for name, parameter in parameters if parameter.requires_grad},
-            sparse=setup.sparse_parameters(self.module),
+            sparse=setup.sparse_parameters(self.module, group, self.device),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True),
