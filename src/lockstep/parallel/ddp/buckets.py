@@ -154,7 +154,7 @@ class _Members:
         position, is_last: Its place among the buckets of the model, in the order in which they are launched.
         missing: By place, from `gather` to `settle`: the parameters that received no gradient on this rank, and the
             gradient that they had before.
-        future: Of the reduction, once it is launched; done when the bucket is reduced.
+        future: Of the reduction, from the launch until it has been waited for; done when the bucket is reduced.
         sent_dtype: The dtype in which the tail is sent; that of the gradients unless they are compressed.
     """
 

@@ -364,8 +364,8 @@ class DistributedDataParallel(Wrapper, Joinable):
             n: A finite number, 0 or more, or a tensor with no dimensions.
 
         Raises:
-            ConfigurationError: ``n`` is not such a value. From ``backward``, on every rank: some ranks gave a weight
-                and others did not; names the latter.
+            ConfigurationError: ``n`` is not such a value. From ``backward``, on a device from the next ``forward``, on
+                every rank: some ranks gave a weight and others did not; names the latter.
         """
         self.reducer.set_weight(check_weight(n))
 
@@ -766,8 +766,8 @@ def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: fl
         count: The former name of ``mean_over``.
 
     Raises:
-        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank:
-            some ranks gave a weight and others did not; names the latter.
+        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank,
+            on a device from the next ``forward``: some ranks gave a weight and others did not; names the latter.
     """
     weight = check_weight(count if mean_over is None else mean_over)
     reducers = [reducer for reducer in live_reducers() if reducer.has_run]
