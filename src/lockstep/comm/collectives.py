@@ -1,6 +1,5 @@
 """The collective operations that the engines and ``fit`` need, on any process group. ``src`` is a rank in the group."""
 
-import functools
 import hashlib
 import io
 import json
@@ -177,9 +176,10 @@ def all_reduce_work(
         alone: Whether the caller waits at once and has nothing else to do: on shm it then does the work itself.
         pieces: What to fill the tensor with first, if `takes_pieces`. None: the tensor is already filled.
     """
-    options = _all_reduce_options(op, alone and tensor.is_cpu)
+    options = _with_async_op(dist.AllreduceOptions(), tensor, alone)
     # Here and below, the group's methods are called. The functions of torch.distributed refuse groups that c10d does
     # not know, such as groups written in Python.
+    options.reduceOp = _OPERATIONS[op]
     # c10d's own groups do not accept ``pieces``.
     return group.allreduce([_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
 
@@ -195,14 +195,6 @@ def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(_real(tensor))
     return [group.allreduce_coalesced(each, dist.AllreduceCoalescedOptions()) for each in alike.values()]
-
-
-@functools.cache  # to create them takes as long as to start the collective
-def _all_reduce_options(op: ReduceName, is_blocking: bool) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = _OPERATIONS[op]
-    options.asyncOp = not is_blocking
-    return options
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
@@ -502,6 +494,11 @@ def has_reduce_scatter(group: Group, device: torch.device) -> bool:
 def has_all_gather(group: Group, device: torch.device) -> bool:
     """Return whether ``group`` can gather flat tensors of ``device``; for GPU tensors Gloo has only broadcast."""
     return device.type == "cpu" or has_reduce_scatter(group, device)
+
+
+def sums_sparse_tensors(group: Group, device: torch.device) -> bool:
+    """Return whether ``group`` can sum sparse tensors of ``device``: NCCL cannot."""
+    return device.type == "cpu" or group.size() == 1 or not is_native(group) or _is_gloo(group, device)
 
 
 def _is_gloo(group: Group, device: torch.device) -> bool:

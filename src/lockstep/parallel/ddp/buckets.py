@@ -125,7 +125,7 @@ def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) ->
 _LARGE_NUMEL = 2**15
 
 # The sys.getrefcount of a view to which there is no other reference, called in the same way.
-_OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
+_OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 
 _grad_of, _dtype_of = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
@@ -155,7 +155,7 @@ class _Members:
         position, is_last: Its place among the buckets of the model, in the order in which they are launched.
         missing: By place, from `gather` to `settle`: the parameters that received no gradient on this rank, and the
             gradient that they had before.
-        future: Of the reduction, once it is launched; done when the bucket is reduced.
+        future: Of the reduction, from the launch until it has been waited for; done when the bucket is reduced.
         sent_dtype: The dtype in which the tail is sent; that of the gradients unless they are compressed.
     """
 
@@ -276,7 +276,7 @@ class DenseBucket(_Members):
             self._gather_some(gradients, used, scale)
         else:  # the usual case; the only Python loop over the parameters assigns the views
             self.missing = {}
-            if self._keep_held_gradients and self._is_held(range(len(self._views))):
+            if self._keep_held_gradients and self._is_held(self._views):
                 self._renew()
             present = cast("list[Tensor]", gradients)
             if late and self._can_wait(present):
@@ -314,7 +314,7 @@ class DenseBucket(_Members):
         # Slots that will be overwritten although they are not the parameter's gradient now. The slot of a parameter
         # without a gradient is overwritten, too: by zeros, and by the reduced values.
         outside = [place for place, gradient in enumerate(gradients) if gradient is not self._views[place]]
-        if outside and self._keep_held_gradients and self._is_held(outside):
+        if outside and self._keep_held_gradients and self._is_held(map(self._views.__getitem__, outside)):
             self._renew()
         sources = zip(gradients, self._views, self._slots, strict=True)
         self._copy_in([s if g is None or g is view else g for g, view, s in sources], scale.factor)
@@ -358,11 +358,11 @@ class DenseBucket(_Members):
         if scale.message is not None:
             self._tail[len(self.parameters) :].copy_(scale.message)
 
-    def _is_held(self, places: Iterable[int]) -> bool:
-        """Return whether the script holds the gradients ``places``, or tensors made from any part of the buffer."""
+    def _is_held(self, views: Iterable[Tensor]) -> bool:
+        """Return whether the script holds some of ``views``, or tensors made from any part of the buffer."""
         if self._count_aliases() > self._num_aliases:
             return True
-        return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
+        return max(map(sys.getrefcount, views)) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage_address))

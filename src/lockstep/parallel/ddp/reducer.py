@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from torch.futures import Future
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
-from lockstep.comm.collectives import Group, all_reduce_work, cpu_group, in_backward_hooks, is_native, wait_for
+from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.module_io import hook_tensors
-
-_Result = TypeVar("_Result")
 
 
 class Phase(Enum):
@@ -101,6 +99,13 @@ class Reducer:
     - all buckets, if layers of the model run collectives in backward, see ``before_launch``, or if another wrapper
       averages some of the same gradients, see [Note: shared parameters].
 
+    [Note: hooks of parameters]
+    Each parameter has a hook that is called when its gradient is there. `_on_gradient` costs more than everything else
+    that is done for a small parameter. So after the first step only the parameter that arrived last in its bucket is
+    watched by it; the hooks of the others are the method ``append`` of the list `_inbox`, which no Python code runs in.
+    If a bucket was complete later than expected, all its parameters are watched from then on. All parameters are
+    watched if gradients may have to do more: if a step was not opened by an output, and with weights.
+
     [Note: parameters without a gradient]
     Missing gradients are sent as zeros. The tail of a bucket counts the ranks on which each parameter received a
     gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter that
@@ -173,7 +178,10 @@ class Reducer:
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
-        self._may_hook = True
+        self._watched: set[int] = set()  # the parameters whose hook is `_on_gradient`
+        self._inbox: list[Tensor] = []  # parameters whose gradients have arrived since `_drain`
+        self._index_of = {id(parameter): index for index, parameter in enumerate(bucket_set.parameters)}
+        self._may_hook, self._is_opened_by_output = True, False
         self._reset_step()
         self._launches_last_early = False
         self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
@@ -198,6 +206,9 @@ class Reducer:
         """Set the weight of the next backward; all gradients of this step are then weighted; see weighting.py."""
         was_hooked = bool(self._hooks)
         self._hook_parameters()
+        if self.weights.window is None:
+            self._used.update(self._drain())
+            self._watch(range(len(self._hooks)))
         self.weights.set_weight(weight, self.bucket_set.parameters, self._used)
         if not was_hooked:  # a single rank
             self.begin_forward(will_sync=False)
@@ -207,27 +218,46 @@ class Reducer:
         return self.weights.window is not None and self.weights.window.discard_weight()
 
     def _hook_parameters(self) -> None:
-        """Call `_on_gradient` for each parameter's gradient."""
+        """Put a hook on each parameter."""
         if not self._hooks and self._may_hook:
             # Hooks live as long as their parameter, so they hold the reducer weakly: an unused wrapper is freed with
             # its buckets, and the model does not keep it.
-            this = weakref.ref(self)
-            for index, parameter in enumerate(self.bucket_set.parameters):
+            for parameter in self.bucket_set.parameters:
                 requires_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
-                hook = partial(Reducer._on_gradient, this, index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._inbox.append))
                 self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
                 parameter.requires_grad_(requires_grad)
+            self._watch(range(len(self._hooks)))
+            weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        """Call `_on_gradient` for these parameters; see [Note: hooks of parameters]."""
+        new = set(indices) - self._watched
+        self._watched |= new
+        for index in new:
+            self._hook_dicts[index][self._hooks[index].id] = partial(Reducer._on_gradient, weakref.ref(self), index)
+
+    def _watch_last(self) -> None:
+        """Watch only the parameters that are expected last in their buckets."""
+        for hooks, handle in zip(self._hook_dicts, self._hooks, strict=True):
+            hooks[handle.id] = self._inbox.append
+        self._watched = set()
+        self._watch(bucket.spec.parameters[-1] for bucket in self.bucket_set.buckets)
+
+    def _drain(self) -> list[int]:
+        """Return the indices of the parameters in the inbox, and empty it."""
+        arrived = self._inbox[:]  # threads of other devices may append at any time
+        del self._inbox[: len(arrived)]
+        return list(map(self._index_of.__getitem__, map(id, arrived)))
 
     def _rebuild_buckets(self) -> bool:
         return False  # Accelerate and Lightning call it before a forward; ours are rebuilt after the first backward
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters permanently."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks, self._hook_dicts, self._may_hook = [], [], False
+        _remove(self._hooks)
+        self._hook_dicts, self._may_hook = [], False
 
     # --- around forward ---------------------------------------------------------------------------------------------
 
@@ -258,6 +288,11 @@ class Reducer:
             return
         if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
             self._abandon_step()
+        if self._phase is _ARMED and self._inbox:
+            raise LockstepError(
+                f"Rank {self._group.rank()}: the last backward reached no output of the model that can be found, so "
+                "its gradients were not averaged.\nReturn all outputs as tensors, or in lists, dicts or dataclasses."
+            )
         self._phase = _IDLE
         if self.weights.window is not None:
             self.weights.window.on_forward()
@@ -266,6 +301,7 @@ class Reducer:
         """Make the next backward, and every backward that reaches a tensor in ``outputs``, a synchronised step."""
         if self._phase is _IDLE:
             self._phase = _ARMED
+            self._used.update(self._drain())
         if self._hooks:
             hook_tensors(outputs, self._on_output)
 
@@ -313,7 +349,8 @@ class Reducer:
             )
         if self._phase is Phase.COLLECTING:
             self._abandon_step()
-        self._phase = Phase.COLLECTING
+        self._used.update(self._drain())
+        self._phase, self._is_opened_by_output = Phase.COLLECTING, arrived is None
         self._num_foreign_hooks = sum(map(len, self._hook_dicts)) - len(self._hooks)
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
@@ -330,31 +367,31 @@ class Reducer:
     @keep_out_of_graphs
     def _on_gradient(this: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
         """Record that a parameter's gradient was accumulated; launch the buckets that this completes."""
-        # Runs once for each parameter, which is most of the cost for small layers. The rest runs for many at a time.
         self = this()
         if self is None:
             return
         if self._queued_close() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
-                    self._used.add(index)
                     if self._phase is not Phase.ARMED:
+                        self._used.update(self._drain(), (index,))
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
                         return
+                    self._watch(range(len(self._hooks)))
                     self._open_step(arrived=index)
-        self._arrived.append(index)
-        if len(self._arrived) >= self._num_awaited:
+        self._inbox.append(parameter)
+        if len(self._inbox) >= self._num_awaited:
             with self._lock:
-                self._launch_complete()
+                self._launch_complete(index)
 
     def _note_arrivals(self) -> None:
         """Record the gradients that have arrived since the last call."""
-        arrived = self._arrived[self._num_noted :]
-        self._num_noted += len(arrived)
+        arrived = self._drain()
+        self._arrived += arrived
         self._received.update(arrived)
         self._used.update(arrived)
-        if len(self._received) == self._num_noted:
+        if len(self._received) == len(self._arrived):
             return
         for index in arrived:
             # A second gradient: autograd has added it to the first, which is fine if that has not been launched.
@@ -366,10 +403,10 @@ class Reducer:
                     "Use use_reentrant=False."
                 )
 
-    def _launch_complete(self) -> None:
-        """Launch the complete buckets, up to the first that is incomplete or has to wait."""
+    def _launch_complete(self, last: int) -> None:
+        """Launch the complete buckets, up to the first that is incomplete or has to wait; ``last`` has just arrived."""
         self._note_arrivals()
-        self._num_awaited = self._num_noted + 1
+        self._num_awaited = 1
         if self.before_launch is not None:  # buckets would disturb the order of collectives in layers
             return
         for other in self._sharers:  # it may still launch the bucket that has one of these gradients
@@ -379,10 +416,12 @@ class Reducer:
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
             num_missing = len(bucket.members - self._received)
             if num_missing:
-                self._num_awaited = self._num_noted + num_missing  # before that it cannot be complete
+                self._num_awaited = num_missing  # before that it cannot be complete
                 return
             if bucket.spec.deferred or not self._is_settled(bucket):
                 break
+            if last not in bucket.members:  # complete before, but unnoticed
+                self._watch(bucket.members)
             self._launch(bucket)
             if self.finishes_early:
                 self._finish_early()
@@ -448,10 +487,9 @@ class Reducer:
                 if not self.bucket_set.is_rebuilt:
                     self.weights.agree_first(self.weights.message())
                 message = self.weights.message()
-                exchange = self._exchange_used()
                 for bucket in self.bucket_set.buckets[self._num_launched :]:
                     self._launch(bucket, alone=bucket.is_last)
-                self._finish(message, exchange and exchange())
+                self._finish(message, self._exchange_used())
                 for future in self.post_backward:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
@@ -462,6 +500,8 @@ class Reducer:
                 # Now that gradients are settled, new buckets can adopt them.
                 if not self.bucket_set.is_rebuilt:
                     self.bucket_set.rebuild(self._arrived, group=self._group)
+                    if self._is_opened_by_output and self.weights.window is None:
+                        self._watch_last()
                 self._used = set()
                 self.num_buckets_reduced = len(self._in_flight)
                 self._notify(Event.CLOSED)
@@ -525,7 +565,7 @@ class Reducer:
             self._wait_in(partial(self.reduction.finish, bucket, bucket.future), bucket)
             bucket.future = None
 
-    def _wait_in(self, function: Callable[[], _Result], bucket: Bucket, *, is_observed: bool = True) -> _Result:
+    def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
         """Call ``function``; report the bucket to the watchdog and to observers, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
@@ -565,25 +605,17 @@ class Reducer:
     def _used_flags(self) -> list[bool]:
         return [index in self._used for index in range(len(self.bucket_set.parameters))]
 
-    def _exchange_used(self) -> Callable[[], list[int]] | None:
-        """Start to exchange which parameters the ranks used, if some rank lacked gradients before.
+    def _exchange_used(self) -> list[int] | None:
+        """Return by parameter whether any rank used it; None if no rank lacked gradients before.
 
-        Collective: every rank. See [Note: parameters without a gradient]. Does not block, except at the first time.
-
-        Returns:
-            A function that blocks until all hosts have started it, and returns by parameter whether any rank used it.
+        Collective: every rank. See [Note: parameters without a gradient]. Blocks until all hosts are here.
         """
         if not self.weights.some_lack or is_capturing(self.bucket_set.device):
             return None
         self._cpu_group = self._cpu_group or cpu_group(self._group)
         flags = torch.tensor(self._used_flags(), dtype=torch.uint8)
-        work = all_reduce_work(flags, group=self._cpu_group, op="max")
-
-        def wait() -> list[int]:
-            wait_for(work, "the exchange of the used parameters")
-            return flags.tolist()
-
-        return wait
+        all_reduce(flags, group=self._cpu_group, op="max")
+        return cast("list[int]", flags.tolist())
 
     # --- a rank without data ----------------------------------------------------------------------------------------
 
@@ -600,27 +632,27 @@ class Reducer:
             self._close_step()
             return
         self.weights.check_last_step()
-        message, self._used = self.weights.encode(), set()
+        message = self.weights.encode()
+        used, self._used = self._used, set()
         if not self.bucket_set.is_rebuilt:
             self.weights.agree_first(message)
-        exchange = self._exchange_used()
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
             start = partial(self.reduction.start, bucket, alone=False)
             bucket.future = self._wait_in(start, bucket, is_observed=False)
+        self._exchange_used()
         self._correction(buckets, message)
         for bucket in buckets:
             self._wait_for(bucket)
-        if exchange is not None:
-            exchange()
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
+        self._used = used
 
     # --- a step ends ------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
         """Discard a backward that failed; block until no reduction writes into its buckets any more."""
-        self._used.update(self._arrived)  # the gradients stay
+        self._used.update(self._arrived + self._drain())  # the gradients stay
         self._reset_step()
         while self._abandoned:
             with suppress(RuntimeError):  # it failed, too: nothing is written any more
@@ -633,15 +665,19 @@ class Reducer:
                 self._abandoned.append(bucket.future)
         self._in_flight, self._num_finished, self._num_launched = [], 0, 0
         self._arrived: list[int] = []  # parameters, in the order in which their gradients arrived in this step
-        self._num_noted = 0  # of these, the number that is recorded in the next attribute
-        self._received: set[int] = set()
-        self._num_awaited = 1  # the number of arrivals at which another bucket may be complete
+        self._received: set[int] = set()  # the same
+        self._num_awaited = 1  # the number of parameters in the inbox at which another bucket may be complete
         if self.weights.window is not None:
             self.weights.window.close()
 
     def _notify(self, kind: Event, bucket: Bucket | None = None) -> None:
         for observer in self.observers:
             observer.on_event(kind, bucket)
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -39,13 +39,7 @@ def check_weight(weight: Any) -> float:
 
 
 def encode_message(
-    rank: int,
-    world_size: int,
-    weight: float = 0.0,
-    *,
-    is_weighed: bool = False,
-    is_missing: bool = False,
-    lacks_gradients: bool = False,
+    rank: int, world_size: int, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False
 ) -> list[float]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
@@ -55,12 +49,11 @@ def encode_message(
         weight: The total weight of its micro-batches.
         is_weighed: Whether it gave a weight.
         is_missing: Whether it gave none for some of them.
-        lacks_gradients: Whether some parameters had no gradient in its last step.
     """
     missing = [0.0] * -(-world_size // _RANKS_PER_NUMBER)
     if is_missing:
         missing[rank // _RANKS_PER_NUMBER] = float(2 ** (rank % _RANKS_PER_NUMBER))
-    return [weight, float(is_weighed), float(lacks_gradients), *missing]
+    return [weight, float(is_weighed), 0.0, *missing]
 
 
 def refuse_missing(sums: Sequence[float]) -> None:
@@ -373,11 +366,14 @@ class Weights:
 
     def message(self) -> list[float]:
         """Return the message that this rank sends at the end of a step."""
-        window, lacks = self.window, self.lacks_gradients and not is_capturing(self.device)
+        window = self.window
         if window is None:
-            return self.encode(is_missing=True, lacks_gradients=lacks)
-        is_missing, weight = window.has_unweighed or not window.is_weighed, window.total / self._typical
-        return self.encode(weight, is_weighed=window.is_weighed, is_missing=is_missing, lacks_gradients=lacks)
+            message = self.encode(is_missing=True)
+        else:
+            is_missing = window.has_unweighed or not window.is_weighed
+            message = self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
+        message[2] = float(self.lacks_gradients and not is_capturing(self.device))
+        return message
 
     def _uploaded_message(self) -> Tensor:
         message = self.message()
