@@ -247,10 +247,15 @@ class _ArrivingParameter(nn.Parameter):
     @classmethod
     @keep_out_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
-            if type(each) is cls:
-                _arrivals[id(each)]()
+        _arrive(tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+def _arrive(values: Iterable[object]) -> None:
+    for each in values:
+        if type(each) is _ArrivingParameter:
+            _arrivals.get(id(each), lambda: None)()
+            each.__class__ = nn.Parameter  # type: ignore[assignment]  # also of a copy, which is in no buffer
 
 
 @contextmanager
@@ -280,9 +285,7 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
         if isinstance(module, torch.jit.ScriptModule) or is_elsewhere:
             for each in gathers:
                 finish(*each)
-        for parameter in module._parameters.values():
-            if type(parameter) is _ArrivingParameter:
-                _arrivals[id(parameter)]()
+        _arrive(module._parameters.values())
 
     hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
     try:
@@ -293,8 +296,8 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
         yield
     finally:
         hook.remove()
-        for buffer, works in gathers:
-            finish(buffer, works)
+        for buffer, _ in gathers:
+            _arrive(buffer.parameters)
 
 
 def wait_for_gather(works: Iterable[Work]) -> None:
