@@ -10,12 +10,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
+from lockstep.comm.collectives import all_gather_rows, broadcast_coalesced
+from lockstep.parallel.dp import replicas
+from lockstep.parallel.dp.replicas import coalesced_copies
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.optimizer import shard_optimizer
+from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
+from tests.training import make_task
 
 WIDTH = 16
-# A bucket for each layer of this width.
-CAP_MB = 0.001
+# A bucket for each parameter of this width.
+CAP_MB = 0.00005
+LAST = torch.channels_last
 
 
 def layers(count=4, **options):
@@ -44,8 +51,8 @@ class Operations(TorchDispatchMode):
 # --- ZeRO: parameters that are waited for when they are used
 
 
-def train(world, model, loss_of, *, late, num_steps=4):
-    """Train with ZeRO-1; return the parameters, and what happened in the last forward, where waits are late."""
+def train(world, model, loss_of, *, late, num_steps=3):
+    """Train with ZeRO-1, with waits in the forward or before; return the parameters."""
     wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
     optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), group=world.group)
     optimizer.overlaps = True
@@ -69,8 +76,8 @@ class Uses(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.how, self.body = how, layers()
-        self.attention = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
-        self.seen = []
+        if how == "attention":
+            self.attention = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
 
     def forward(self, x):
         used = self.body[2].weight
@@ -94,7 +101,7 @@ class Uses(nn.Module):
             side.wait_stream(main)
             y = self.body[1](x)
             with side:
-                z = self.body[2](x) + self.body[1](x)
+                z = self.body[1](x)
             main.wait_stream(side)
             x = y + z
         elif self.how == "attention":
@@ -137,7 +144,7 @@ def test_parameters_have_arrived_wherever_they_are_used(on_sim, hows):
     on_sim(2)(used_outside_of_their_layers, hows)
 
 
-def in_order(world, monkeypatch=None):
+def in_order(world):
     model, log = layers().to(world.device), []
     wait = partition.wait_for_gather
     for number, layer in enumerate(model):
@@ -166,3 +173,209 @@ def in_order(world, monkeypatch=None):
 def test_each_layer_waits_for_its_own_parameters(on_sim):
     expected = ["forward", "wait", 0, "wait", 1, "wait", 2, "wait", 3, "end", "wait"]
     assert on_sim(2)(in_order) == [expected] * 2
+
+
+def test_in_fit_too(on_sim):
+    """Two buckets: of the first layer, and of the others. The log of a step begins with its update."""
+
+    def run(world):
+        log = []
+        original = partition.wait_for_gather
+
+        def model():
+            torch.manual_seed(0)
+            made = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
+            for number, layer in enumerate(made):
+                layer.register_forward_hook(lambda *_, number=number: log.append(number))
+            return made
+
+        def logged(works):
+            log.append("wait")
+            original(works)
+
+        loop = Trainer(make_task(model=model), Settings(epochs=2), world, strategy="ddp-zero1", devices=[world.device])
+        partition.wait_for_gather = logged
+        try:
+            for _ in range(3):  # after the first the parameters are compared, which waits, too
+                log.clear()
+                loop.step()
+        finally:
+            partition.wait_for_gather = original
+        loop.close()
+        return [each for each, _ in groupby(log)]
+
+    assert on_sim(2)(run) == [["wait", 0, "wait", 1, 2]] * 2
+
+
+# --- ZeRO: one collective for the tails of all buckets
+
+
+def collectives_of_a_step(world, shard_gradients):
+    model = layers().to(world.device)
+    wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    optimizer = lockstep.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, shard_gradients=shard_gradients, lr=0.1
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.sim.counting() as backward:
+            wrapped(inputs(world, step)).sum().backward()
+        with torch.sim.counting() as update:
+            optimizer.step()
+    return backward.collectives, update.collectives
+
+
+@pytest.mark.parametrize(("shard_gradients", "expected"), [(True, (8 + 1, 8)), (False, (8, 1))])
+def test_tails_are_reduced_together_and_nothing_remains_to_be_sent_beside_the_slices(on_sim, shard_gradients, expected):
+    """Eight buckets; without slices of gradients, the parameters lie in one buffer."""
+    assert on_sim(2)(collectives_of_a_step, shard_gradients) == [expected] * 2
+
+
+# --- DataParallel: devices pass on the weights
+
+
+def copies_of_weights(world, num_devices):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).double(), nn.Conv2d(1, 8, 3).to(memory_format=LAST))
+    module = module.to("sim:0")
+    devices = [torch.device("sim", index) for index in range(num_devices)]
+    with Operations() as seen:
+        rows = coalesced_copies(list(module.parameters()), devices[1:])
+    for row, device in zip(rows, devices[1:], strict=True):
+        for found, expected in zip(row, module.parameters(), strict=True):
+            assert (found.device, found.stride()) == (device, expected.stride())
+            assert torch.equal(found.cpu(), expected.detach().cpu())
+    copies = [(args[0], result) for name, args, result in seen.calls if name == "_to_copy"]
+    return [(source.dtype, source.device.index, target.device.index) for source, target in copies]
+
+
+def test_devices_that_have_the_weights_pass_them_on(on_sim):
+    (copies,) = on_sim(1, several_devices=True)(copies_of_weights, 4)
+    route = [(0, 1), (0, 2), (1, 3)]
+    assert copies == [(dtype, *hop) for dtype in (torch.float32, torch.float64) for hop in route]
+
+
+def chunks_of_weights(world):
+    """Tensors of a third of a chunk, and a larger one: nothing packs all of them."""
+    third = replicas._CHUNK_BYTES // 12 + 1
+    tensors = [
+        torch.full((size,), float(place), device="sim:0") for place, size in enumerate([third] * 4 + [5 * third])
+    ]
+    with Operations() as seen:
+        ((*small, large),) = coalesced_copies(tensors, [torch.device("sim:1")])
+    assert [float(each[-1]) for each in (*small, large)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    return [result.numel() / third for name, _, result in seen.calls if name == "cat"]
+
+
+def test_weights_are_packed_in_chunks(on_sim):
+    assert on_sim(1, several_devices=True)(chunks_of_weights) == [[3.0, 6.0]]
+
+
+# --- SyncBatchNorm, and buffers of several dtypes
+
+
+def kernels_of_a_gather(world):
+    vector = torch.full((5,), 1.0 + world.rank, device=world.device)
+    all_gather_rows(vector, group=world.group)
+    with torch.sim.counting() as counts:
+        rows = all_gather_rows(vector, group=world.group)
+    assert rows.tolist() == [[1.0 + rank] * 5 for rank in range(world.world_size)]
+    layer = lockstep.SyncBatchNorm(4).to(world.device)
+    layer(torch.randn(3, 4, device=world.device))
+    with torch.sim.counting() as forward:
+        layer(torch.randn(3, 4, device=world.device))
+    return (counts.kernels, counts.collectives), forward.kernels
+
+
+def test_statistics_are_gathered_without_a_kernel_for_each_rank(on_sim):
+    two, four = on_sim(2)(kernels_of_a_gather), on_sim(4)(kernels_of_a_gather)
+    assert {costs for costs, _ in two} == {costs for costs, _ in four}
+    assert {kernels for _, kernels in two} == {kernels for _, kernels in four}
+
+
+def calls_of_a_broadcast(world):
+    kinds = [torch.float32, torch.int64, torch.float32, torch.int64, torch.bfloat16]
+    tensors = [torch.full((3,), 1 + world.rank, dtype=dtype, device=world.device) for dtype in kinds]
+    tensors.append(torch.full((2, 3, 4, 4), 1.0 + world.rank, device=world.device).to(memory_format=LAST))
+    with Operations() as seen:
+        broadcast_coalesced(tensors, group=world.group)
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+    calls = [args for name, args, _ in seen.calls if name == "_foreach_copy_"]
+    return [[(each.dtype, each.is_contiguous()) for each in (*targets, *sources)] for targets, sources in calls]
+
+
+def test_tensors_are_packed_with_one_copy_for_each_dtype(on_sim):
+    """A copy of several dtypes in one call is a kernel for each tensor."""
+    for calls in on_sim(2)(calls_of_a_broadcast):
+        assert [len(call) // 2 for call in calls] == [2, 2, 1, 1]
+        assert all(len({dtype for dtype, _ in call}) == 1 for call in calls)
+        assert [len(set(call)) for call in calls] == [1, 1, 2, 1] or [len(set(call)) for call in calls] == [1, 1, 1, 2]
+
+
+# --- LocalSGD: what is not the model is on the host
+
+
+def offloaded(world, cpu_offload, how):
+    kind, options = how
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).bfloat16()).to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before = torch.sim.memory_allocated()
+    averaging = getattr(lockstep, kind)(model, optimizer, sync_every=2, cpu_offload=cpu_offload, **options)
+    added = torch.sim.memory_allocated() - before
+    with averaging:
+        for step in range(7):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            x = torch.randn(3, 64, generator=generator).to(world.device)
+            model[1](model[0](x).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            if step == 4:
+                averaging.load_state_dict(averaging.state_dict())
+        kept = torch.sim.memory_allocated() - before - sum(each.grad.nbytes for each in model.parameters())
+    outer = averaging.outer_state()
+    assert {each.device.type for each in outer.values()} == {"cpu" if cpu_offload else "sim"}
+    assert all(each.is_pinned() for each in outer.values()) is cpu_offload
+    return torch.cat([each.detach().float().flatten().cpu() for each in model.parameters()]), added, kept
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("LocalSGD", {}),
+        ("DiLoCo", {"sync_delay": 1, "fragments": 2}),
+        ("DiLoCo", {"compression": "int8"}),
+    ],
+    ids=["plain", "delayed", "compressed"],
+)
+def test_offloaded_parameters_take_no_memory_of_the_device(on_sim, how):
+    (host, added, kept), (other, _, _) = on_sim(2)(offloaded, True, how)
+    (expected, usual, _), _ = on_sim(2)(offloaded, False, how)
+    assert torch.equal(host, other)
+    torch.testing.assert_close(host, expected, rtol=1e-5, atol=1e-6)
+    one_copy = 4 * 2 * 64 * 65
+    assert added == 0 and kept < one_copy / 2  # the last batch
+    assert usual >= 2 * one_copy
+
+
+# --- compression: its threads use the device of the rank, and the host waits only for what it sends
+
+
+def waits_of_compression(world):
+    model = layers().to(world.device)
+    wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, compression="int8")
+    for step in range(3):
+        model.zero_grad()
+        loss = wrapped(inputs(world, step)).square().mean()
+        with torch.sim.counting() as counts:
+            loss.backward()
+    threads = {each.thread for each in counts.waits}
+    return counts.synchronizations, len(counts.waits), threads
+
+
+def test_compression_waits_once_for_each_bucket_and_in_its_own_thread(on_sim):
+    """That no thread opens a context on another device is checked by the fixture, in each test here."""
+    for synchronizations, num_waits, threads in on_sim(2)(waits_of_compression):
+        assert synchronizations == 0
+        assert num_waits <= 8
+        assert threads <= {"lockstep-compression"}
