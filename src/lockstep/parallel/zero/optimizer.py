@@ -42,8 +42,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. The result is that of the bare optimizer, and
     all ranks hold the same bits. Element-wise optimizers (SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, NAdam,
-    RAdam, ASGD, Rprop, and classes that declare it) work on flat slices: all ranks have equal shares of the state, to
-    the element, and a step is a few kernels, however many parameters there are. For this, parameters become views of
+    RAdam, ASGD, Rprop, and classes that declare it) work on flat slices: all ranks have equal shares of the state, up
+    to 16 bytes, and a step is a few kernels, however many parameters there are. For this, parameters become views of
     flat buffers. With other optimizers each rank owns whole parameters.
 
     Gradients must be equal on all ranks when `step` is called, as after a backward of ``DistributedDataParallel``.
