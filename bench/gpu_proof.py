@@ -268,7 +268,7 @@ def benchmark(options: argparse.Namespace) -> None:
             break
         try:
             given = (title.removesuffix(", dp"), options.device, time.time() + seconds, *arguments)
-            figures = launch(measure, *given, devices=devices, timeout_s=seconds + MODEL_S)[0]
+            figures = launch(measure, *given, devices=devices, timeout_s=2 * seconds + 30)[0]
         except Exception as error:  # the other models may do better
             found["problems"].append(f"{title}: {str(error).splitlines()[0]}")
         else:
