@@ -60,9 +60,9 @@ def forward_and_backward(world, names, devices):
 @pytest.mark.parametrize("devices", [[0, 1], [2, 3], *soak([[0, 0, 1, 1], None])])
 def test_data_parallel_gives_the_gradients_of_one_process(on_sim, devices):
     if devices == [2, 3]:  # not the device that is current
-        on_sim(1)(module_elsewhere, devices)
+        on_sim(1, several_devices=True)(module_elsewhere, devices)
     else:
-        on_sim(1)(forward_and_backward, ["mlp", "cnn", "transformer", "reused"], devices)
+        on_sim(1, several_devices=True)(forward_and_backward, ["mlp", "cnn", "transformer", "reused"], devices)
 
 
 def module_elsewhere(world, devices):
@@ -80,7 +80,7 @@ def test_data_parallel_backward_computes_the_loss_in_the_replicas(on_sim, num_de
     names = ["mlp", "cnn", "reused"]
     if torch.__version__ >= (2, 12):  # before, a checkpointed backward on this device fails without Lockstep, too
         names.append("checkpoint")
-    on_sim(1)(backward_in_replicas, names, num_devices)
+    on_sim(1, several_devices=True)(backward_in_replicas, names, num_devices)
 
 
 def backward_in_replicas(world, names, num_devices):
@@ -102,7 +102,7 @@ def backward_in_replicas(world, names, num_devices):
 
 
 def test_data_parallel_stays_on_the_streams_of_the_caller(on_sim):
-    on_sim(1)(on_streams_of_the_caller)
+    on_sim(1, several_devices=True)(on_streams_of_the_caller)
 
 
 def on_streams_of_the_caller(world):

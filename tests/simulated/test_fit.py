@@ -55,7 +55,8 @@ def steps_of(world, task, strategy, num_steps=NUM_STEPS, num_devices=None, **set
 def test_it_trains_as_one_process_on_the_cpu(on_sim, strategy, num_ranks, num_devices, loss, settings):
     task = make_task(loss=loss)
     expected = whole_batch(task, NUM_STEPS, clip=settings.get("clip"))
-    found = on_sim(num_ranks)(steps_of, task, strategy, NUM_STEPS, num_devices, **settings)
+    ranks = on_sim(num_ranks, several_devices=num_devices is not None)
+    found = ranks(steps_of, task, strategy, NUM_STEPS, num_devices, **settings)
     for losses, times, weights in found:
         assert losses == pytest.approx(expected["losses"], rel=1e-11)
         assert relative_error(weights, expected["weights"]) < 1e-11
@@ -208,7 +209,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_records_itself(on_sim, strategy, 
         whole = fit(world, tmp_path / "whole", 8)
         return whole, fit(world, tmp_path / "parts", 5) + fit(world, tmp_path / "parts", 8)
 
-    found = on_sim(num_ranks)(both)
+    found = on_sim(num_ranks, several_devices=strategy == "dp")(both)
     for whole, parts in found:
         assert parts == pytest.approx(whole, rel=1e-12) and whole == found[0][0]
     view = view_run(tmp_path / "whole" / "run")
@@ -236,7 +237,7 @@ def test_reproducible_runs_have_the_same_bits_on_any_number_of_devices(on_sim, n
         return train_for_bits(world, name, "ddp", 1, device=world.device, reproducible=4)
 
     (expected,) = on_sim(1)(alone)
-    assert on_sim(1)(replicated) == [[expected, expected]]
+    assert on_sim(1, several_devices=True)(replicated) == [[expected, expected]]
     assert on_sim(2)(distributed) == [expected, expected]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections import Counter
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def get_device_name(device=None):
 
 
 def get_device_properties(device=None):
-    return SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
+    return SimpleNamespace(name=get_device_name(device), total_memory=native.memory_limit(_index(device)))
 
 
 def set_device(device):
@@ -219,6 +220,68 @@ def take_errors():
     return native.take_errors()
 
 
+def contexts():
+    """Return the devices on which this process has a context, each with where it opened that."""
+    return native.contexts()
+
+
+def forget_contexts():
+    """Have no context, and no current device in this thread, as a new process."""
+    native.forget_contexts()
+
+
+def set_patience(seconds):
+    """Say how long an operator waits for the collective whose result it needs; at first without a limit.
+
+    Then it goes on with the numbers as they are, as if it were queued, and what the host waits for later does not come:
+    so the host gets to the wait in which it would be on a real device while a peer is stopped. Nothing computed since
+    is right.
+    """
+    native.set_patience(seconds)
+
+
+def is_current_stream_capturing():
+    return native.is_capturing(current_device())
+
+
+@contextlib.contextmanager
+def capturing():
+    """Simulate the capture of a graph, on a stream of its own that is current here, as with ``torch.cuda.graph``.
+
+    Operators run as ever, and nothing can be replayed. What is simulated are the errors: the host, in any thread, asks
+    for the state of an event, or waits; a stream of the graph waits for work that is not part of it; a stream that has
+    joined is not waited for at the end.
+    """
+    synchronize()
+    with torch.Stream("sim"):
+        native.begin_capture(current_device())
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            native.end_capture(failed)
+
+
+class Wait(NamedTuple):
+    """A wait of the host for a device.
+
+    Attributes:
+        kind: ``event``, ``stream``, ``device``, ``item``, ``result`` (an operator whose shape, or answer, the host
+            needs), ``copy to pageable memory``, ``copy from pageable memory``, ``blocking copy`` (of pinned memory),
+            ``barrier``.
+        line: Where.
+        queued: How many kernels of the device the host had launched that it did not wait for. With 0 the device runs
+            dry: it idles from the end of the wait until the host has launched the next kernel.
+        thread: Name of the thread that waited.
+    """
+
+    kind: str
+    line: str
+    queued: int
+    thread: str
+
+
 class Counts:
     """What was counted in a block of `counting()`.
 
@@ -233,13 +296,17 @@ class Counts:
         segments: Those of them that freed memory could not serve, which cost a real device a synchronization.
         places: How often each line caused a synchronization, an event wait (with how many kernels the host had
             launched since it recorded the event: with many, it hardly waited), a copy or a segment: ``(kind, line)``.
+        waits: All waits of the host, of all threads, in their order: `Wait`. It does not wait for an event that it
+            knows to be over, from a query or from a wait for something later.
     """
 
     def __init__(self):
         self.places = Counter()
+        self.waits = []
 
     def __repr__(self):
-        return f"Counts({', '.join(f'{name}={value}' for name, value in vars(self).items() if name != 'places')})"
+        shown = {name: value for name, value in vars(self).items() if name not in ("places", "waits")}
+        return f"Counts({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
 
 @contextlib.contextmanager
@@ -252,4 +319,5 @@ def counting():
     finally:
         taken = native.take_counters()
         counts.places = Counter(taken.pop("places"))
+        counts.waits = [Wait(*wait) for wait in taken.pop("waits")]
         vars(counts).update(taken)

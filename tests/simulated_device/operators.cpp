@@ -3,10 +3,29 @@
 #include "runtime.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_native.h>
+#include <ATen/ops/_values_native.h>
+#include <ATen/ops/clone_native.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/copy_sparse_to_sparse_native.h>
+#include <ATen/ops/dense_dim_native.h>
+#include <ATen/ops/empty_native.h>
+#include <ATen/ops/indices_native.h>
+#include <ATen/ops/is_coalesced_native.h>
+#include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/sparse_resize_and_clear_native.h>
+#include <ATen/ops/values_native.h>
+#include <ATen/ops/zero_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -34,6 +53,10 @@ c10::Storage cpu_storage(const c10::Storage& storage) {
 }
 
 at::Tensor as_cpu(const at::Tensor& tensor) {
+  if (tensor.device().type() == SIM && tensor.is_sparse())
+    return at::_sparse_coo_tensor_unsafe(
+        as_cpu(tensor._indices()), as_cpu(tensor._values()), tensor.sizes(), std::nullopt, std::nullopt, std::nullopt,
+        std::nullopt, tensor.is_coalesced());
   return tensor.device().type() == SIM ? as_cpu(tensor, cpu_storage(tensor.storage())) : tensor;
 }
 
@@ -107,6 +130,12 @@ class Translation {
   at::Tensor to_cpu(const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.device().type() != SIM)
       return tensor;
+    if (tensor.is_sparse()) {
+      auto cpu = as_cpu(tensor);
+      originals_.emplace(cpu.unsafeGetTensorImpl(), tensor);
+      kept_.push_back(cpu);
+      return cpu;
+    }
     auto [seen, fresh] = storages_.try_emplace(tensor.storage().unsafeGetStorageImpl());
     if (fresh)
       seen->second = cpu_storage(tensor.storage()); // one for all that share it: kernels look for overlaps
@@ -121,6 +150,8 @@ class Translation {
   void write_back() {
     for (const auto& cpu : kept_) {
       auto original = originals_.at(cpu.unsafeGetTensorImpl());
+      if (cpu.is_sparse())
+        continue;
       const auto& storage = original.storage();
       if (cpu.storage().data() != real_address(storage.data())) {
         at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, cpu.storage().nbytes());
@@ -134,8 +165,19 @@ class Translation {
   at::Tensor to_device(const at::Tensor& cpu, at::Device device, Launch& launch) {
     if (!cpu.defined() || !cpu.is_cpu())
       return cpu;
-    if (auto argument = originals_.find(cpu.unsafeGetTensorImpl()); argument != originals_.end())
+    if (auto argument = originals_.find(cpu.unsafeGetTensorImpl()); argument != originals_.end()) {
+      if (cpu.is_sparse()) { // written in place
+        auto& impl = static_cast<at::SparseTensorImpl&>(*argument->second.unsafeGetTensorImpl());
+        impl.raw_resize_(cpu.sparse_dim(), cpu.dense_dim(), cpu.sizes());
+        impl.set_indices_and_values_unsafe(to_device(cpu._indices(), device, launch), to_device(cpu._values(), device, launch));
+        impl.set_coalesced(cpu.is_coalesced());
+      }
       return argument->second;
+    }
+    if (cpu.is_sparse())
+      return at::_sparse_coo_tensor_unsafe(
+          to_device(cpu._indices(), device, launch), to_device(cpu._values(), device, launch), cpu.sizes(), std::nullopt,
+          std::nullopt, std::nullopt, std::nullopt, cpu.is_coalesced());
     if (auto base = devices_.find(cpu.storage().unsafeGetStorageImpl()); base != devices_.end())
       return view_of(base->second, cpu);
     auto result = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), at::kStrided, device, false);
@@ -178,6 +220,12 @@ bool synchronizes(const c10::OperatorHandle& op, const c10::ArrayRef<c10::IValue
   if (op.hasTag(at::Tag::data_dependent_output))
     return true;
   bool masks = false, indices = false;
+  // `x[mask] = number` fills where the mask is, without a list of these places.
+  if (op.schema().name() == "aten::_index_put_impl_" && arguments[2].toTensor().numel() == 1) {
+    const auto places = arguments[1].toOptionalTensorList();
+    if (places.size() == 1)
+      return false;
+  }
   for (const auto& value : arguments)
     if (value.isOptionalTensorList()) {
       indices = true;
@@ -229,7 +277,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t item_bytes = item ? arguments[0].toTensor().element_size() : 0;
   Translation translation;
   std::vector<c10::IValue> translated;
-  bool has_generator = false;
+  bool has_generator = false, is_sparse = false;
   for (size_t i = 0; i < arguments.size(); i++) {
     const auto& argument = schema.arguments()[i];
     const bool is_generator = argument.type()->isSubtypeOf(*GENERATOR);
@@ -245,8 +293,13 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         if (tensor.is_cpu() && tensor.dim() > 0 && arguments[i].isOptionalTensorList())
           tensor = tensor.to(*device); // indices may come from the host, as CUDA allows
         check_device(tensor, *device, schema.name(), argument.name());
-        if (!view)
+        is_sparse |= tensor.is_sparse();
+        if (!view && tensor.is_sparse()) {
+          launch.access(tensor._indices(), false, argument.name());
+          launch.access(tensor._values(), is_written(argument), argument.name());
+        } else if (!view) {
           launch.access(tensor, is_written(argument), argument.name());
+        }
         return translation.to_cpu(tensor);
       }));
   }
@@ -257,12 +310,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     (*stack)[first + i] = translated[i];
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    if (is_sparse)
+      op.callBoxed(stack);
+    else
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   if (item)
     count_copy("device to host", item_bytes, launch.place());
   if (synchronizing)
-    synchronize_stream(stream, schema.name());
+    synchronize_stream(stream, schema.name(), item ? "item" : "result");
   translation.write_back();
   for (auto& result : torch::jit::last(*stack, schema.returns().size()))
     const_cast<c10::IValue&>(result) =
@@ -299,11 +355,17 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     return to;
   }
   count_copy(from_device ? "device to host" : "host to device", self.nbytes(), launch.place());
-  if (non_blocking && is_pinned((from_device ? to : self).const_data_ptr()))
+  const auto* host = (from_device ? to : self).const_data_ptr();
+  if (non_blocking && is_pinned(host)) {
+    sim::record_stream(host, stream);
     // From now on this thread's operators of the CPU are checked: the host may touch what is on its way.
     c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::TESTING_ONLY_GenericMode, true);
-  else
-    synchronize_stream(stream, "aten::copy_");
+  } else {
+    // torch waits for the stream, unless non_blocking. With that CUDA does so for pageable memory: "if pageable memory
+    // must first be staged to pinned memory, the driver may synchronize with the stream", and a copy to pageable memory
+    // returns when it is complete (CUDA Runtime API, "API synchronization behavior").
+    synchronize_stream(stream, "aten::copy_", is_pinned(host) ? "blocking copy" : from_device ? "copy to pageable memory" : "copy from pageable memory");
+  }
   return to;
 }
 
@@ -370,6 +432,33 @@ int64_t choose_attention(
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Sparse tensors have indices and values that are dense.
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", at::native::new_with_dims_and_tensor_sparse_symint);
+  m.impl("empty.memory_format", at::native::empty_sparse);
+  m.impl("copy_", at::native::copy_sparse_wrapper_);
+  m.impl("copy_sparse_to_sparse_", at::native::copy_sparse_);
+  m.impl("clone", at::native::clone_sparse);
+  m.impl("zero_", at::native::zero_sparse_);
+  m.impl("sparse_resize_and_clear_", at::native::sparse_resize_and_clear_);
+  m.impl("_indices", at::native::_indices_sparse);
+  m.impl("_values", at::native::_values_sparse);
+  m.impl("indices", at::native::indices_sparse);
+  m.impl("values", at::native::values_sparse);
+  m.impl("_nnz", at::native::_nnz_sparse);
+  m.impl("sparse_dim", at::native::sparse_dim_sparse);
+  m.impl("dense_dim", at::native::dense_dim_sparse);
+  m.impl("_dimI", at::native::sparse_dim_sparse);
+  m.impl("_dimV", at::native::dense_dim_sparse);
+  m.impl("is_coalesced", at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", at::native::_coalesced_sparse_);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {

@@ -7,8 +7,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <atomic>
 #include <cstring>
 #include <deque>
+#include <limits>
+#include <pthread.h>
 #include <sstream>
 #include <sys/mman.h>
 
@@ -26,6 +29,8 @@ struct Stream {
   Clock clock;
   std::vector<Pending> pending;
   std::vector<Block*> freed; // since the last allocation
+  uint64_t worked = 0; // its time at the last operator or collective
+  std::deque<uint64_t> kernels; // those that the host does not know to be done, by their time
   int waited_for = -1;
   PlacePtr waited;
 };
@@ -51,6 +56,15 @@ struct State {
   bool has_float64 = true;
   std::vector<std::string> errors;
   Counters counters;
+  std::atomic<bool> has_context[MAX_DEVICES] = {};
+  std::map<int, PlacePtr> contexts;
+  std::atomic<double> patience = std::numeric_limits<double>::infinity();
+  bool pinned_in_flight = false; // a freed block of pinned memory is still part of a copy, as far as its allocator knows
+  std::atomic<int64_t> capture = 0; // the number of the one that is going on
+  int64_t num_captures = 0;
+  int capture_origin = 0;
+  std::set<int> capturing; // streams
+  std::string capture_error;
 };
 
 State& state() {
@@ -73,7 +87,8 @@ State& state() {
 
 using Lock = std::lock_guard<std::mutex>;
 
-thread_local int current_device = 0;
+thread_local int driver_device = 0; // what cudaGetDevice() would return
+thread_local int target_device = -1; // the one to be on as soon as something needs it; -1: that of the driver
 thread_local int current_streams[MAX_DEVICES] = {}; // 0: the default stream
 thread_local PlacePtr running; // the operator that this thread is in
 
@@ -149,6 +164,175 @@ void report(const std::string& text) {
   TORCH_CHECK(check != Check::RAISE, text);
 }
 
+// --- The current device and contexts; see [Note: current device]
+
+static bool has_context(int device) {
+  return device >= 0 && device < MAX_DEVICES && state().has_context[device];
+}
+
+void open_context(int device, const char* op) {
+  if (state().has_context[device].exchange(true))
+    return;
+  auto place = here(op);
+  Lock lock(state().mutex);
+  state().contexts.emplace(device, place);
+}
+
+int get_device() {
+  return target_device >= 0 ? target_device : driver_device;
+}
+
+void set_device(int device) {
+  target_device = -1;
+  if (std::exchange(driver_device, device) != device)
+    open_context(device, "a change of the current device");
+}
+
+void maybe_set_device(int device) {
+  if (has_context(device))
+    set_device(device);
+  else
+    target_device = device;
+}
+
+int exchange_device(int device) {
+  const int before = get_device();
+  if (target_device >= 0) {
+    target_device = -1;
+    driver_device = device;
+    open_context(device, "a change of the current device");
+  } else {
+    set_device(device);
+  }
+  return before;
+}
+
+namespace {
+
+int checked(int device) {
+  TORCH_CHECK(
+      device >= 0 && device < state().num_devices, "sim:", device, " does not exist: there are ", state().num_devices,
+      " simulated devices");
+  return device;
+}
+
+// For what is done on a device and then goes back, either really or, as the guards of operators, in name only.
+struct On {
+  const int before = get_device();
+  const bool really;
+  On(int device, bool really, const char* op) : really(really) {
+    set_device(device);
+    open_context(device, op);
+  }
+  ~On() {
+    really ? set_device(before) : maybe_set_device(before);
+  }
+};
+
+} // namespace
+
+// --- Graphs
+
+namespace {
+
+// While a graph is captured nothing runs that the host could wait for. Whoever asks, in any thread, breaks the capture.
+void refuse_in_capture(const std::string& op) {
+  if (!state().capture)
+    return;
+  auto text = describe(here(op));
+  {
+    Lock lock(state().mutex);
+    state().capture_error = text;
+  }
+  TORCH_CHECK(false, "simulated device: operation not permitted when stream is capturing: ", text);
+}
+
+void refuse_captured(const Event& event, const std::string& op) {
+  TORCH_CHECK(
+      !event.capture, "simulated device: operation not permitted on an event last recorded in a capturing stream: ", describe(here(op)));
+}
+
+} // namespace
+
+void begin_capture(int stream) {
+  Lock lock(state().mutex);
+  TORCH_CHECK(!state().capture, "simulated device: a graph is being captured already");
+  state().capture = ++state().num_captures;
+  state().capture_origin = stream;
+  state().capturing = {stream};
+  state().capture_error = "";
+}
+
+void end_capture(bool failed) {
+  Lock lock(state().mutex);
+  state().capture = 0;
+  const auto origin = state().capture_origin;
+  const auto joined = std::exchange(state().capturing, {});
+  if (failed)
+    return;
+  TORCH_CHECK(
+      state().capture_error.empty(), "simulated device: operation failed due to a previous error during capture: ", state().capture_error);
+  for (int stream : joined) {
+    const auto& seen = state().streams[origin].clock;
+    TORCH_CHECK(
+        stream == origin || (size_t(stream) < seen.size() && state().streams[stream].worked <= seen[stream]),
+        "simulated device: capture was ended, but ", stream_name(stream), " has work that the capturing stream did not wait for");
+  }
+}
+
+bool is_capturing(int stream) {
+  Lock lock(state().mutex);
+  return state().capturing.count(stream) > 0;
+}
+
+// --- Work of other threads
+
+void Completion::finish(std::exception_ptr error) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (done_)
+      return;
+    done_ = true;
+    time_ = std::chrono::steady_clock::now();
+    error_ = error;
+  }
+  changed_.notify_all();
+}
+
+void Completion::lose() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lost_ = true;
+  }
+  changed_.notify_all();
+}
+
+bool Completion::is_done() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return done_;
+}
+
+TimePoint Completion::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return done_; });
+  if (error_)
+    std::rethrow_exception(error_);
+  return time_;
+}
+
+bool Completion::wait_to_compute() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto over = [this] { return done_ || lost_; };
+  const double patience = state().patience;
+  if (std::isinf(patience))
+    changed_.wait(lock, over);
+  else
+    changed_.wait_for(lock, std::chrono::duration<double>(patience), over);
+  if (error_)
+    std::rethrow_exception(error_);
+  return done_;
+}
+
 // --- Clocks
 
 namespace {
@@ -179,7 +363,7 @@ TimePoint finish(const std::vector<Pending>& all) {
     return last;
   WithoutGil without;
   for (const auto& pending : all)
-    last = std::max(last, pending.get());
+    last = std::max(last, pending->wait());
   return last;
 }
 
@@ -212,7 +396,10 @@ void record(Event& event, int stream) {
   auto place = here("Event.record");
   Lock lock(state().mutex);
   tick(stream);
-  event = {state().streams[stream].clock, state().streams[stream].pending, std::chrono::steady_clock::now(), stream, state().num_kernels, place};
+  const int64_t capture = state().capturing.count(stream) ? state().capture.load() : 0;
+  event = {
+      state().streams[stream].clock, state().streams[stream].pending, std::chrono::steady_clock::now(), stream,
+      state().num_kernels, capture, place};
 }
 
 void wait(int stream, const Event& event) {
@@ -220,6 +407,12 @@ void wait(int stream, const Event& event) {
     return;
   auto place = here("Event.wait");
   Lock lock(state().mutex);
+  if (state().capture && event.capture == state().capture) {
+    state().capturing.insert(stream);
+  } else if (state().capturing.count(stream)) {
+    state().capture_error = "a wait for work that is not part of the graph";
+    TORCH_CHECK(false, "simulated device: dependency created on uncaptured work in another stream: ", stream_name(event.stream));
+  }
   auto& waiting = state().streams[stream];
   merge(waiting.clock, event.clock);
   if (event.stream != stream) {
@@ -249,11 +442,59 @@ int new_stream(int device) {
 
 namespace {
 
-void synchronize(const Clock& clock, const std::vector<Pending>& pending, const PlacePtr& place, int64_t kernels_since = -1) {
+// Kernels of a device that the host has launched and that are not over when what it waits for is.
+int64_t queued_kernels(int device, const Clock& clock) {
+  int64_t queued = 0;
+  for (size_t number = 0; number < state().streams.size(); number++) {
+    auto& stream = state().streams[number];
+    const auto at = [&](const Clock& clock) { return number < clock.size() ? clock[number] : 0; };
+    auto& kernels = stream.kernels;
+    while (!kernels.empty() && kernels.front() <= at(state().streams[HOST].clock))
+      kernels.pop_front();
+    if (stream.device == device)
+      queued += kernels.end() - std::upper_bound(kernels.begin(), kernels.end(), at(clock));
+  }
+  return queued;
+}
+
+std::string thread_name() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return name;
+}
+
+// The name in Python, for threads of Python.
+std::string python_thread_name() {
+  if (!has_python())
+    return thread_name();
+  const WithGil gil;
+  std::string name = thread_name();
+  auto* threading = PyImport_ImportModule("threading");
+  auto* threads = threading ? PyObject_GetAttrString(threading, "_active") : nullptr;
+  auto* ident = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+  auto* thread = threads && ident ? PyObject_GetItem(threads, ident) : nullptr;
+  auto* text = thread ? PyObject_GetAttrString(thread, "name") : nullptr;
+  if (text && PyUnicode_Check(text))
+    name = PyUnicode_AsUTF8(text);
+  PyErr_Clear();
+  for (auto* object : {threading, threads, ident, thread, text})
+    Py_XDECREF(object);
+  return name;
+}
+
+void synchronize(
+    const Clock& clock, const std::vector<Pending>& pending, int device, const std::string& kind, const PlacePtr& place,
+    int64_t kernels_since = -1) {
+  const bool for_event = kernels_since >= 0;
+  int64_t queued;
+  {
+    Lock lock(state().mutex);
+    queued = queued_kernels(device, clock); // before others launch more
+  }
   finish(pending);
+  const auto thread = python_thread_name();
   Lock lock(state().mutex);
   auto& host = state().streams[HOST].clock;
-  const bool for_event = kernels_since >= 0;
   auto seen = host;
   merge(seen, clock);
   if (for_event && seen == host)
@@ -264,11 +505,13 @@ void synchronize(const Clock& clock, const std::vector<Pending>& pending, const 
   if (counters.places.size() < MAX_PLACES)
     counters.places.emplace_back(
         for_event ? "event wait " + std::to_string(kernels_since) + " kernels later" : "synchronization", place);
+  if (counters.waits.size() < MAX_PLACES)
+    counters.waits.push_back({kind, place, queued, thread});
 }
 
 bool is_over(const std::vector<Pending>& all) {
   for (const auto& pending : all)
-    if (pending.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+    if (!pending->is_done())
       return false;
   return true;
 }
@@ -276,6 +519,8 @@ bool is_over(const std::vector<Pending>& all) {
 } // namespace
 
 bool is_done(const Event& event) {
+  refuse_in_capture("Event.query");
+  refuse_captured(event, "Event.query");
   if (!is_over(event.pending))
     return false;
   Lock lock(state().mutex);
@@ -297,17 +542,22 @@ double milliseconds_between(const Event& first, const Event& second) {
 }
 
 void synchronize_event(const Event& event, const std::string& op) {
+  refuse_in_capture(op);
+  refuse_captured(event, op);
   if (event.stream >= 0)
-    synchronize(event.clock, event.pending, here(op), state().num_kernels - event.kernels);
+    synchronize(
+        event.clock, event.pending, state().streams[event.stream].device, "event", here(op), state().num_kernels - event.kernels);
 }
 
-void synchronize_stream(int stream, const std::string& op) {
+void synchronize_stream(int stream, const std::string& op, const std::string& kind) {
+  refuse_in_capture(op);
   Event now;
   record(now, stream);
-  synchronize(now.clock, now.pending, here(op));
+  synchronize(now.clock, now.pending, state().streams[stream].device, kind, here(op));
 }
 
 void synchronize_device(int device) {
+  refuse_in_capture("synchronize");
   Clock all;
   std::vector<Pending> pending;
   {
@@ -318,7 +568,7 @@ void synchronize_device(int device) {
         pending.insert(pending.end(), stream.pending.begin(), stream.pending.end());
       }
   }
-  synchronize(all, pending, here("synchronize"));
+  synchronize(all, pending, device, "device", here("synchronize"));
 }
 
 // --- Memory
@@ -464,6 +714,7 @@ void free_block(void* context) {
   Lock lock(state().mutex);
   block->live = false;
   block->freed = place;
+  state().pinned_in_flight |= block->device < 0 && !block->recorded.empty();
   const int device = block->device < 0 ? MAX_DEVICES : block->device;
   count_bytes(state().devices[device], -int64_t(block->size), -int64_t(block->requested));
   auto& cached = state().cache[{device, block->stream}];
@@ -499,10 +750,11 @@ Block* allocate_block(int device, int stream, size_t bytes) {
 
 struct DeviceAllocator final : c10::DeviceAllocator {
   at::DataPtr allocate(size_t bytes) override {
-    const int device = current_device, stream = current_stream(device);
+    const int device = get_device(), stream = current_stream(device);
     const at::Device where(SIM, device);
     if (bytes == 0)
       return {nullptr, where};
+    open_context(device, "an allocation");
     if (auto text = unsafe_reuse(stream); !text.empty())
       report(text);
     auto* block = allocate_block(device, stream, bytes);
@@ -521,6 +773,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   }
   void emptyCache(c10::MempoolId_t) override {
     for (int device = 0; device < state().num_devices; device++) {
+      if (!has_context(device))
+        continue;
       synchronize_device(device);
       Lock lock(state().mutex);
       empty_cache(device);
@@ -546,6 +800,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       (*each)[0].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const On on(checked(device), false, "get_memory_info");
     Lock lock(state().mutex);
     const auto& home = state().devices[device];
     return {home.limit - home.reserved, home.limit};
@@ -554,6 +809,13 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 
 struct PinnedAllocator final : at::HostAllocator {
   at::DataPtr allocate(size_t bytes) override {
+    // It first queries the events of copies from and to blocks that were freed, wherever the thread is. New memory is
+    // taken in any context that there is.
+    bool none = true;
+    for (int device = 0; device < MAX_DEVICES; device++)
+      none &= !has_context(device);
+    if (std::exchange(state().pinned_in_flight, false) || none)
+      open_context(driver_device, "an allocation of pinned memory");
     auto* block = allocate_block(MAX_DEVICES, ANY_STREAM, bytes);
     TORCH_CHECK_WITH(OutOfMemoryError, block, "sim out of pinned memory");
     return {reinterpret_cast<void*>(block->address), block, &free_block, at::kCPU};
@@ -620,17 +882,31 @@ void Launch::access(const at::Tensor& tensor, bool write, const std::string& arg
 }
 
 void Launch::start() {
-  finish(start_later());
+  std::vector<Pending> lost;
+  if (const auto before = start_later(); !before.empty()) {
+    WithoutGil without;
+    for (const auto& pending : before)
+      if (!pending->wait_to_compute())
+        lost.push_back(pending);
+  }
+  if (lost.empty())
+    return;
+  Lock lock(state().mutex);
+  auto& pending = state().streams[stream_].pending;
+  pending.insert(pending.end(), lost.begin(), lost.end());
 }
 
 std::vector<Pending> Launch::start_later() {
+  if (stream_ != HOST)
+    open_context(state().streams[stream_].device, place_->op.c_str());
   {
     Lock lock(state().mutex);
-    time_ = tick(stream_);
+    time_ = state().streams[stream_].worked = tick(stream_);
     if (kernel_ && stream_ != HOST) {
       state().num_kernels++;
       state().counters.kernels++;
       state().counters.kernels_by_stream[stream_name(stream_)]++;
+      state().streams[stream_].kernels.push_back(time_);
     }
   }
   check(touches_);
@@ -757,14 +1033,7 @@ struct Generator final : c10::GeneratorImpl {
 };
 
 at::Generator new_generator(c10::DeviceIndex device) {
-  return at::make_generator<Generator>(device < 0 ? current_device : device, at::make_generator<at::CPUGeneratorImpl>());
-}
-
-int checked(int device) {
-  TORCH_CHECK(
-      device >= 0 && device < state().num_devices, "sim:", device, " does not exist: there are ", state().num_devices,
-      " simulated devices");
-  return device;
+  return at::make_generator<Generator>(device < 0 ? get_device() : device, at::make_generator<at::CPUGeneratorImpl>());
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -774,23 +1043,26 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override {
     return state().num_devices > 0;
   }
-  bool hasPrimaryContext(c10::DeviceIndex) const override {
-    return true;
+  bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    return has_context(device);
   }
   c10::DeviceIndex deviceCount() const override {
     return state().num_devices;
   }
   c10::DeviceIndex getCurrentDevice() const override {
-    return current_device;
+    return get_device();
   }
   void setCurrentDevice(c10::DeviceIndex device) const override {
-    current_device = checked(device);
+    set_device(checked(device));
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    return std::exchange(current_device, checked(device));
+    return device < 0 ? -1 : exchange_device(checked(device));
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return device < 0 ? current_device : exchangeDevice(device);
+    const int before = get_device();
+    if (device >= 0)
+      maybe_set_device(checked(device));
+    return before;
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     static auto* all = [] {
@@ -799,7 +1071,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         made->push_back(new_generator(i));
       return made;
     }();
-    return all->at(device < 0 ? current_device : device);
+    return all->at(device < 0 ? get_device() : device);
   }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return new_generator(device);
@@ -832,23 +1104,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return *static_cast<Event*>(event);
   }
   static int index(at::Device device) {
-    return checked(device.has_index() ? device.index() : current_device);
+    return checked(device.has_index() ? device.index() : get_device());
   }
 
   c10::DeviceType type() const override {
     return SIM;
   }
   at::Device exchangeDevice(at::Device device) const override {
-    return {SIM, c10::DeviceIndex(std::exchange(current_device, checked(device.index())))};
+    return {SIM, c10::DeviceIndex(exchange_device(checked(device.index())))};
   }
   at::Device getDevice() const override {
-    return {SIM, c10::DeviceIndex(current_device)};
+    return {SIM, c10::DeviceIndex(get_device())};
   }
   void setDevice(at::Device device) const override {
-    current_device = checked(device.index());
+    // A thread of autograd begins with this, for any device there is; in a torch with CUDA only if there is a context.
+    thread_local bool begins = thread_name().rfind("pt_autograd_", 0) == 0;
+    if (!std::exchange(begins, false) || has_context(device.index()))
+      set_device(checked(device.index()));
   }
   void uncheckedSetDevice(at::Device device) const noexcept override {
-    current_device = device.index();
+    maybe_set_device(device.index());
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return state().num_devices;
@@ -864,6 +1139,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return make(index(device), 0);
   }
   c10::Stream getNewStream(at::Device device, int) const override {
+    const On on(index(device), false, "a new stream");
     return make(index(device), new_stream(index(device)));
   }
   c10::Stream getStreamFromGlobalPool(at::Device device, bool) const override {
@@ -875,38 +1151,53 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream& stream) const override {
+    const On on(stream.device_index(), false, "Stream.query");
     Event now;
     sim::record(now, stream_number(stream));
     return is_done(now);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    synchronize_stream(stream_number(stream), "Stream.synchronize");
+    const On on(stream.device_index(), false, "Stream.synchronize");
+    synchronize_stream(stream_number(stream), "Stream.synchronize", "stream");
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
+    const On on(checked(device), true, "synchronize");
     synchronize_device(device);
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    const On on(stream.device_index(), true, "Event.record");
     if (!*event)
       *event = new Event;
     sim::record(as_event(*event), stream_number(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event)
-      sim::wait(stream_number(stream), as_event(event));
+    if (!event)
+      return;
+    const On on(stream.device_index(), true, "Event.wait");
+    sim::wait(stream_number(stream), as_event(event));
   }
   bool queryEvent(void* event) const override {
-    return !event || is_done(as_event(event));
+    if (!event)
+      return true;
+    open_context(driver_device, "Event.query");
+    return is_done(as_event(event));
   }
   void synchronizeEvent(void* event) const override {
-    if (event)
-      synchronize_event(as_event(event), "Event.synchronize");
+    if (!event)
+      return;
+    open_context(driver_device, "Event.synchronize");
+    synchronize_event(as_event(event), "Event.synchronize");
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+  void destroyEvent(void* event, c10::DeviceIndex device) const noexcept override {
+    if (!event)
+      return;
+    const On on(device, true, "the release of an event");
     delete static_cast<Event*>(event);
   }
-  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+  double elapsedTime(void* first, void* second, c10::DeviceIndex device) const override {
     TORCH_CHECK(first && second, "elapsed_time: an event was never recorded");
+    const On on(device, true, "Event.elapsed_time");
     return milliseconds_between(as_event(first), as_event(second));
   }
   void recordDataPtrOnStream(const at::DataPtr& pointer, const c10::Stream& stream) const override {
@@ -945,6 +1236,11 @@ void set_memory_limit(int device, size_t bytes) {
   state().devices[checked(device)].limit = bytes;
 }
 
+size_t memory_limit(int device) {
+  Lock lock(state().mutex);
+  return state().devices[checked(device)].limit;
+}
+
 void set_float64(bool has_float64) {
   Lock lock(state().mutex);
   state().has_float64 = has_float64;
@@ -953,6 +1249,24 @@ void set_float64(bool has_float64) {
 void set_check(Check mode) {
   Lock lock(state().mutex);
   state().check = mode;
+}
+
+void set_patience(double seconds) {
+  state().patience = seconds;
+}
+
+std::map<int, PlacePtr> contexts() {
+  Lock lock(state().mutex);
+  return state().contexts;
+}
+
+void forget_contexts() {
+  Lock lock(state().mutex);
+  for (auto& has : state().has_context)
+    has = false;
+  state().contexts.clear();
+  driver_device = 0;
+  target_device = -1;
 }
 
 std::vector<std::string> take_errors() {

@@ -5,6 +5,16 @@
 // computing it. Collectives run later, on a thread of their own. What orders streams on a real device is not left to
 // luck: every stream has a vector clock, and an access that no event, wait or synchronization puts after an earlier
 // one of another stream is an error each time it happens, also where this run would have read the right numbers.
+//
+// [Note: current device] A thread has one, 0 at first, and the process a context on each device that it has used. What
+// opens one is what does with CUDA 12 and c10/cuda of torch 2.11 to 2.13. The guard of an operator goes back to a device
+// without a context in name only (c10::cuda::MaybeSetDevice). Event.record(), wait() and elapsed_time(), the release of
+// an event and synchronize() of a device really go back, which opens a context there, and Event.query() and
+// synchronize() use the current device whatever the event's: in a thread that never set its device that is device 0.
+//
+// [Note: lost peers] A collective whose peer is gone never ends, as with NCCL, which has no connection that would break:
+// its events stay pending, and who waits for it on the host waits until the group is aborted. Only operators go on, with
+// the numbers as they are: on a real device they would be queued, and the host would reach its next wait.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -14,7 +24,8 @@
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <chrono>
-#include <future>
+#include <condition_variable>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,7 +41,24 @@ constexpr auto SIM = c10::DeviceType::PrivateUse1;
 
 using Clock = std::vector<uint64_t>; // by the number of the stream: how far its work is known to be done
 using TimePoint = std::chrono::steady_clock::time_point;
-using Pending = std::shared_future<TimePoint>; // work of another thread; says when it ended
+
+// Work of another thread. See [Note: lost peers].
+class Completion {
+ public:
+  void finish(std::exception_ptr error = nullptr);
+  void lose();
+  bool is_done();
+  TimePoint wait(); // of the host, until it is done: when that was; raises its error
+  bool wait_to_compute(); // of an operator; false: it is lost, or takes longer than the patience that a test has set
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false, lost_ = false;
+  TimePoint time_{};
+  std::exception_ptr error_;
+};
+using Pending = std::shared_ptr<Completion>;
 
 // Where something was launched. Python's frames are turned into text when somebody reads them.
 struct Place {
@@ -70,7 +98,16 @@ struct Event {
   TimePoint time;
   int stream = -1; // never recorded
   int64_t kernels = 0; // launched by then
+  int64_t capture = 0; // of which it is a part
   PlacePtr place;
+};
+
+// The host waited for a device.
+struct Wait {
+  std::string kind;
+  PlacePtr place;
+  int64_t queued; // kernels of the device that it had launched, and that it did not wait for
+  std::string thread;
 };
 
 struct Counters {
@@ -79,9 +116,17 @@ struct Counters {
   int64_t allocations = 0, segments = 0; // asked for; not served from freed memory
   std::map<std::string, int64_t> kernels_by_stream;
   std::vector<std::pair<std::string, PlacePtr>> places; // of synchronizations, copies and segments
+  std::vector<Wait> waits;
 };
 
 enum class Check { OFF, COLLECT, RAISE };
+
+// See [Note: current device]; the names of c10/cuda.
+int get_device();
+void set_device(int device);
+void maybe_set_device(int device);
+int exchange_device(int device);
+void open_context(int device, const char* op);
 
 // Streams by number: HOST, then the default stream of each device, then those of the pools.
 int stream_number(c10::Stream stream);
@@ -95,7 +140,7 @@ class Launch {
   ~Launch();
   void access(const at::Tensor& tensor, bool write, const std::string& argument);
   void start(); // checks the order; blocks while work that the stream has waited for is on its way
-  std::vector<Pending> start_later(); // checks the order; returns what is to be waited for
+  std::vector<Pending> start_later(); // checks the order; returns what is to be waited for, which the caller does
   void wrote(const at::Tensor& tensor); // a result, allocated since
   const PlacePtr& place() const {
     return place_;
@@ -122,7 +167,7 @@ void set_pending(int stream, const Pending& pending); // all work of the stream 
 bool is_done(const Event& event); // tells the host so, too
 double milliseconds_between(const Event& first, const Event& second);
 void synchronize_event(const Event& event, const std::string& op);
-void synchronize_stream(int stream, const std::string& op);
+void synchronize_stream(int stream, const std::string& op, const std::string& kind);
 void synchronize_device(int device);
 
 void record_stream(const void* address, int stream);
@@ -141,9 +186,16 @@ void install();
 int device_count();
 void set_device_count(int count);
 void set_memory_limit(int device, size_t bytes);
+size_t memory_limit(int device);
 void set_float64(bool has_float64);
 void set_check(Check mode);
+void set_patience(double seconds);
 std::vector<std::string> take_errors();
+std::map<int, PlacePtr> contexts(); // where each was opened
+void forget_contexts(); // and be on device 0, as a new process is
+void begin_capture(int stream);
+void end_capture(bool failed);
+bool is_capturing(int stream);
 Counters take_counters();
 
 void report(const std::string& text); // raises or keeps an error of order

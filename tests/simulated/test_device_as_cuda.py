@@ -1,0 +1,312 @@
+"""The simulated device has the current device of a thread, contexts, waits of the host and captures that CUDA has."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pool import PoolError
+
+
+def in_thread(fn, name="a thread"):
+    """Run ``fn`` in a thread of its own; return what it returns, or raise what it raises."""
+    results = []
+
+    def run():
+        try:
+            results.append((fn(), None))
+        except Exception as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    ((result, error),) = results
+    if error is not None:
+        raise error
+    return result
+
+
+def recorded(timing=False):
+    event = torch.Event("sim:1", enable_timing=timing)
+    event.record(torch.accelerator.current_stream(1))
+    return event
+
+
+# --- Contexts
+
+
+def new_process():
+    """Have a context on sim:1 only, which is current, as rank 1 has."""
+    torch.sim.synchronize()
+    torch.sim.forget_contexts()
+    assert torch.accelerator.current_device_index() == 0 and torch.sim.contexts() == {}
+    torch.sim.set_device(1)
+    torch.ones(2, device="sim").add_(1)
+    assert list(torch.sim.contexts()) == [1]
+
+
+def record_elsewhere():
+    recorded()
+
+
+def wait_elsewhere():
+    torch.accelerator.current_stream(1).wait_event(EVENTS[0])
+
+
+def elapsed():
+    EVENTS[0].elapsed_time(EVENTS[1])
+
+
+def release():
+    EVENTS.pop()
+
+
+OPENING = {
+    "Event.query": lambda: EVENTS[0].query(),
+    "Event.synchronize": lambda: EVENTS[0].synchronize(),
+    "Event.record": record_elsewhere,
+    "Event.wait": wait_elsewhere,
+    "Event.elapsed_time": elapsed,
+    "the release of an event": release,
+    "synchronize": lambda: torch.accelerator.synchronize(1),
+    "an allocation": lambda: torch.empty(3, device="sim"),
+    "an allocation of pinned memory": lambda: torch.empty(3).pin_memory(),
+}
+# Guards go back to the device of the thread, but not so that a context is opened there.
+NOT_OPENING = {
+    "an operator": lambda: torch.ones(2, device="sim:1").add_(1),
+    "a copy": lambda: torch.ones(2).to("sim:1"),
+    "a read": lambda: torch.ones(2, device="sim:1").sum().item(),
+    "Stream.synchronize": lambda: torch.accelerator.current_stream(1).synchronize(),
+    "Stream.query": lambda: torch.accelerator.current_stream(1).query(),
+    "a new stream": lambda: torch.Stream("sim:1"),
+    "get_memory_info": lambda: torch.accelerator.get_memory_info(1),
+    "memory_allocated": lambda: torch.accelerator.memory_allocated(1),
+    "a random seed": lambda: torch.sim.manual_seed_all(3),
+    "a current device": lambda: torch.accelerator.set_device_index(1),
+}
+EVENTS: list[torch.Event] = []
+
+
+def contexts_of_thread(world, actions, sets_device):
+    found = {}
+    for name, act in actions.items():
+        new_process()
+        EVENTS[:] = recorded(True), recorded(True)
+        source = torch.ones(2).pin_memory()
+        copied = source.to("sim:1", non_blocking=True)  # so that the allocator of pinned memory has an event to query
+        torch.sim.synchronize()
+        del source, copied
+
+        def run(act=act):
+            assert torch.accelerator.current_device_index() == 0, "in a new thread"
+            if sets_device:
+                torch.accelerator.set_device_index(1)
+            act()
+            return torch.accelerator.current_device_index()
+
+        assert in_thread(run) == (1 if sets_device or name == "a current device" else 0)
+        assert torch.accelerator.current_device_index() == 1
+        found[name] = torch.sim.contexts()
+        EVENTS.clear()
+    return found
+
+
+def test_a_thread_without_a_device_opens_a_context_on_the_first(sim_ranks):
+    (found,) = sim_ranks(1)(contexts_of_thread, OPENING, False)
+    for name, places in found.items():
+        assert sorted(places) == [0, 1], name
+        assert " at " in places[0] and "test_device_as_cuda.py" in places[0], name
+    (found,) = sim_ranks(1)(contexts_of_thread, NOT_OPENING, False)
+    assert {name: sorted(places) for name, places in found.items()} == {name: [1] for name in NOT_OPENING}
+
+
+def test_a_thread_with_the_device_of_the_rank_opens_none(sim_ranks):
+    (found,) = sim_ranks(1)(contexts_of_thread, OPENING | NOT_OPENING, True)
+    assert {name: sorted(places) for name, places in found.items()} == {name: [1] for name in OPENING | NOT_OPENING}
+
+
+def test_training_on_one_device_opens_one_context(sim_ranks):
+    """Autograd starts a thread for each device that there is; they set it only if it has a context."""
+
+    def run(world):
+        torch.sim.synchronize()
+        torch.sim.forget_contexts()
+        model = nn.Linear(4, 4, device="sim:2")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(3, 4).pin_memory().to("sim:2", non_blocking=True)).sum().backward()
+            optimizer.step()
+        with torch.accelerator.device_index(2):
+            assert torch.empty(1, device="sim").device == torch.device("sim:2")
+        return (
+            torch.accelerator.current_device_index(),
+            list(torch.sim.contexts()),
+            str(torch.empty(1, device="sim").device),
+        )
+
+    # Device 0 was current in name only.
+    assert sim_ranks(1)(run) == [(0, [2], "sim:0")]
+
+
+def test_a_rank_with_more_than_one_context_fails(on_sim):
+    def run(world):
+        event = torch.Event(world.device)
+        event.record()
+        in_thread(event.query)
+
+    on_sim(2, several_devices=True)(run)
+    with pytest.raises(
+        AssertionError, match=r"^rank 1 opened a context on sim:0, by Event.query at \S+test_device_as_c"
+    ):
+        on_sim(2)(run)
+
+
+# --- Waits of the host
+
+
+def waits(world):
+    device = torch.device("sim", world.rank)
+    torch.sim.set_device(device)
+    main, side = torch.accelerator.current_stream(), torch.Stream("sim")
+    tensor, pinned = torch.ones(4, device=device), torch.ones(4).pin_memory()
+    queued, before = recorded_on(main), recorded_on(main)
+    torch.sim.synchronize()
+    kinds = {
+        "event": lambda: recorded_on(main).synchronize(),
+        "stream": main.synchronize,
+        "device": torch.sim.synchronize,
+        "item": lambda: tensor.sum().item() if tensor.numel() else None,
+        "result": lambda: tensor.nonzero(),
+        "copy to pageable memory": tensor.tolist,
+        "copy from pageable memory": lambda: torch.ones(4).to(device, non_blocking=True),
+        "blocking copy": lambda: pinned.to(device),
+        "barrier": lambda: torch.distributed.barrier(device_ids=[world.rank]),
+    }
+    for kind, wait in kinds.items():
+        tensor.add_(1)
+        with torch.sim.counting() as counts:
+            wait()
+        assert [(each.kind, each.queued) for each in counts.waits] == [(kind, 0)], kind
+        assert "test_device_as_cuda.py" in counts.waits[0].line and " waits" in counts.waits[0].line
+        assert counts.waits[0].thread == threading.current_thread().name
+    # How much of what the host has launched is still to be done when it goes on.
+    with torch.sim.counting() as counts:
+        tensor.add_(1)
+        queued.record()
+        for _ in range(3):
+            tensor.mul_(1)
+        before.record()
+        queued.synchronize()
+        queued.synchronize()  # which is over, as the host knows
+        tensor.add_(1)
+        in_thread(before.synchronize, "another")
+        with side:
+            torch.zeros(2, device=device).add_(1)
+        main.synchronize()
+        side.synchronize()
+    assert [(each.kind, each.queued, each.thread) for each in counts.waits] == [
+        ("event", 3, "MainThread"),
+        ("event", 1, "another"),
+        ("stream", 2, "MainThread"),
+        ("stream", 0, "MainThread"),
+    ]
+    # What needs no wait.
+    mask = tensor > 0
+    with torch.sim.counting() as counts:
+        pinned.to(device, non_blocking=True)
+        there = tensor.to("cpu", non_blocking=True)
+        recorded_on(main).query()
+        side.wait_stream(main)
+        tensor[mask] = 3.0
+        torch.where(mask, tensor, 0 * tensor)
+    assert counts.waits == [], counts.waits
+    del there
+
+
+def recorded_on(stream):
+    event = torch.Event("sim")
+    event.record(stream)
+    return event
+
+
+def test_every_wait_of_the_host_is_counted_with_what_it_leaves_to_do(sim_ranks):
+    sim_ranks(1)(waits)
+
+
+# --- Captures
+
+
+def capture(world):
+    tensor, event, side = torch.ones(4, device="sim"), torch.Event("sim"), torch.Stream("sim")
+    event.record()
+    questions = {
+        "Event.query": event.query,
+        "Event.synchronize": event.synchronize,
+        "Stream.synchronize": lambda: torch.accelerator.current_stream().synchronize(),
+        "synchronize": torch.sim.synchronize,
+        "aten::_local_scalar_dense": lambda: tensor.sum().item(),
+        "aten::copy_": lambda: torch.ones(4).to("sim", non_blocking=True),
+        "aten::nonzero": tensor.nonzero,
+    }
+    refused = "operation not permitted when stream is capturing: "
+    for name, ask in questions.items():
+        with pytest.raises(RuntimeError, match=refused + name), torch.sim.capturing():
+            ask()
+    # Caught by whoever asked, also in another thread: the capture is broken all the same.
+    broken = pytest.raises(RuntimeError, match=r"failed due to a previous error during capture: Event\.query at ")
+    with broken, torch.sim.capturing(), pytest.raises(RuntimeError, match=refused):
+        in_thread(event.query)
+    uncaptured = pytest.raises(RuntimeError, match="dependency created on uncaptured work in another stream")
+    with uncaptured, torch.sim.capturing():
+        torch.accelerator.current_stream().wait_event(event)
+    unjoined = pytest.raises(RuntimeError, match="has work that the capturing stream did not wait for")
+    with unjoined, torch.sim.capturing():
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            tensor.add_(1)
+    torch.sim.synchronize()
+    with torch.sim.capturing():
+        main = torch.accelerator.current_stream()
+        assert torch.sim.is_current_stream_capturing()
+        side.wait_stream(main)
+        with side:
+            tensor.add_(1)
+            work = torch.distributed.all_reduce(tensor, async_op=True)
+            work.wait()
+        main.wait_stream(side)
+        tensor.mul_(2)
+        event.record()
+    assert not torch.sim.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="not permitted on an event last recorded in a capturing stream"):
+        event.query()
+    torch.sim.synchronize()
+    return tensor.tolist()
+
+
+def test_the_host_asks_nothing_while_a_graph_is_captured(sim_ranks):
+    assert sim_ranks(2)(capture) == [[12.0] * 4] * 2  # ((1 + 1 + 1) * 2 ranks) * 2
+
+
+def test_an_operator_goes_on_when_its_time_for_a_collective_is_over(sim_ranks):
+    """So that the host gets to the wait in which it would be on a real device; and that one does not end."""
+
+    def run(world):
+        device = torch.device("sim", world.rank)
+        torch.sim.set_device(device)
+        if world.rank == 1:
+            threading.Event().wait(60)
+        torch.sim.set_patience(0.1)
+        tensor = torch.ones(4, device=device)
+        torch.distributed.all_reduce(tensor, async_op=True).wait()
+        event = torch.Event(device)
+        tensor.mul_(2)
+        event.record()
+        print("the host is at its wait", flush=True)
+        event.synchronize()
+
+    with pytest.raises(PoolError, match=r"ranks \[0, 1\] of 2 did not finish within 6 s") as caught:
+        sim_ranks(2)(run, timeout=6.0)
+    assert "the host is at its wait" in str(caught.value)
