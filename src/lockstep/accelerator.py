@@ -8,15 +8,38 @@ matters.
 A ``torch.Stream`` is a context manager that stores the stream it replaced in the object itself. So threads that run at
 the same time must not enter the same object: each gets its own from ``torch.accelerator.current_stream``. Entering
 makes the stream's device the current one, except if the stream is already that device's current stream.
+
+The current device belongs to a thread, and is device 0 in a new one. Copies, ``elapsed_time`` and the release of an
+event change to its device, and then set the device back to the thread's own. With CUDA 12, setting a device creates a
+context of this process there, of about 0.5 GB: each rank of a machine would have one on GPU 0. So a thread that uses a
+device, even one that only drops the last reference to an event, is started by `start_thread`.
+
+[Note: waits of the host]
+A host that waits for its device may wait for another rank: with NCCL, a collective blocks a stream, and the host blocks
+only where it reads a result. So these waits are marked for the watchdog, see `lockstep.activity.DEVICE`.
 """
 
+import ctypes
 import functools
+import sys
+import threading
 import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lockstep import activity
 from lockstep.errors import ConfigurationError
+
+T = TypeVar("T")
+
+# The number of cudaStreamCaptureModeRelaxed.
+_RELAXED = 2
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -58,16 +81,78 @@ def check_float64(device: torch.device, name: str) -> None:
         )
 
 
-def synchronize(device: torch.device) -> None:
-    """Block until a device has done all queued work; return at once for the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def start_thread(
+    target: Callable[..., object], *, name: str, device: torch.device | None, args: tuple[Any, ...] = ()
+) -> threading.Thread:
+    """Start a daemon thread in which ``device`` is the current one; see [Note: streams and threads].
+
+    Args:
+        target: Called with ``args`` in the thread.
+        name: Of the thread.
+        device: Has an index. Nothing is done for the CPU and for ``None``.
+        args: The arguments of ``target``.
+    """
+
+    def run() -> None:
+        if device is not None and device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+            _stay_out_of_captures(device)
+        target(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def synchronize(awaited: torch.device | torch.Event) -> None:
+    """Block until a device has done all queued work, or has reached an event; return at once for the CPU."""
+    with activity.waiting(activity.DEVICE):
+        if isinstance(awaited, torch.Event):
+            awaited.synchronize()
+        elif awaited.type != "cpu":
+            torch.accelerator.synchronize(awaited)
+
+
+# [Note: events and host buffers are reused]
+# A step of `fit` records about ten events and copies two small tensors to the host. New ones would cost some calls of
+# the driver each, and whoever drops the last reference to an event sets the device of its thread, see [Note: streams
+# and threads]. So they stay in a pool, and serve again when only the pool refers to them: the object itself, not a view
+# of a buffer. A buffer belongs to one stream, so that its next copy is written after the last one.
+_pools: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
+_pools_lock = threading.Lock()
+
+
+def _count_references(pool: deque[Any]) -> int:
+    return sys.getrefcount(pool[-1])
+
+
+_UNUSED = _count_references(deque([object()]))
+
+
+def _reused(kind: Hashable, make: Callable[[], T]) -> T:
+    """Return an object of ``kind`` that nothing refers to any more, or a new one; see the note above."""
+    with _pools_lock:
+        pool = _pools[kind]
+        pool.rotate(-1)  # the oldest
+        if not pool or _count_references(pool) != _UNUSED:
+            pool.append(make())
+        found: T = pool[-1]
+        return found
 
 
 def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Return an event that completes when the current stream of ``device`` reaches this point. Does not block."""
-    event = torch.Event(device, enable_timing=timing)
-    event.record(torch.accelerator.current_stream(device))
+    """Return an event that completes when the current stream of ``device`` reaches this point. Does not block.
+
+    Without ``timing``, it is for waits of the host: on CUDA, no stream of ``torch.accelerator`` may wait for it.
+    """
+    if device.type == "cuda" and not timing:
+        # The host sleeps while it waits, otherwise it would take a core, which the loader may need. torch.Event ignores
+        # `blocking` on CUDA. CUDA's own class has it, and takes only streams of CUDA's own class.
+        event: torch.Event = _reused((device, "blocking"), partial(torch.cuda.Event, blocking=True))
+        event.record(torch.cuda.current_stream(device))
+    else:
+        event = _reused((device, timing), partial(torch.Event, device, enable_timing=timing))
+        event.record(torch.accelerator.current_stream(device))
     return event
 
 
@@ -77,25 +162,32 @@ def mark_on(device: torch.device) -> float | torch.Event:
 
 
 class HostCopy:
-    """A tensor that is being copied to the host, where it can be read later without waiting for later work.
+    """A small tensor that is being copied to the host, where it can be read later without waiting for later work.
 
     Attributes:
-        value: Valid once ``arrived`` has completed; at once if that is None.
+        value: Valid once ``arrived`` has completed; at once if that is None. Overwritten when nothing refers to this
+            very object any more: keep no view of it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.arrived: torch.Event | None = None
         self.value = tensor.detach()
         if not tensor.is_cpu:
-            self.value = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            kind = tensor.shape, tensor.dtype, torch.accelerator.current_stream(tensor.device)
+            self.value = _reused(kind, partial(torch.empty, tensor.shape, dtype=tensor.dtype, pin_memory=True))
             self.value.copy_(tensor.detach(), non_blocking=True)
             self.arrived = recorded_event(tensor.device)
 
     def read(self) -> Tensor:
         """Return it, on the host. Blocks until it has arrived."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            synchronize(self.arrived)
         return self.value
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of ``values`` on ``device``. Does not block: it is copied from pinned memory."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def keeps_objects(device: torch.device | str) -> bool:
@@ -124,6 +216,18 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 # --- features that only CUDA has --------------------------------------------------------------------------------------
+
+
+def _stay_out_of_captures(device: torch.device) -> None:
+    """Let this thread query events while another one captures a CUDA graph, which would otherwise fail.
+
+    Source: torch's NCCL watchdog does this, https://github.com/pytorch/pytorch/pull/148594.
+    """
+    # During a capture in the mode "global", torch's default, CUDA allows such calls only to threads with another mode.
+    if device.type == "cuda" and torch.version.cuda is not None:
+        with suppress(OSError, AttributeError):  # loaded by torch already, unless it is linked statically
+            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -190,9 +190,8 @@ def test_a_reduction_that_times_out_in_the_thread_of_backward_names_its_paramete
     first, second = ranks(2)(body)
     told = "Rank 0: the gradient reduction of bucket 0 (1.weight ... 1.weight) failed: Rank 0 in"
     assert first.startswith(f"{told} {name} on shm waited 0.3 s for rank 1.\n")
-    # Rank 0 had reduced its part before it gave up, so rank 1 fails in its next call: of the tail, or of a bucket.
-    bucket = "bucket 0 (1.weight ... 1.weight)" if name == "reduce_scatter" else "bucket 1 (0.weight ... 0.weight)"
-    told = f"Rank 1: the gradient reduction of {bucket} failed: Rank 1 in all_reduce"
+    # Rank 0 had reduced its part before it gave up, so rank 1 fails in its next call.
+    told = f"Rank 1: the gradient reduction of bucket 1 (0.weight ... 0.weight) failed: Rank 1 in {name}"
     assert second.startswith(f"{told} on shm waited for rank 0, which gave up:\n")
 
 

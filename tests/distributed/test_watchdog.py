@@ -96,7 +96,7 @@ EXPECTED = {
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} [step 5, backward]; "
     f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [step 5, loader]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
-    f"rank 0 waits in all_reduce of bucket 0 (1.bias ... 0.weight) ({at('backward()')}) for N s\n",
+    f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n",
 }
 PATIENCE = {"asleep": "0.7", "busy": "1.5"}
 RUNS = ["ours", "exits"]

@@ -29,6 +29,15 @@ def test_the_order_is_kept():
     assert members(plan_buckets([spec(10)] * 4, [2, 0, 3, 1], [80])) == [(2, 0), (3, 1)]
 
 
+def test_gradients_of_an_odd_size_come_last_in_their_bucket_so_that_the_others_are_aligned():
+    """The bucket takes its turn as before: when the gradient that arrives last does."""
+    plan = plan_buckets([spec(10), spec(16), spec(7), spec(8), spec(4)], range(5), [164])
+    assert members(plan) == [(1, 3, 0, 2), (4,)]
+    assert members(plan_buckets([spec(10)] * 4, [3, 2, 1, 0], [1000])) == [(3, 2, 1, 0)]
+    narrow = [spec(4, torch.bfloat16), spec(8, torch.bfloat16)]
+    assert members(plan_buckets(narrow, range(2), [1000])) == [(1, 0)]
+
+
 def test_dtypes_do_not_mix_and_the_bucket_that_is_ready_first_comes_first():
     parameters = [spec(10), spec(10, torch.float64), spec(10), spec(10, torch.float64)]
     plan = plan_buckets(parameters, [1, 0, 2, 3], [1000])

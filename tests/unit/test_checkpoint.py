@@ -19,6 +19,7 @@ from lockstep.train.checkpoints.checkpoint import (
     find_checkpoints,
     lock_folder,
 )
+from lockstep.train.checkpoints.checkpoint_storage import plan_slabs
 from lockstep.train.checkpoints.model_state import read_tensors, whole_file
 from lockstep.train.checkpoints.object_store import place_of
 from tests.killing import kill_everywhere
@@ -281,6 +282,32 @@ def slow_commit(monkeypatch):
 
     monkeypatch.setattr(checkpoint.storage, "commit", slow)
     return go_on, made
+
+
+BLOCK = [768 * 2304, 2304, 768 * 768, 768, 768 * 3072, 3072, 3072 * 768, 768, 768, 768, 768, 768]
+# GPT-2 with Adam in float32; layers just above a power of two; many small tensors.
+SIZES_BYTES = {
+    "gpt": ([4 * numel for numel in [50257 * 768, 1024 * 768, 768, 768, *BLOCK * 12]] * 3 + [4] * 148, 5, 1.003),
+    "equal": ([9 * 2**20] * 53, 5, 1.040),
+    "small": ([4] * 100_000, 3, 1.147),
+    "one": ([2**20 + 4], 1, 2.0),
+    "none": ([], 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_BYTES)
+def test_pinned_memory_is_taken_in_a_few_slabs(name):
+    """Each is a power of two, as the allocator rounds up to one."""
+    sizes, most, factor = SIZES_BYTES[name]
+    slabs, places = plan_slabs(sizes)
+    assert len(slabs) <= most and all(size == 1 << size.bit_length() - 1 for size in slabs)
+    needed = sum(max(64, size) for size in sizes)
+    assert sum(slabs) <= factor * needed
+    ends = [0] * len(slabs)
+    for (slab, start), size in sorted(zip(places, sizes, strict=True)):
+        assert start >= ends[slab] and start % 64 == 0
+        ends[slab] = start + size
+    assert all(end <= size for end, size in zip(ends, slabs, strict=True))
 
 
 def test_the_step_waits_for_the_copy_only_and_the_next_save_for_the_one_before(place, world, monkeypatch):

@@ -7,7 +7,7 @@ from torch import nn
 from lockstep.errors import LockstepError
 from lockstep.parallel.ddp.buckets import DenseBucket, GradientScale, ParameterSpec, plan_buckets
 
-SMALL, LARGE = (3, 5), (256, 256)
+SMALL, LARGE = (3, 4), (256, 256)
 MESSAGE = [0.0, 0.0, 1.0]
 
 
@@ -75,7 +75,7 @@ def test_an_unexpected_sparse_gradient_is_named(shape, divisor):
 def test_the_scale_tells_gradients_of_this_step_from_those_before_and_casts_the_message():
     parameters, bucket = make_bucket(SMALL, SMALL)
     fresh, before = (parameter.grad.clone() for parameter in parameters)
-    bucket.gather([1, 0], GradientScale(factor=0.5, unused_factor=2.0, message=[3.0, 1.0, 0.0]))
+    bucket.gather([1, 0], GradientScale(factor=0.5, unused_factor=2.0, message=torch.tensor([3.0, 1.0, 0.0])))
     first, second = bucket.gradient_views()
     assert torch.equal(first, fresh * 0.5) and torch.equal(second, before * 2.0)
     assert bucket.payload[-5:].tolist() == [1.0, 0.0, 3.0, 1.0, 0.0]

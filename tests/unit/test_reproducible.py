@@ -8,7 +8,7 @@ import lockstep
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import place_shards
 from lockstep.train.settings import Settings
-from lockstep.train.strategies.reproducible import Arithmetic, differences
+from lockstep.train.strategies.reproducible import Arithmetic, differences, find_late_cublas
 from lockstep.train.trainer import Trainer
 from tests.reproducing import Alone
 from tests.training import make_task
@@ -176,3 +176,20 @@ def test_differences_in_words():
         "b 3 instead of 2",
         "c 4 instead of none",
     ]
+
+
+def test_a_setting_that_cublas_may_have_read_before_is_a_caveat(monkeypatch):
+    used_bytes = {torch.device("cuda", 0): 2**22, torch.device("cuda", 1): 2**22 - 1}
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", used_bytes.__getitem__)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    late = "the GPU was used before (start the script with CUBLAS_WORKSPACE_CONFIG=:4096:8)"
+    assert find_late_cublas(torch.device("cuda", 0)) == late
+    assert find_late_cublas(torch.device("cuda", 1)) is None  # by something smaller than the workspace of cuBLAS
+    assert find_late_cublas(torch.device("cpu")) is None
+    with monkeypatch.context() as patched:
+        patched.setattr("lockstep.train.trainer.reproducible.find_late_cublas", lambda device: late)
+        loop = Trainer(make_task(), Settings(reproducible=2), Alone, strategy="single", devices=[torch.device("cpu")])
+        assert loop.caveats == [late]
+        loop.close()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert find_late_cublas(torch.device("cuda", 0)) is None

@@ -37,28 +37,33 @@ def weighed(*weights):
 
 def bucket(weight=1.0, dtype=torch.float64, missing=0.0, **attributes):
     """Return a reduced bucket whose tail says this."""
-    message = None if dtype is None else torch.tensor([weight, 3.0 if weight else 0.0, missing], dtype=dtype)
+    message = None if dtype is None else torch.tensor([weight, 3.0 if weight else 0.0, 0.0, missing], dtype=dtype)
     return mock.Mock(weight_message=message, sent_dtype=dtype, **{"spec.dtype": dtype, **attributes})
 
 
 def correction(each, *buckets):
-    return each.correction(buckets, None, each.message())
+    return each.correction(each.carrier(buckets), None, each.message())
+
+
+def scale(each, used, divisor):
+    factor, unused_factor, message = each.scale([0], used, divisor)
+    return factor, unused_factor, message.tolist()
 
 
 def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hook():
     each = Weights(Group(), CPU)
     assert each.scale([0], [1], 3.0) == GradientScale(1 / 3, 1 / 3)
     assert each.scale([0], [1], None) == GradientScale(1.0, 1.0)
-    assert each.message() == [0.0, 0.0, 2.0]  # rank 1 gave none
+    assert each.message() == [0.0, 0.0, 0.0, 2.0]  # rank 1 gave none
 
 
 def test_gradients_leave_with_the_latest_weight_over_the_typical_one():
     each, used = weighed(6.0, 2.0)
-    assert each.scale([0], used, 99.0) == GradientScale(2 / 4, 8 / 4, [8.0, 1.0, 0.0])
-    assert each.scale([0], used, None) == GradientScale(2.0, 8.0, [8.0, 1.0, 0.0])
+    assert scale(each, used, 99.0) == (2 / 4, 8 / 4, [8.0, 1.0, 0.0, 0.0])
+    assert scale(each, used, None) == (2.0, 8.0, [8.0, 1.0, 0.0, 0.0])
     assert correction(each, bucket(40.0)) == 4 / 40
     # From now on the typical weight is 10.
-    assert each.scale([0], used, 99.0) == GradientScale(2 / 40, 8 / 40, [0.8, 1.0, 0.0])
+    assert scale(each, used, 99.0) == (2 / 40, 8 / 40, [0.8, 1.0, 0.0, 0.0])
     assert correction(each, bucket(4.0)) == 1.0
     assert correction(each, bucket(5.0)) == 0.8
 
@@ -67,15 +72,15 @@ def test_weights_that_sum_to_zero_change_nothing():
     each, _ = weighed(0.0)
     assert correction(each, bucket(8.0)) == 0.5
     assert correction(each, bucket(0.0)) == 1.0
-    assert each.message() == [0.0, 1.0, 0.0]
+    assert each.message() == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_dtypes_tell_that_there_are_weights_but_not_which(dtype):
     each, _ = weighed(2.0)
-    with mock.patch.object(each, "_exchange", return_value=[8.0, 3.0, 0.0]) as exchange:
+    with mock.patch.object(each, "_exchange", return_value=torch.tensor([8.0, 3.0, 0.0, 0.0])) as exchange:
         assert correction(each, bucket(9.0, dtype)) == 0.5
-        exchange.assert_called_once_with([2.0, 1.0, 0.0])
+        exchange.assert_called_once_with([2.0, 1.0, 0.0, 0.0])
         assert correction(each, bucket(0.0, dtype)) == 1.0
         with pytest.raises(ConfigurationError, match="rank 0 ran a backward without one"):
             correction(each, bucket(8.0, dtype, missing=1.0))
@@ -83,7 +88,8 @@ def test_narrow_dtypes_tell_that_there_are_weights_but_not_which(dtype):
 
 
 def on_gpu(weight=8.0, missing=0.0):
-    message = mock.Mock(**{"device.type": "cuda"}, values=bucket(weight, missing=missing).weight_message)
+    values = bucket(weight, missing=missing).weight_message
+    message = mock.Mock(**{"device.type": "cuda"}, is_cpu=False, values=values)
     return mock.Mock(weight_message=message, sent_dtype=torch.float64)
 
 
@@ -106,7 +112,7 @@ def test_a_captured_step_has_no_weights():
         with pytest.raises(ConfigurationError) as caught:
             correction(weighed(2.0)[0], on_gpu())
     assert str(caught.value) == (
-        "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
+        "A step with weights cannot be captured in a CUDA graph: each replay would use the same weights.\n"
         "Capture without weight(), or train eagerly."
     )
 

@@ -12,6 +12,8 @@ from lockstep.parallel.zero.partition import (
     ShardOptimizer,
     ShardRange,
     cut_ranges,
+    partition_by_parameter,
+    partition_evenly,
     shard_bounds,
     works_on_slices,
 )
@@ -67,9 +69,30 @@ def give_gradients(*sets, step):
             each.grad = None if absent else gradient  # contiguous, also for channels_last
 
 
-def test_an_owner_has_an_equal_slice_and_the_last_one_the_remainder():
-    assert shard_bounds(11, 3) == [(0, 3), (3, 6), (6, 11)]
-    assert shard_bounds(2, 3) == [(0, 0), (0, 0), (0, 2)]
+def test_slices_are_equal_and_begin_at_multiples_of_16_bytes_as_far_as_there_are_elements():
+    assert shard_bounds(24, 3, itemsize=4) == [(0, 8), (8, 16), (16, 24)]
+    assert shard_bounds(25, 3, itemsize=4) == [(0, 12), (12, 24), (24, 25)]
+    assert shard_bounds(11, 3, itemsize=16) == [(0, 4), (4, 8), (8, 11)]
+    assert shard_bounds(2, 3, itemsize=2) == [(0, 2), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_parameters_are_aligned_except_behind_those_of_an_odd_size(dtype):
+    shapes = [(3,), (10, 8), (5, 7), (16,), ()]
+    made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    members = [(each, ShardRange(index, 0, each.numel())) for index, each in enumerate(made)]
+
+    def allocate(numel, like):
+        assert numel * like.itemsize % (3 * 16) == 0  # three slices, each a multiple of 16 bytes
+        return torch.empty(numel, dtype=like.dtype)
+
+    (buffer,) = partition_evenly(members, 3, allocate)
+    assert [whole.parameter for whole in buffer.ranges] == [1, 3, 0, 2, 4]
+    assert [(each.data_ptr() - buffer.flat.data_ptr()) % 16 for each in buffer.parameters[:3]] == [0, 0, 0]
+    assert all(start * made[0].itemsize % 16 == 0 for start, stop in buffer.bounds if stop > start)
+    owned = partition_by_parameter(members, 2, allocate=lambda numel, like: torch.empty(numel, dtype=like.dtype))
+    assert [each.bounds for each in owned] == [[(0, 80), (0, 0)], [(0, 0), (0, 55)]]
+    assert [[whole.parameter for whole in each.ranges] for each in owned] == [[1], [3, 0, 2, 4]]
 
 
 def test_a_shard_holds_parts_of_parameters():

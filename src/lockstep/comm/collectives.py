@@ -184,6 +184,19 @@ def all_reduce_work(
     return group.allreduce([_real(tensor)], options, **({} if pieces is None else {"pieces": pieces}))
 
 
+def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work]:
+    """Start to replace each of ``tensors`` by its sum over all ranks: one collective for each device and dtype.
+
+    Collective: every rank, in the same order, with the same shapes and dtypes. Does not block.
+    """
+    if not is_native(group):  # it may lack this method
+        return [all_reduce_work(tensor, group=group) for tensor in tensors]
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(_real(tensor))
+    return [group.allreduce_coalesced(each, dist.AllreduceCoalescedOptions()) for each in alike.values()]
+
+
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
     """Start to overwrite the contiguous ``tensor`` with that of rank ``src``. Collective: every rank."""
     options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
@@ -268,7 +281,8 @@ class RepeatedBroadcast:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tensors: list[Tensor] = []
-        self._packs: list[tuple[list[Tensor], Tensor, list[Tensor]]] = []  # tensors, a flat buffer, its pieces
+        # Flat buffers, with lists of tensors and of the pieces for them.
+        self._packs: list[tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]] = []
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor], *, src: int = 0) -> None:
@@ -283,21 +297,26 @@ class RepeatedBroadcast:
             self._tensors = list(tensors)
             self._packs = [_pack(chunk) for chunk in _chunks_by_device(tensors)]
         is_source = self._group.rank() == src
-        for chunk, flat, pieces in self._packs:
-            if is_source:
-                torch._foreach_copy_(pieces, chunk)
+        for flat, alike in self._packs:
+            for tensors, pieces in alike if is_source else ():
+                torch._foreach_copy_(pieces, tensors)
             broadcast(flat, group=self._group, src=src)
-            if not is_source:
+            for tensors, pieces in () if is_source else alike:
                 # With a new version, autograd would refuse a backward through tensors that it saved before.
-                with torch.autograd._unsafe_preserve_version_counter(tuple(chunk)):
-                    torch._foreach_copy_(chunk, pieces)
+                with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+                    torch._foreach_copy_(tensors, pieces)
 
 
-def _pack(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+def _pack(tensors: list[Tensor]) -> tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]:
     sizes_bytes = [tensor.nbytes for tensor in tensors]
     flat = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
-    pieces = zip(flat.split(sizes_bytes), tensors, strict=True)
-    return tensors, flat, [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in pieces]
+    # One list for each kind: a copy of several dtypes, or between different strides, is a kernel for each tensor.
+    alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for piece, tensor in zip(flat.split(sizes_bytes), tensors, strict=True):
+        lists = alike.setdefault((tensor.dtype, tensor.is_contiguous()), ([], []))
+        lists[0].append(tensor)
+        lists[1].append(piece.view(tensor.dtype).view(tensor.shape))
+    return flat, list(alike.values())
 
 
 def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -319,10 +338,18 @@ def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
 
     Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
     """
-    outputs = [torch.empty_like(tensor) for _ in range(group.size())]
+    return list(all_gather_rows(tensor, group=group))
+
+
+def all_gather_rows(tensor: Tensor, *, group: Group) -> Tensor:
+    """Return every rank's ``tensor`` as the rows of one; the rest as `all_gather`."""
+    rows = tensor.new_empty((group.size(), *tensor.shape))
     options = dist.distributed_c10d.AllgatherOptions()
-    _blocking("all_gather", lambda: group.allgather([outputs], [tensor], options))
-    return outputs
+    if tensor.is_cpu or not has_all_gather(group, tensor.device):
+        _blocking("all_gather", lambda: group.allgather([list(rows)], [tensor], options))
+    else:  # NCCL gathers into one tensor, and would copy from it to those of a list, with a kernel for each rank
+        _blocking("all_gather", lambda: group._allgather_base(rows.flatten(), tensor.flatten(), options))
+    return rows
 
 
 def all_gather_object(value: Any, *, group: Group, device: torch.device | str = "cpu") -> list[Any]:

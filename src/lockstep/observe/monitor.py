@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy, widest_dtype
+from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_attribute, updates
 from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
@@ -162,7 +163,7 @@ class Watch:
 
     @property
     def _step(self) -> Step | None:
-        return None if self._observation.is_closed else self._observation.steps.current
+        return self._observation.steps.current if self._observation.steps.is_watching else None
 
     @property
     def num_steps(self) -> int:
@@ -231,6 +232,8 @@ def _number(value: Tensor | float) -> Number:
         raise ConfigurationError(
             f"The value to record has {value.numel()} elements.\nGive one number, such as the mean."
         )
+    if is_capturing(value.device):
+        return Number(math.nan)  # no step is recorded, and a copy would become a part of the graph
     if value.device.type == "cpu":
         return Number(float(value.item()))
     copy = HostCopy(value.to(widest_dtype(value.device)).reshape(()))

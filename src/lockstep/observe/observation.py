@@ -187,7 +187,7 @@ class Observation:
         self._device = device = next(each.device for each in trained_parameters(models))
         self._engine = find_engine(models, self._num_peers)
         self._folder = self._open_folder(loaders, first_step, provenance)
-        self._recorder = StepRecorder(self._folder.writer, sample=MachineSampler([device]))
+        self._recorder = StepRecorder(self._folder.writer, sample=MachineSampler([device]), device=device)
         self._recorder.start()
         self._batch_size = 0
         if restarts := num_restarts():

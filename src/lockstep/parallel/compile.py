@@ -1,5 +1,6 @@
 """How torch.compile treats the functions of the engines."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,11 @@ def keep_out_of_graphs(function: _Function) -> _Function:
     # compiled step runs its backward.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return leave_all_uncompiled(function)
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled anything in this process."""
+    return "frames" in getattr(sys.modules.get("torch._dynamo.utils"), "counters", ())
 
 
 def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:

@@ -40,11 +40,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, final
 
@@ -53,7 +53,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.accelerator import is_capturing, recorded_event
+from lockstep.accelerator import HostCopy, is_capturing, start_thread
 from lockstep.comm.collectives import (
     Group,
     Work,
@@ -464,22 +464,22 @@ Exchange = Generator[None, None, None]
 
 @final
 class _Pipeline:
-    """The threads that drive the exchanges of one process group; see [Note: order]."""
+    """The threads that drive the exchanges of one process group, with buckets on ``device``; see [Note: order]."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._numbers = itertools.count()
         self._queues = [SimpleQueue[Any]() for _ in range(3)]
         for queue, following in itertools.zip_longest(self._queues, self._queues[1:]):
-            threading.Thread(target=_drive, args=(queue, following), name="lockstep-compression", daemon=True).start()
+            start_thread(_drive, name="lockstep-compression", device=device, args=(queue, following))
         # Ends the threads when the group is freed, and before the interpreter ends.
         weakref.finalize(self, self._queues[0].put, None)
 
     @classmethod
-    def start(cls, group: Group, exchange: Callable[[_Peers], Exchange]) -> Future[Any]:
+    def start(cls, group: Group, exchange: Callable[[_Peers], Exchange], device: torch.device) -> Future[Any]:
         """Start an exchange in ``group``; return its future. Collective: every rank. Does not block."""
         pipeline = _pipelines.get(group)
         if pipeline is None:
-            pipeline = _pipelines[group] = cls()
+            pipeline = _pipelines[group] = cls(device)
         done: Future[Any] = Future()
         pipeline._queues[0].put((exchange(_Peers(group, next(pipeline._numbers))), done))
         return done
@@ -551,7 +551,7 @@ def compressed_all_reduce(
         values = flat.mul_(share) if kept is None else kept.add_(flat, alpha=share)
         yield from _mean_of(codec, peers, values, flat, _NOTHING.clone(), members)
 
-    return _Pipeline.start(group, exchange)
+    return _Pipeline.start(group, exchange, flat.device)
 
 
 # --- buckets of gradients ---------------------------------------------------------------------------------------------
@@ -592,7 +592,8 @@ class CompressedMean(BucketReduction):
 
     [Note: compression of GPU gradients]
     They are copied to the host, encoded and sent over Gloo, and the mean is copied back. On a network where compression
-    helps, the network is slower than these copies. The copies use a separate stream, in parallel to backward.
+    helps, the network is slower than these copies. Those to the host use a separate stream, in parallel to backward;
+    a thread waits for them. Those to the device are on the stream that finishes the bucket: nothing waits for them.
 
     Args:
         bucket_set: The buckets to reduce.
@@ -607,6 +608,8 @@ class CompressedMean(BucketReduction):
         self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
         self._messages = between if self._hierarchy is not None else None  # the group that sends; None: found later
         self.finishes_alone = self._hierarchy is None
+        self._stream: torch.Stream | None = None  # of copies to the host
+        self._on_host: dict[Bucket, Tensor] = {}  # payloads, from `start` to `finish`
         # By the parameters of a bucket, since buckets from `BucketSet.scratch` share the residuals of the others.
         self._flat: dict[tuple[int, ...], Tensor] = {}
         self._residuals: dict[str, Tensor] = {}  # views of the flat tensors
@@ -628,35 +631,31 @@ class CompressedMean(BucketReduction):
                     "Compressed gradients are sent by the host, which a CUDA graph cannot capture.\n"
                     "Leave compression out, or train eagerly."
                 )
-            before.append(recorded_event(bucket.spec.device).synchronize)
+            self._stream = self._stream or torch.Stream(bucket.spec.device)
+            self._stream.wait_stream(torch.accelerator.current_stream(bucket.spec.device))
+            with self._stream:
+                copy = HostCopy(bucket.payload)
+            self._on_host[bucket] = copy.value
+            before.append(copy.read)
         if self._messages is None:
             self._messages = cpu_group(self._group)
-        return _Pipeline.start(self._messages, lambda peers: self._reduce(bucket, before, peers))
+        exchange = partial(self._reduce, bucket, self._on_host.get(bucket, bucket.payload), before)
+        return _Pipeline.start(self._messages, exchange, bucket.spec.device)
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         future.wait()
+        if bucket in self._on_host:
+            bucket.payload.copy_(self._on_host.pop(bucket), non_blocking=True)
         if self._hierarchy is not None and is_compressible(bucket):
             wait_for(self._hierarchy.all_reduce_inside(bucket.gradients), "all_reduce inside the machine")
 
-    def _reduce(self, bucket: Bucket, before: Sequence[Callable[[], object]], peers: _Peers) -> Exchange:
+    def _reduce(self, bucket: Bucket, payload: Tensor, before: Sequence[Any], peers: _Peers) -> Exchange:
         for wait in before:
             wait()
-        payload = bucket.payload
-        if not payload.is_cpu:
-            # A stream for each copy, since several threads copy; see [Note: streams and threads].
-            with torch.Stream(payload.device):
-                payload = payload.to("cpu")
-        yield from self._reduce_on_host(bucket, payload, peers)
-        if payload is not bucket.payload:
-            with torch.Stream(bucket.payload.device) as stream:
-                bucket.payload.copy_(payload)
-                stream.synchronize()
-
-    def _reduce_on_host(self, bucket: Bucket, payload: Tensor, peers: _Peers) -> Exchange:
         members = [(index, each.shape) for index, each in zip(bucket.spec.parameters, bucket.parameters, strict=True)]
         sizes = [shape.numel() for _, shape in members]
-        gradients, tail = payload.split([sum(sizes), payload.numel() - sum(sizes)])
+        gradients, tail = payload[: sum(sizes)], payload[bucket.tail_start :]
         part, mine = self._part(members)
         result = gradients[part].float()  # no copy if it is float32 already
         values, held_back = result, []

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
-from lockstep.accelerator import check_float64
+from lockstep.accelerator import check_float64, synchronize
 from lockstep.comm.collectives import (
     Group,
     all_reduce,
@@ -144,6 +144,7 @@ class Fragment:
         compression: str | None,
     ) -> None:
         self.names, self.local, self.outer, self._group = names, local, outer, group
+        self._is_offloaded = outer[0].device != local[0].device
         self.compressed: list[CompressedSum] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in outer:
@@ -153,6 +154,7 @@ class Fragment:
         for (dtype, device), parameters in kinds.items():
             sizes = [parameter.numel() for parameter in parameters]
             flat = empty_buffer(sum(sizes), dtype=dtype, device=device, group=group)
+            flat = flat.pin_memory() if self._is_offloaded else flat
             self.flats.append(flat)
             if compression is not None:
                 shapes = [parameter.shape for parameter in parameters]
@@ -162,9 +164,15 @@ class Fragment:
         self.gradients = [views[parameter] for parameter in outer]
 
     def gather(self) -> None:
-        """Write outer - local to the tensors to reduce."""
-        for gradient, outer, local in zip(self.gradients, self.outer, self.local, strict=True):
-            torch.sub(outer, local, out=gradient)
+        """Write outer - local to the tensors to reduce. Blocks until the device is done, if they are on the host."""
+        sources: list[Any] = list(self.local)
+        if self._is_offloaded:
+            torch._foreach_copy_(self.gradients, sources, non_blocking=True)
+            for device in {local.device for local in self.local}:
+                synchronize(device)
+            sources = self.gradients
+        for gradient, outer, source in zip(self.gradients, self.outer, sources, strict=True):
+            torch.sub(outer, source, out=gradient)
 
     def start_sum(self, share: float) -> list[Callable[[str], object]]:
         """Start to sum the outer gradients times ``share`` over the ranks; return functions that wait. Collective."""
@@ -175,16 +183,18 @@ class Fragment:
         return [partial(wait_for, all_reduce_work(flat, group=self._group)) for flat in self.flats]
 
     def copy_local(self) -> list[Tensor]:
-        """Return a copy of the local parameters, in the dtypes of the outer ones."""
-        return [local.detach().to(outer.dtype, copy=True) for local, outer in zip(self.local, self.outer, strict=True)]
+        """Return a copy of the local parameters, with the dtypes and devices of the outer ones."""
+        pairs = zip(self.local, self.outer, strict=True)
+        return [local.detach().to(outer.device, outer.dtype, copy=True) for local, outer in pairs]
 
     def merge(self, base: Sequence[Tensor] | None) -> None:
         """Set the model to the outer parameters, plus its updates since it held ``base``; None: without updates."""
         for number, (local, outer) in enumerate(zip(self.local, self.outer, strict=True)):
+            # From the host without waiting: the outer parameters change only after the next `gather`, which waits.
             if base is None:
-                local.copy_(outer)
+                local.copy_(outer, non_blocking=True)
             else:  # updates during an exchange are not lost: they are part of the next one
-                local.add_(outer - base[number])
+                local.add_((outer - base[number]).to(local.device))
 
 
 @final
@@ -274,6 +284,7 @@ class PeriodicAveraging:
         schedule: Which fragments are exchanged after which steps.
         compression: How the differences are sent, as for `lockstep.DistributedDataParallel`; None: not compressed.
         process_group: The ranks that take part. Default: all.
+        cpu_offload: Whether everything but the model is in pinned memory of the host; see `LocalSGD`.
 
     Attributes:
         schedule: As given.
@@ -293,13 +304,14 @@ class PeriodicAveraging:
         schedule: ExchangeSchedule,
         compression: str | None = None,
         process_group: Group | None = None,
+        cpu_offload: bool = False,
     ) -> None:
         self._model, self.schedule = model, schedule
         self._group = default_group() if process_group is None else process_group
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         check_float64(self._device, type(self).__name__)
         problem = _find_problem(model, optimizer, schedule, compression, self._group)
-        arguments = f"{schedule}, compression={compression}"
+        arguments = f"{schedule}, compression={compression}" + ", cpu_offload" * cpu_offload
         if isinstance(outer_optimizer, OuterSGD):
             problem, arguments = problem or outer_optimizer.problem, f"{arguments}, {outer_optimizer}"
         check_arguments_agree(arguments, problem, group=self._group, device=self._device)
@@ -309,13 +321,15 @@ class PeriodicAveraging:
 
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._names, local = list(trained), list(trained.values())
-        self._outer = [nn.Parameter(each.detach().to(_wide(each.dtype), copy=True)) for each in local]
+        is_offloaded = cpu_offload and self._device.type != "cpu"
+        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for each in local]
+        group = cpu_group(self._group) if is_offloaded else self._group
         self._fragments = [
             Fragment(
                 self._names[part.start : part.stop],
                 local[part.start : part.stop],
                 self._outer[part.start : part.stop],
-                self._group,
+                group,
                 compression,
             )
             for part in cut_fragments([each.numel() for each in local], schedule.fragments)
@@ -501,6 +515,7 @@ class PeriodicAveraging:
         known = state["outer"]
         if missing := [name for name in (*self._names, *self._buffers) if name not in known]:
             raise ValueError(f"the exchanged parameters lack {missing[0]}")
+        synchronize(self._device)  # see `Fragment.merge`
         for name, outer in zip(self._names, self._outer, strict=True):
             outer.copy_(known[name])
         self._buffers = {name: each.copy_(known[name]) for name, each in self._buffers.items()}
@@ -583,9 +598,10 @@ class PeriodicAveraging:
             self.sync()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of outer parameters: sums of small differences would be lost in half precision."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+def _outer_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
+    """Return a copy in a wide dtype: sums of small differences would be lost in half precision."""
+    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+    return tensor.to("cpu", dtype).pin_memory() if to_host else tensor.to(dtype, copy=True)
 
 
 def _find_problem(
@@ -679,6 +695,8 @@ class LocalSGD(PeriodicAveraging):
             updates in this time are kept, so models hold the same bits again only after `sync`; 0: it blocks.
         compression: How the differences are sent between machines, as for `lockstep.DistributedDataParallel`.
         process_group: The ranks that take part. Default: all.
+        cpu_offload: Whether everything but the model is in pinned memory of the host, which saves the device three
+            copies of the parameters. The exchange then uses Gloo, and the outer optimizer the CPU.
 
     Raises:
         ConfigurationError: On every rank: an argument cannot work, or differs between ranks.
@@ -695,9 +713,10 @@ class LocalSGD(PeriodicAveraging):
         sync_delay: int = 0,
         compression: str | None = None,
         process_group: Group | None = None,
+        cpu_offload: bool = False,
     ) -> None:
         schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
-        super().__init__(model, optimizer, OuterSGD(1.0, 0.0), schedule, compression, process_group)
+        super().__init__(model, optimizer, OuterSGD(1.0, 0.0), schedule, compression, process_group, cpu_offload)
 
 
 @final
@@ -714,7 +733,7 @@ class DiLoCo(PeriodicAveraging):
     Gradient Averaging (Zhu et al. 2021).
 
     Args:
-        model, optimizer, sync_every, fragments, sync_delay, compression, process_group: As for `LocalSGD`.
+        model, optimizer, sync_every, fragments, sync_delay, compression, process_group, cpu_offload: As for `LocalSGD`.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum.
         outer_optimizer: Creates another optimizer of the outer parameters; both arguments above are then ignored.
@@ -737,7 +756,8 @@ class DiLoCo(PeriodicAveraging):
         sync_delay: int = 0,
         compression: str | None = None,
         process_group: Group | None = None,
+        cpu_offload: bool = False,
     ) -> None:
         outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
         schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
-        super().__init__(model, optimizer, outer, schedule, compression, process_group)
+        super().__init__(model, optimizer, outer, schedule, compression, process_group, cpu_offload)

@@ -157,7 +157,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, is_hooked, ends_children = 0.0, False, False
-        has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
+        has_peers = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
         while True:
             # Modules are not imported here: that could change the program's measurements, and may fail while another
             # thread imports the same module.
@@ -167,15 +167,13 @@ class Heartbeat:
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
-            groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
-            if groups - known_groups:
-                # A new process group has connections to other machines: let the kernel probe them.
-                from lockstep.comm.network import set_keepalive
-
-                set_keepalive()
-            known_groups = groups
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
+                if has_peers and _process_groups():
+                    # Again and again: NCCL opens connections to other machines when a collective first needs them.
+                    from lockstep.comm.network import set_keepalive
+
+                    set_keepalive()
             self.write()
             if self._ends.wait(_PERIOD_S):
                 return
@@ -254,12 +252,15 @@ def device_memory() -> list[str]:
 # --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
-# A call such as ``all_reduce of 8 elements``, and whether it has completed.
+# A call such as ``all_reduce of 8 elements, number 3, scheduled``, and whether it has completed.
 Call = tuple[str, bool]
 
 
 def recorded_calls() -> list[Call]:
     """Return the collectives of this process in torch's record, oldest first; none without a record."""
+    if activity.now.device is not None:
+        # The record asks CUDA for events, see [Note: streams and threads] in accelerator.py.
+        imported("torch").accelerator.set_device_index(activity.now.device)
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         with contextlib.suppress(Exception):  # a private interface of torch, which may change
@@ -273,7 +274,9 @@ def recorded_calls() -> list[Call]:
 def _call(entry: dict[str, Any]) -> Call:
     name, numel = entry["profiling_name"].rpartition(":")[2], sum(math.prod(size) for size in entry["input_sizes"])
     # Gloo sets the first, NCCL both.
-    return f"{name} of {numel} elements", bool(entry.get("retired")) or entry.get("state") == "completed"
+    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
+    state = "completed" if is_over else entry.get("state")
+    return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}", is_over
 
 
 def awaited(calls: Sequence[Call]) -> str:

@@ -7,6 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import torch
+
+from lockstep.accelerator import start_thread, synchronize
 from lockstep.telemetry import run_record
 from lockstep.telemetry.aggregator import RankMetrics
 from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, guarded, seconds_between
@@ -46,6 +49,7 @@ class StepRecorder:
         writer: Writes the file of this rank; None if the run is not recorded.
         metrics: Also gets steps and events.
         sample: Returns the figures of the machine; called every other second.
+        device: The device whose events it reads, if there is one.
         steps_per_epoch: None for a stream.
     """
 
@@ -55,6 +59,7 @@ class StepRecorder:
         metrics: RankMetrics | None = None,
         *,
         sample: Callable[[], Line],
+        device: torch.device | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
         self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
@@ -62,7 +67,7 @@ class StepRecorder:
         self._downsampler = run_record.Downsampler()
         self._last: RecordedStep | None = None
         self._last_begin: tuple[Mark, float] | None = None
-        self._sample, self._num_beats = sample, 0
+        self._sample, self._device, self._num_beats = sample, device, 0
         self._then: Callable[..., None] = lambda **_: None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,8 +80,7 @@ class StepRecorder:
             period_s: Seconds between two rounds.
         """
         self._then = then or self._then
-        self._thread = threading.Thread(target=self._run, args=(period_s,), name="lockstep-recorder", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="lockstep-recorder", device=self._device, args=(period_s,))
 
     def _run(self, period_s: float) -> None:
         wait_s = min(_FIRST_S, period_s)
@@ -173,7 +177,7 @@ class StepRecorder:
         """
         if waits and self._last is not None:
             for mark in self._last.device_marks:
-                mark.synchronize()
+                synchronize(mark)
         if self._thread is None:
             self.start()
         assert self._thread is not None

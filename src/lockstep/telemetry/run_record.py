@@ -122,13 +122,20 @@ class Reduction:
 
 @dataclass(slots=True)
 class Number:
-    """A number of the step, which may still be copied from the device; see `RecordedStep.device_marks`."""
+    """A number of the step, which may still be copied from the device; see `RecordedStep.device_marks`.
+
+    Attributes:
+        value: The number, or a tensor of several; no view of it, as host buffers are reused (accelerator.py).
+        arrived: After which it can be read; None: at once.
+        place: Which number of the tensor.
+    """
 
     value: Any
     arrived: Mark | None = None
+    place: int | None = None
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self.value if self.place is None else self.value[self.place])
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Samples that cannot be read, over all ranks: all ranks stop, or skip and count them."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -86,22 +87,27 @@ class BadSamples:
         all_reduce(flag, group=self._group, op="min")
         return bool(flag.item())
 
-    def exchange(self) -> None:
+    def exchange(self, last_step: float = math.inf) -> None:
         """Exchange the bad samples of all ranks.
 
         Collective: every rank, if there is a group. Blocks.
+
+        Args:
+            last_step: Those of later steps stay.
 
         Raises:
             DataError: There are some, and the run is to stop; or there are too many.
         """
         if self._group is None:
             return
-        # On CPUs this happens before the parameters are updated. On a device it happens when the next step begins, so
-        # that the host does not wait; the parameters of a run that stops here are not used.
-        mine = [list(sample) for sample in self.pending]
+        # On CPUs this happens before the parameters are updated. On a device it happens in the next step, so that the
+        # host does not wait; the parameters of a run that stops here are not used.
+        mine = [list(sample) for sample in self.pending if sample.step <= last_step]
+        later = [sample for sample in self.pending if sample.step > last_step]
         ranks = all_gather_object(mine, group=self._group, device=self._device)
         # JSON turns tuples into lists, which are not hashable.
         self._take([[BadSample(*each)._replace(others=tuple(each[-1])) for each in samples] for samples in ranks])
+        self.pending = later
 
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self.pending = []

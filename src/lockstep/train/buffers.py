@@ -28,6 +28,12 @@ class BufferSnapshot:
         self.objects = self.read(self._model)
         self.values = [buffer.clone() for buffer in self.objects]
 
+    @torch.no_grad()
+    def restore_where(self, condition: Tensor) -> None:
+        """Restore the values of the snapshot if ``condition``, a 0-dimensional tensor, holds. Does not block."""
+        for now, value in zip(self.read(self._model), self.values, strict=True):
+            now.copy_(torch.where(condition, value, now))
+
     def restore(self) -> None:
         """Restore the buffers of the snapshot: the same tensors with the same values."""
         for (owner, name), buffer, value in zip(self._owners_in(self._model), self.objects, self.values, strict=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, final
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lockstep import activity
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.train.checkpoints.object_store import Place
 
 # Number of losses that stay on the device before they are read.
-_MAX_UNREAD = 256
+_MAX_UNREAD = 4096
 
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
@@ -121,23 +122,24 @@ class Throughput:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.num_samples, self.num_counted = 0, 0.0
-        self._unread: list[StepRecord] = []
+        # Not the records: a step's timer holds its events.
+        self._unread: list[tuple[Tensor, Tensor | None]] = []
         self._took: list[tuple[int, float]] = []  # samples and seconds of each stretch of training
 
     def add(self, record: StepRecord) -> None:
-        """Add a step that ends now. Blocks every 256 steps until the device has finished it."""
+        """Add a step that ends now. Blocks every 4096 steps until the device has finished it."""
         self.num_samples += record.num_samples
-        self._unread.append(record)
+        self._unread.append((record.loss, record.count))
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
         self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has finished the last step."""
-        records, self._unread = self._unread, []
-        if records:
-            self.losses += torch.stack([record.loss for record in records]).tolist()
-        if counts := [record.count for record in records if record.count is not None]:
+        unread, self._unread = self._unread, []
+        if unread:
+            self.losses += torch.stack([loss for loss, _ in unread]).tolist()
+        if counts := [count for _, count in unread if count is not None]:
             self.num_counted += float(torch.stack(counts).sum())
         return self.losses
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.accelerator import HostCopy
 from lockstep.activity import format_ranks
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import local_part, own_class
@@ -178,7 +177,6 @@ class NonFiniteGuard:
         self._rule, self._model, self._optimizer, self._gradients = rule, model, optimizer, gradients
         self._strategy, self._order, self._num_micro, self._replay = strategy, plan.order, plan.split.accumulate, replay
         self._buffers = BufferSnapshot(model) if rule == "skip" else None
-        self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self.found: list[NonFiniteStep] = []
 
     def begin_step(self) -> None:
@@ -186,7 +184,12 @@ class NonFiniteGuard:
         if self._buffers is not None:
             self._buffers.keep()
 
-    def refuse(self, computed: Computed, step: int, *, updated: bool) -> None:
+    def restore_buffers(self, is_bad: Tensor) -> None:
+        """Restore the buffers if ``is_bad``, a 0-dimensional tensor of the device, holds. Does not block."""
+        if self._buffers is not None:
+            self._buffers.restore_where(is_bad)
+
+    def refuse(self, computed: Computed, step: int, *, is_over: bool) -> None:
         """Apply the rule to a step whose gradient is not finite.
 
         Collective: every rank. Blocks.
@@ -194,46 +197,25 @@ class NonFiniteGuard:
         Args:
             computed: The micro-batches of this process.
             step: Counted from 0.
-            updated: Whether the parameters have been updated, so that nothing can be computed again.
+            is_over: Whether the update is over, and maybe the next forward, so that nothing can be computed again.
 
         Raises:
             NonFiniteGradient: On every rank: the rule is to raise, or there were too many such steps.
         """
         # A refused step has not changed the parameters, and random numbers depend only on the position. So its
         # micro-batches can be computed again one by one, with a check of the output of every module. This costs nothing
-        # in normal steps. If the parameters have been updated (an optimizer in backward; on_nan="raise" on CUDA), or
-        # the engine cannot compute without the other ranks (fsdp), the only information is the losses, and whether this
-        # rank's part of the gradient was finite before the reduction.
-        bad = self._describe(computed, step, replays=self._strategy.can_replay and not updated)
+        # in normal steps. If the update is over (an optimizer in backward; on a device, where the check comes a forward
+        # later), or the engine cannot compute without the other ranks (fsdp), the only information is the losses, and
+        # whether this rank's part of the gradient was finite before the reduction.
+        bad = self._describe(computed, step, is_over=is_over)
         self.found.append(bad)
-        self._optimizer.zero_grad(set_to_none=True)
+        if not is_over or self._rule == "raise":
+            self._optimizer.zero_grad(set_to_none=True)
         if self._rule == "raise":
             raise bad.error
         self._check_number(step)
-        if self._buffers is not None:
+        if self._buffers is not None and not is_over:  # otherwise `restore_buffers` has
             self._buffers.restore()
-
-    def check_later(self, norm: Tensor, computed: Computed, step: int) -> None:
-        """Start to copy the ``norm`` of the gradient to the host, for the check in `settle`."""
-        light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # frees the memory of the inputs
-        self._unsettled = HostCopy(norm), light, step
-
-    def settle(self) -> None:
-        """Check the gradient of the last step, after `check_later`.
-
-        Collective if it was not finite: every rank. Blocks until the backward pass of that step is done.
-
-        Raises:
-            NonFiniteGradient: On every rank: it was not.
-        """
-        if self._unsettled is None:
-            return
-        (norm, computed, step), self._unsettled = self._unsettled, None
-        value = norm.read()
-        # The norm may be infinite although each element is finite, because the squares overflow.
-        if value.isfinite() or (value.isinf() and self._gradients.is_finite(value)):
-            return
-        self.refuse(computed, step, updated=True)
 
     def _check_number(self, step: int) -> None:
         steps = [bad.step for bad in self.found]
@@ -253,12 +235,14 @@ class NonFiniteGuard:
         ]
         raise NonFiniteGradient("\n".join(lines), step=last.step, ranks=last.ranks)
 
-    def _describe(self, computed: Computed, step: int, *, replays: bool) -> NonFiniteStep:
+    def _describe(self, computed: Computed, step: int, *, is_over: bool) -> NonFiniteStep:
         """Return the description of a bad step from all ranks. Collective: every rank. Blocks."""
+        replays = self._strategy.can_replay and not is_over
         group = self._strategy.step_group
         rank = 0 if group is None else group.rank()
         names = [name for name, _ in self._model.named_parameters()]
-        summed = _first_not_finite(self._model)  # before a replay replaces the gradients
+        # Before a replay replaces the gradients. After an update, they may be gone, but show in the parameters.
+        summed = _first_not_finite(self._model, in_values=is_over)
         is_suspect = self._strategy.part_was_bad is not None and self._strategy.part_was_bad()
         origin: Origin | None = None
         for index, (micro, losses) in enumerate(computed):
@@ -298,10 +282,14 @@ class NonFiniteGuard:
         )
 
 
-def _first_not_finite(model: nn.Module) -> str | None:
-    """Return the name of the first parameter of ``model`` whose gradient, or this rank's part of it, is not finite."""
+def _first_not_finite(model: nn.Module, *, in_values: bool = False) -> str | None:
+    """Return the name of the first parameter of ``model`` whose gradient, or this rank's part of it, is not finite.
+
+    With ``in_values``, the first that is not finite itself.
+    """
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not _is_finite(local_part(parameter.grad)):
+        checked = parameter if in_values else parameter.grad
+        if checked is not None and not _is_finite(local_part(checked)):
             return name
     return None
 

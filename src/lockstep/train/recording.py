@@ -74,7 +74,9 @@ class RunRecord:
         writer = None if self._folder is None else self._folder.writer
         steps_per_epoch = trainer.plan.order.steps_per_epoch
         self._sampler = MachineSampler(trainer.devices)
-        self._recorder = StepRecorder(writer, self._metrics, sample=self._sampler, steps_per_epoch=steps_per_epoch)
+        self._recorder = StepRecorder(
+            writer, self._metrics, sample=self._sampler, device=self._device, steps_per_epoch=steps_per_epoch
+        )
         stamps = BucketStamps(self._device)
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
         self._copies: list[Copy] = []
@@ -176,7 +178,7 @@ class RunRecord:
             return {}
         self._loss_at = record.timer.began_at
         copy = HostCopy(torch.stack([value.detach().to(record.loss.dtype) for value in values.values()]))
-        return {name: run_record.Number(value, copy.arrived) for name, value in zip(values, copy.value, strict=True)}
+        return {name: run_record.Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""

@@ -239,7 +239,7 @@ class GradientList:
         is_finite = are_finite(self._read(), norm)
         if self._group is None or math.isfinite(float(norm)):
             return is_finite
-        flag = torch.tensor([is_finite], device=norm.device).int()
+        flag = torch.tensor([is_finite], device=self._like.device).int()
         all_reduce(flag, group=self._group, op="min")
         return bool(flag)
 

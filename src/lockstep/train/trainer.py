@@ -23,6 +23,7 @@ from lockstep.data.loader import LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
+from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
 from lockstep.train import step as step_parts
@@ -77,12 +78,16 @@ class Trainer:
             settings.threads or (None if settings.reproducible is None else 1),
             deterministic=settings.reproducible is not None,
         )
-        self.caveats: list[str] = []
+        late = reproducible.find_late_cublas(self.device) if self.arithmetic.deterministic else None
+        self.caveats = [] if late is None else [late]
         self.stop_requested: Callable[[], bool] = lambda: False
         self.failure_seen: Callable[[], bool] = lambda: False
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
-        self._flags: HostCopy | None = None
+        # Read in the next step: the flags of the last step and its number; the norm of its gradient, its micro-batches
+        # and its number.
+        self._flags: tuple[HostCopy, int] | None = None
+        self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
         with self.arithmetic.applied():
             self._build(task, world, strategy)
@@ -134,8 +139,17 @@ class Trainer:
         )
         self._in_backward, self._sum_dtype = settings.overlap_optimizer, widest_dtype(self.device)
         self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
-        # With on_nan="raise" on a device the gradient is checked one step later, so that the host does not wait.
-        self.checks_later = settings.on_nan == "raise" and self.scaler is None and self.device.type != "cpu"
+        # [Note: checks one forward later]
+        # A host that waited for the gradient of a step would queue no work meanwhile, and its device would be idle. So
+        # on a device it reads the norm, and the flags of the ranks, when it has queued the first forward of the next
+        # step. With on_nan="raise" the update is made in any case: the run ends, and what it keeps is checked before,
+        # see `settle`. If bad steps are to be skipped, and in fp16, the optimizer itself must leave out the update,
+        # which torch's fused ones do for their GradScaler. With other optimizers the host waits before the update, and
+        # before the first one always: a fused SGD that leaves it out never initializes its momentum.
+        skips = settings.on_nan == "skip" or self.scaler is not None
+        can_skip = getattr(self._own_optimizer, "_step_supports_amp_scaling", False) and self.strategy.stops_between
+        self.checks_later = self.device.type != "cpu" and (can_skip or not skips)
+        self._skips_on_device = self.checks_later and skips
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
             settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
@@ -209,8 +223,9 @@ class Trainer:
     def step(self) -> StepRecord:
         """Train on the next global batch.
 
-        Collective: every rank of the group. Does not wait for a device, except in fp16, with ``reproducible``, and
-        in exchanges of ``local-sgd`` and ``diloco``.
+        Collective: every rank of the group. Waits for the backward of the step before when the first forward is queued;
+        for its own in fp16 and with ``on_nan="skip"``, if the optimizer is not fused; with ``reproducible``; and in
+        exchanges of ``local-sgd`` and ``diloco``.
         """
         if not (self.arithmetic.threads or self.arithmetic.deterministic):
             return self._step()
@@ -219,17 +234,10 @@ class Trainer:
 
     def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
-        # First the checks that the previous step left for later: their errors come before anything else changes.
-        if self.device.type != "cpu":
-            self.settle()
         timer = StepTimer(self.device)
         if self.settings.on_nan == "skip":
             self.nonfinite.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
-        rate = self.plan.learning_rate.factor(self._num_updates)
-        if self._in_backward:
-            # Parameters are updated as soon as their bucket is reduced, so the rate must be set before.
-            step_parts.set_rates(self.optimizer, self._base_rates, rate)
         # Replicas that train independently only communicate when they exchange parameters.
         group = self.group if self._sync and self.strategy.agrees(step) else None
         loss_group = None if self.strategy.sums_losses or not self._sync else self.strategy.step_group
@@ -263,6 +271,10 @@ class Trainer:
             def after_forward(
                 parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last
             ) -> None:
+                if self.device.type != "cpu":
+                    self.settle()
+                if self._in_backward:  # parameters are updated as soon as their bucket is reduced
+                    self._set_rates()
                 for part in parts:
                     losses.append(part.value.detach())
                 metrics.add(parts)
@@ -282,6 +294,8 @@ class Trainer:
             self.batches.prefetch()
             timer.lap("data_wait")
         self._has_counts = metrics.has_counts
+        if self.device.type != "cpu":
+            self.settle()  # DataParallel of a process without samples runs no forward
 
         # Agree. The sums contain the loss of the global batch, and the flags of the ranks.
         if ranges.now:
@@ -305,28 +319,25 @@ class Trainer:
                 if sums.divisor is not None or self.scaler is not None:
                     factor = self._unscale_factor(sums.divisor)
                 norm = norm if factor is None else norm * factor.to(norm)
-            is_finite = self.checks_later or self._gradients.is_finite(norm)
-            if self.checks_later:  # copied before the update, so that reading it does not wait for the update
-                self.nonfinite.check_later(norm, computed, step)
-            if self.scaler is not None:
-                # An overflow that a smaller loss scale can avoid is not a bad gradient: the step is only skipped.
-                updated, before = is_finite, self.scaler.scale
-                is_finite = is_finite or before > 1.0
-                if is_finite:
-                    self.scaler.update(finite=updated)
-                    if self.strategy.compressed is not None and self.scaler.scale != before:
-                        self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
+            copy = HostCopy(norm)  # before the update, so that reading it does not wait for the update
+            if not self._in_backward:
+                self._finish_gradient(norm, factor)  # also if it is not used: the device would be idle in a wait
+            is_later = self.checks_later and (self._num_updates > 0 or not self._skips_on_device)
+            is_finite = is_later or self._are_finite(copy)
+            updated = is_finite or self._in_backward
+            if updated and not self._in_backward:
+                self._set_rates()
+                if self._skips_on_device:
+                    is_bad = ~norm.isfinite()
+                    self._own_optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+                    if self.scaler is None or self.scaler.scale <= 1.0:
+                        self.nonfinite.restore_buffers(is_bad)
+                self.optimizer.step()
+            if is_later:
+                light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # without the inputs
+                self._unsettled = copy, light, step
             else:
-                updated = is_finite or self._in_backward
-            if updated:
-                if not self._in_backward:
-                    if factor is not None or self.settings.clip is not None:
-                        self._finish_gradient(norm, factor)
-                    step_parts.set_rates(self.optimizer, self._base_rates, rate)
-                    self.optimizer.step()
-                self._num_updates += 1
-            if not is_finite:
-                self.nonfinite.refuse(computed, step, updated=updated)
+                self._conclude(computed, step, is_finite=is_finite, updated=updated, is_over=updated)
         timer.lap("optimizer")
         if self._sync and self.strategy.end_step(step):
             timer.lap("communication")
@@ -359,7 +370,8 @@ class Trainer:
         """Run forward and backward of a micro-batch with its random numbers, and gradients summed if ``sync``."""
         self._seeds.forward(micro, index)
         how = strategies.Pass(
-            scale=(1.0 if self.scaler is None else self.scaler.scale) / micro.num_global,
+            factor=1.0 / micro.num_global,
+            scaler=self.scaler,
             sync=sync,
             timer=timer,
             after_forward=after_forward,
@@ -378,6 +390,52 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), after_forward, sync=False)
         return losses
 
+    @property
+    def _own_optimizer(self) -> Optimizer:
+        """The optimizer of this rank's part of the parameters."""
+        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+
+    def _set_rates(self) -> None:
+        step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
+
+    def _are_finite(self, norm: HostCopy) -> bool:
+        """Return whether the gradient with this norm is finite. Blocks until it is known; collective if it is not."""
+        value = norm.read()
+        if value.isfinite():
+            return True
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.wait()  # what follows reads all parameters
+        # The norm may be infinite although each element is finite, because the squares overflow. After an update, the
+        # parameters show it, unless a rank has only a part of them. An update that was left out cannot be made up for.
+        if value.isnan() or not self.checks_later:
+            return bool(value.isinf()) and self._gradients.is_finite(value)
+        return not self._skips_on_device and self.strategy.can_replay and are_finite(self._model.parameters(), value)
+
+    def _conclude(self, computed: Computed, step: int, *, is_finite: bool, updated: bool, is_over: bool) -> None:
+        """Count the update of ``step``; if its gradient was not finite, decrease the loss scale or refuse the step.
+
+        Collective if it was not: every rank.
+
+        Args:
+            computed: The micro-batches of this process.
+            step: Counted from 0.
+            is_finite: Whether the gradient was finite.
+            updated: Whether the parameters have been updated.
+            is_over: See `NonFiniteGuard.refuse`.
+
+        Raises:
+            NonFiniteGradient: On every rank: it was not finite, and the run is to stop.
+        """
+        self._num_updates += updated
+        # An overflow that a smaller loss scale can avoid is not a bad gradient: the step is only skipped.
+        if self.scaler is not None and (is_finite or self.scaler.scale > 1.0):
+            before = self.scaler.scale
+            self.scaler.update(finite=is_finite)
+            if self.strategy.compressed is not None and self.scaler.scale != before:
+                self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
+        elif not is_finite:
+            self.nonfinite.refuse(computed, step, is_over=is_over)
+
     def _unscale_factor(self, divisor: Tensor | None) -> Tensor | None:
         """Return the remaining factor of the gradient, or None if it is one."""
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -389,34 +447,34 @@ class Trainer:
         """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it."""
         if self.settings.clip is not None:
             shorten = step_parts.clip_factor(norm, self.settings.clip)
-            if self.checks_later:  # one NaN must not reach all parameters: which of them has it is reported later
-                shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
+            # One NaN must not reach all parameters: which of them has it is reported.
+            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
             factor = shorten if factor is None else factor * shorten
         if factor is not None:
             self._gradients.multiply_(factor)
 
     def _take_flags(self, flags: Tensor, *, are_summed: bool) -> None:
-        """Keep the flags of the ranks, and read them: on CPUs at once, from a device when the next step begins."""
+        """Keep the flags of the ranks, and read them: on CPUs at once, from a device in the next step."""
         if not are_summed:
             assert self.group is not None
             all_reduce(flags, group=self.group)
-        self._flags = HostCopy(flags)
+        self._flags = HostCopy(flags), self.num_steps_done
         if self.device.type == "cpu":
             self._read_flags()
 
     def _read_flags(self) -> None:
-        flags, self._flags = self._flags, None
-        if flags is not None:
+        if self._flags is not None:
+            (flags, step), self._flags = self._flags, None
             num_bad, *self._reported = flags.read().tolist()
             if num_bad:  # the same on every rank, so all take part
-                self.bad_samples.exchange()
+                self.bad_samples.exchange(step)
 
     def _all_missing(self, num_samples: int) -> bool:
         """Return whether no rank could read any sample of the step. Called on a rank without samples.
 
         Blocks until the forward passes of the step are done.
         """
-        num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags.read()[0])
+        num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags[0].read()[0])
         return num_bad >= num_samples
 
     def settle(self) -> None:
@@ -427,17 +485,20 @@ class Trainer:
         Raises:
             DataError, NonFiniteGradient: A check failed, and the run is to stop.
         """
-        self.nonfinite.settle()  # the later of two copies, so only this one needs a wait
+        if self._unsettled is not None:
+            (norm, computed, step), self._unsettled = self._unsettled, None
+            is_finite = self._are_finite(norm)
+            updated = is_finite or not self._skips_on_device
+            self._conclude(computed, step, is_finite=is_finite, updated=updated, is_over=True)
         self._read_flags()
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.
 
-        Collective: every rank of the group. On CUDA, blocks until the forward passes of that step are done.
+        The same on all ranks of the group. On a device it is known a step later, or after `settle`.
         """
         if self.group is None:
             return self.stop_requested(), self.failure_seen()
-        self._read_flags()
         stop, failed = self._reported
         return stop > 0, failed > 0
 
@@ -502,6 +563,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state of the run. Collective: every rank of the group."""
+        self.settle()
         compressed = self.strategy.compressed
         return {
             **({} if compressed is None else {"compression": compression_state(compressed)}),

@@ -16,9 +16,10 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
-from lockstep.accelerator import mark_on
+from lockstep.accelerator import is_capturing, mark_on
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket
+from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from lockstep.parallel.ddp.reducer import Event, Reducer
 from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 from lockstep.telemetry import ranges
@@ -41,7 +42,7 @@ class BucketStamps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.closely = False
+        self.closely = self._is_off = False
         self.last: Reduction | None = None
         self._device = device
         self._own_work_end: Mark | None = None
@@ -57,6 +58,9 @@ class BucketStamps:
         """Handle an event of the reducer."""
         if kind is Event.BACKWARD:
             self._begin()  # also after a backward that failed
+            self._is_off = is_capturing(self._device)  # nobody can ask for the time of a captured event
+        elif self._is_off:
+            return
         elif kind is Event.BACKWARD_END:
             self._is_over = True
         # Waits within backward are for buckets that finish early, which are already reduced.
@@ -143,10 +147,12 @@ class FlatGradients:
     def expect_norm(self) -> None:
         """Compute the Euclidean norm of each bucket once it is reduced, while others are sent; for the next `norm`.
 
-        Only for a loop in which nothing changes gradients in between.
+        On a device that is beside backward, on a stream of the reducer. Only for a loop in which nothing changes
+        gradients in between.
         """
         if self not in self._reducer.observers:
             self._reducer.observers.append(self)
+        self._reducer.finishes_early |= self._reducer.bucket_set.device.type != "cpu"
 
     @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
@@ -197,16 +203,30 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class LocalGradientMonitor:
-    """Checks whether this rank's own gradients were finite in the last backward, before they were reduced."""
+    """Checks whether this rank's own gradients were finite in the last backward, before they were reduced.
 
-    def __init__(self) -> None:
+    On a device, it sums a bucket on a stream of its own, beside backward, and has the all-reduce launched from that
+    stream: it waits for the stream that launches it, and writes to what the sum reads. This rank's stream waits for the
+    all-reduce, and so for the sum, when it finishes the bucket. Other reductions compute when they are launched, with
+    memory of this rank's stream, so with these the sum is computed on this rank's stream.
+
+    Args:
+        reducer: Of the buckets.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
         self._totals: list[Tensor] = []
         self._flags: list[ctypes.Array[ctypes.c_int32]] = []
+        self._stream: torch.Stream | None = None
+        self._inside = ExitStack()
 
     @torch.no_grad()
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer. Does not block."""
         # A reduced gradient does not show which rank's gradient was not finite.
+        if kind in (Event.BACKWARD, Event.LAUNCHED):
+            self._inside.close()
         if kind is Event.BACKWARD:
             self._totals, self._flags = [], []
         elif kind is not Event.GATHERED or bucket is None or bucket.spec.sparse:
@@ -216,6 +236,11 @@ class LocalGradientMonitor:
             bucket.pieces = bucket.pieces._replace(nonfinite=flag)
             self._flags.append(flag)
         else:  # one pass over the bucket; the result stays on the device until it is needed
+            device = bucket.spec.device
+            if device.type != "cpu" and isinstance(self._reducer.reduction, AllReduceMean):
+                self._stream = self._stream or torch.Stream(device)
+                self._stream.wait_stream(torch.accelerator.current_stream(device))
+                self._inside.enter_context(self._stream)
             self._totals.append(total(bucket.gradients))
 
     def saw_nonfinite(self) -> bool:

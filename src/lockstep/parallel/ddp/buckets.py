@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
-from lockstep.parallel.flat import view_like
+from lockstep.parallel.flat import ends_unaligned, padded_numel, view_like
 
 # --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
@@ -36,7 +36,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The parameters of one bucket, by index, in the order of their gradients in the bucket."""
+    """The parameters of one bucket, by index, in the order of their gradients in the bucket; see `ends_unaligned`."""
 
     parameters: tuple[int, ...]
     dtype: torch.dtype
@@ -71,8 +71,9 @@ def plan_buckets(
         members = open_buckets.pop(key)
         first = parameters[members[0]]
         kind = first.dtype, first.device, first.sparse, first.deferred
+        laid = sorted(members, key=lambda index: ends_unaligned(parameters[index].numel * first.dtype.itemsize))
         # A bucket is ready when its last gradient is, so launches are ordered by the last gradient.
-        finished.append((position[members[-1]], BucketSpec(tuple(members), *kind, size_bytes.pop(key))))
+        finished.append((position[members[-1]], BucketSpec(tuple(laid), *kind, size_bytes.pop(key))))
         num_closed[key] += 1
 
     for index in order:
@@ -135,12 +136,12 @@ class GradientScale(NamedTuple):
     Attributes:
         factor: The factor for gradients.
         unused_factor: The factor for the old gradients of parameters that received none in this step.
-        message: The end of the tail, see [Note: weight messages]; None: the message of a rank without weights.
+        message: The end of the tail, see [Note: weight messages], on the device; None: that of a rank without weights.
     """
 
     factor: float
     unused_factor: float
-    message: Sequence[float] | None = None
+    message: Tensor | None = None
 
 
 class _Members:
@@ -148,7 +149,7 @@ class _Members:
 
     Attributes:
         gradients: The gradients alone, as communication hooks see them.
-        payload: The tensor that the collective sums: the gradients and the tail.
+        payload: The tensor that the collective sums: the gradients and the tail, which begins at ``tail_start``.
         weight_message: The end of the tail, see [Note: weight messages] in weighting.py; None if there is no tail.
         position, is_last: Its place among the buckets of the model, in the order in which they are launched.
         missing: By place, from `gather` to `settle`: the parameters that received no gradient on this rank, and the
@@ -159,6 +160,7 @@ class _Members:
 
     gradients: Tensor
     payload: Tensor
+    tail_start = 0
     weight_message: Tensor | None = None
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
@@ -176,10 +178,10 @@ class DenseBucket(_Members):
     """Gradients in one flat buffer; see [Note: layout of a bucket].
 
     [Note: layout of a bucket]
-    One flat buffer: the gradients of the parameters, back to back, then a tail that is reduced in the same collective.
-    The tail has one element per parameter, which counts the ranks on which it received a gradient, and the ranks'
-    weight messages (see [Note: weight messages] in weighting.py). ``views[k]`` has the shape and the strides of
-    parameter k and becomes its ``.grad``.
+    One flat buffer: the gradients of the parameters, back to back, zeros up to a size that ``num_slices`` equal and
+    aligned slices divide, and a tail that is reduced in the same collective. The tail has one element per parameter,
+    which counts the ranks on which it received a gradient, and the ranks' weight messages (see [Note: weight messages]
+    in weighting.py). ``views[k]`` has the shape and the strides of parameter k and becomes its ``.grad``.
 
     [Note: held gradients]
     In torch, a gradient that a script keeps after ``zero_grad()`` does not change. Ours are views of a buffer that the
@@ -196,6 +198,7 @@ class DenseBucket(_Members):
         spec, parameters, names: See `BucketSet`.
         keep_held_gradients: See [Note: held gradients].
         message: The end of the tail on this rank in a step without weights.
+        num_slices: The number of ranks.
         group: The ranks that create this bucket at the same time, so that it can lie in memory that all of them map;
             see `empty_buffer`. None: this rank creates it alone.
     """
@@ -208,10 +211,12 @@ class DenseBucket(_Members):
         *,
         keep_held_gradients: bool,
         message: Sequence[float],
+        num_slices: int = 1,
         group: Group | None = None,
     ) -> None:
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
+        self.tail_start = padded_numel(sum(each.numel() for each in self.parameters), spec.dtype.itemsize, num_slices)
         self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
         # C multiplies these two dtypes. Gradients of parameters that are not contiguous may have another layout.
         is_known = spec.dtype in (torch.float32, torch.float64)
@@ -222,12 +227,12 @@ class DenseBucket(_Members):
 
     def _allocate(self, group: Group | None) -> None:
         numel = sum(parameter.numel() for parameter in self.parameters)
-        size, dtype, device = numel + len(self._usual_tail), self.spec.dtype, self.spec.device
+        size, dtype, device = self.tail_start + len(self._usual_tail), self.spec.dtype, self.spec.device
         if group is None or group.size() == 1:
             self.payload = torch.zeros(size, dtype=dtype, device=device)
         else:
             self.payload = empty_buffer(size, dtype=dtype, device=device, group=group).zero_()
-        self.gradients, self._tail = self.payload.split([numel, size - numel])
+        self.gradients, self._tail = self.payload[:numel], self.payload[self.tail_start :]
         message = self._tail[len(self.parameters) :]
         self.weight_message = message.real if message.is_complex() else message
         # Two tensors for each gradient. Writing through a slot does not change the version counter of its view, so a
@@ -343,9 +348,7 @@ class DenseBucket(_Members):
         for place in self.missing:
             self._tail[place] = 0
         if scale.message is not None:
-            message = torch.tensor(scale.message, dtype=torch.float64).to(self.spec.dtype)
-            # Does not block, but reads pageable memory before it returns.
-            self._tail[len(self.parameters) :].copy_(message, non_blocking=True)
+            self._tail[len(self.parameters) :].copy_(scale.message)
 
     def _is_held(self, places: Iterable[int]) -> bool:
         """Return whether the script holds the gradients ``places``, or tensors made from any part of the buffer."""
@@ -365,8 +368,8 @@ class DenseBucket(_Members):
                 parameter.grad = new
 
     @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply the reduced gradients by ``factor``; after the reduction and before `settle`."""
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the reduced gradients by a number, or a tensor with one element; after the reduction."""
         self.gradients.mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
@@ -438,9 +441,10 @@ class SparseBucket(_Members):
         sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
         self.replace_gradients(sparse.detach().coalesce() * factor)
 
-    def scale(self, factor: float) -> None:
-        """Multiply the reduced gradient by ``factor``."""
-        self.replace_gradients(self.gradients * factor)
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the reduced gradient by a number, or a tensor with one element."""
+        self.replace_gradients(self.gradients.clone())
+        self.gradients._values().mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
         """Set the reduced gradient of the parameter, unless no rank had one."""
@@ -468,6 +472,7 @@ class BucketSet:
         caps_bytes: See :func:`plan_buckets`.
         keep_held_gradients: See [Note: held gradients].
         message: The weight message of this rank without weights, see [Note: weight messages] in weighting.py.
+        num_slices: See [Note: layout of a bucket].
 
     Attributes:
         parameters, names: By the index that a bucket uses.
@@ -487,12 +492,14 @@ class BucketSet:
         caps_bytes: Sequence[int],
         keep_held_gradients: bool,
         message: Sequence[float],
+        num_slices: int = 1,
     ) -> None:
         self.parameters, self.names = list(parameters.values()), list(parameters)
         self.is_rebuilt = self.is_uneven = False
         self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._caps_bytes = tuple(caps_bytes)
         self._dense_options: dict[str, Any] = {"keep_held_gradients": keep_held_gradients, "message": tuple(message)}
+        self._dense_options["num_slices"] = num_slices
         self._specs = [
             ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
             for parameter in self.parameters

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.accelerator import widest_dtype
+from lockstep.accelerator import upload, widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, empty_buffer
 from lockstep.errors import ConfigurationError
@@ -50,12 +50,10 @@ class BucketReduction(ABC):
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         """Block until ``bucket`` holds the reduced gradients."""
 
-    def count_users(
-        self, used: Sequence[int], message: Sequence[float], device: torch.device
-    ) -> tuple[list[int], Tensor]:
+    def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the contents of tails: by parameter the number of ranks that used it; the sum of weight messages.
 
-        Collective: every rank, when all buckets of the step are finished. Blocks until complete.
+        Collective: every rank, when all buckets of the step are finished. Blocks until complete (a device: its stream).
 
         Args:
             used: By parameter, whether it received a gradient on this rank.
@@ -207,18 +205,14 @@ class CommHookReduction(BucketReduction):
         bucket.replace_gradients(result[0] if isinstance(result, list | tuple) else result)
 
     @override
-    def count_users(
-        self, used: Sequence[int], message: Sequence[float], device: torch.device
-    ) -> tuple[list[int], Tensor]:
+    def count_users(self, used: Sequence[int], message: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
         # Not earlier: hooks start their own collectives when others finish, at times that differ between ranks.
         mine = [*used, *message]
-        if mine != self._last_sent:  # the same in most steps, and a copy to a GPU would block
-            self._last_sent, self._on_device = mine, torch.tensor(mine, dtype=widest_dtype(device), device=device)
+        if mine != self._last_sent:  # the same in most steps
+            self._last_sent, self._on_device = mine, upload(mine, widest_dtype(device), device)
         sums = self._on_device.clone()
         all_reduce(sums, group=self._group)
-        # A parameter that was used on this rank needs no count, so usually nothing is read from the device.
-        num_users = [1] * len(used) if all(used) else [int(count) for count in sums[: len(used)].tolist()]
-        return num_users, sums[len(used) :]
+        return sums[: len(used)], sums[len(used) :]
 
 
 def check_comm_hook(hook: Any, compression: str | None) -> None:

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
-from lockstep.comm.collectives import Group, in_backward_hooks, is_native
+from lockstep.comm.collectives import Group, all_reduce_work, cpu_group, in_backward_hooks, is_native, wait_for
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -104,6 +104,13 @@ class Reducer:
     gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter that
     another rank used gets the reduced gradient, one that no rank used keeps its gradient, and None stays None.
 
+    On a device, reading a tail means that the host waits until the device has nothing left to do. Assuming that the
+    ranks use the same parameters as before would avoid this, but would be found wrong only when a rank's optimizer has
+    already left out an update. So as long as some rank lacks gradients, the hosts exchange what they used over a CPU
+    group, as soon as their backward has been queued: they wait for each other, but not for their devices. All ranks
+    must take part in this exchange. So each rank sends with its weight message whether its last step lacked gradients,
+    and all ranks decide by the same sum, which they read one step later. Only until then the tails are read.
+
     [Note: a backward that fails]
     autograd then drops the queued callback, so the step is not closed, and the reductions of launched buckets still
     write to them. The next forward or backward discards the step and waits for these reductions. The contents of
@@ -161,6 +168,7 @@ class Reducer:
         self._num_finished = 0  # of these, those that are reduced and settled
         self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has interrupted
         self._finishing_stream: torch.Stream | None = None
+        self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
         self._may_hook = True
@@ -433,9 +441,10 @@ class Reducer:
                 if not self.bucket_set.is_rebuilt:
                     self.weights.agree_first(self.weights.message())
                 message = self.weights.message()
+                exchange = self._exchange_used(self._used)
                 for bucket in self.bucket_set.buckets[self._num_launched :]:
                     self._launch(bucket, alone=bucket.is_last)
-                self._finish(message)
+                self._finish(message, exchange and exchange())
                 for future in self.post_backward:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
@@ -453,31 +462,38 @@ class Reducer:
                 self.post_backward = []
                 self._reset_step()
 
-    def _finish(self, message: Sequence[float]) -> None:
-        """Wait for the buckets in flight and assign their gradients to the parameters."""
+    def _finish(self, message: Sequence[float], num_users: Sequence[int] | None) -> None:
+        """Wait for the buckets in flight and assign their gradients to the parameters.
+
+        Args:
+            message: This rank's weight message.
+            num_users: By parameter, whether any rank used it; None: the reduction has counted them.
+        """
         if self._finishing_stream is not None:
             torch.accelerator.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
-        if self._finishes_one_by_one:
-            while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
-                self._finish_next()
-            self._correct(self._in_flight, self._used, message)  # raises if other ranks gave weights
-            return
-        for bucket in self._in_flight:  # all, since the sum of the weights is known only after all of them
-            self._wait_for(bucket)
-        num_users = self._correct(self._in_flight, self._used, message)
-        for bucket in self._in_flight:
-            bucket.settle(num_users)
-            self._notify(Event.REDUCED, bucket)
+        lacks = any(bucket.missing for bucket in self._in_flight)
+        self.weights.lacks_gradients = lacks and self.bucket_set.device.type != "cpu"
+        factor: float | Tensor = 1.0
+        if not self._finishes_one_by_one and self._in_flight:
+            factor, counts = self._correction(self._in_flight, self._used, message)
+            if num_users is None and counts is not None and lacks:
+                num_users = counts.tolist()
+        while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
+            self._finish_next(factor, num_users)
+        if self._finishes_one_by_one and self._in_flight:  # raises if other ranks gave weights
+            self.weights.correction(self.weights.carrier(self._in_flight), None, message)
 
     @property
     def _finishes_one_by_one(self) -> bool:
         """Whether a bucket's own collective is enough: there is no sum of weights, and no separate counts."""
         return self.weights.window is None and self.reduction.sums_payloads
 
-    def _finish_next(self) -> None:
+    def _finish_next(self, factor: float | Tensor = 1.0, num_users: Sequence[int] | None = None) -> None:
         bucket = self._in_flight[self._num_finished]
         self._wait_for(bucket)
-        bucket.settle(None)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            bucket.scale(factor)
+        bucket.settle(num_users)
         self._num_finished += 1
         self._notify(Event.REDUCED, bucket)
 
@@ -497,9 +513,11 @@ class Reducer:
                 self._finish_next()
 
     def _wait_for(self, bucket: Bucket) -> None:
-        assert bucket.future is not None, "a bucket that was not launched"
-        with self._waiting_for(bucket):
-            self.reduction.finish(bucket, bucket.future)
+        """Wait for ``bucket``, unless this has been done."""
+        if bucket.future is not None:
+            with self._waiting_for(bucket):
+                self.reduction.finish(bucket, bucket.future)
+            bucket.future = None
 
     @contextmanager
     def _waiting_for(self, bucket: Bucket, *, is_observed: bool = True) -> Iterator[None]:
@@ -522,23 +540,44 @@ class Reducer:
             if is_observed:
                 self._notify(Event.WAIT_END, bucket)
 
-    def _correct(self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]) -> list[int] | None:
-        """Turn the reduced ``buckets`` into the weighted mean; return on how many ranks each parameter was used.
+    def _correction(
+        self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]
+    ) -> tuple[float | Tensor, Tensor | None]:
+        """Return the factor for a weighted mean, and the number of ranks that used each parameter if tails lack it.
 
-        Collective: every rank. None: read the buckets' tails.
+        Waits for those of ``buckets`` that are needed for this. Collective: every rank.
 
         Raises:
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
         """
-        num_users: list[int] | None = None
+        counts: Tensor | None = None
         messages: Tensor | None = None
+        carrier = self.weights.carrier(buckets) if self.reduction.sums_payloads else None
+        for bucket in buckets if carrier is None else [carrier]:
+            self._wait_for(bucket)
         if not self.reduction.sums_payloads:
-            num_users, messages = self.reduction.count_users(used, message, self.weights.device)
-        factor = self.weights.correction(buckets, messages, message)
-        if factor != 1.0:
-            for bucket in buckets:
-                bucket.scale(factor)
-        return num_users
+            counts, messages = self.reduction.count_users(used, message, self.weights.device)
+        return self.weights.correction(carrier, messages, message), counts
+
+    def _exchange_used(self, used: Sequence[int]) -> Callable[[], list[int]] | None:
+        """Start to exchange which parameters the ranks used, if some rank lacked gradients before.
+
+        Collective: every rank. See [Note: parameters without a gradient]. Does not block, except at the first time.
+
+        Returns:
+            A function that blocks until all hosts have started it, and returns by parameter whether any rank used it.
+        """
+        if not self.weights.some_lack or is_capturing(self.bucket_set.device):
+            return None
+        self._cpu_group = self._cpu_group or cpu_group(self._group)
+        flags = torch.tensor(list(used), dtype=torch.uint8)
+        work = all_reduce_work(flags, group=self._cpu_group, op="max")
+
+        def wait() -> list[int]:
+            wait_for(work, "the exchange of the used parameters")
+            return flags.tolist()
+
+        return wait
 
     # --- a rank without data ----------------------------------------------------------------------------------------
 
@@ -554,16 +593,20 @@ class Reducer:
             self.before_launch = None  # this rank has already taken part in all layers of the others
             self._close_step()
             return
-        message = self.weights.encode()
+        self.weights.check_last_step()
+        message, used = self.weights.encode(), bytes(len(self._used))
         if not self.bucket_set.is_rebuilt:
             self.weights.agree_first(message)
+        exchange = self._exchange_used(used)
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
             with self._waiting_for(bucket, is_observed=False):
                 bucket.future = self.reduction.start(bucket, alone=False)
+        self._correction(buckets, used, message)
         for bucket in buckets:
             self._wait_for(bucket)
-        self._correct(buckets, bytes(len(self._used)), message)
+        if exchange is not None:
+            exchange()
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
 

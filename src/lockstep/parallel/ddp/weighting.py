@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
+from lockstep.accelerator import HostCopy, is_capturing, upload, widest_dtype
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
@@ -39,7 +39,13 @@ def check_weight(weight: Any) -> float:
 
 
 def encode_message(
-    rank: int, world_size: int, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False
+    rank: int,
+    world_size: int,
+    weight: float = 0.0,
+    *,
+    is_weighed: bool = False,
+    is_missing: bool = False,
+    lacks_gradients: bool = False,
 ) -> list[float]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
@@ -49,11 +55,12 @@ def encode_message(
         weight: The total weight of its micro-batches.
         is_weighed: Whether it gave a weight.
         is_missing: Whether it gave none for some of them.
+        lacks_gradients: Whether some parameters had no gradient in its last step.
     """
     missing = [0.0] * -(-world_size // _RANKS_PER_NUMBER)
     if is_missing:
         missing[rank // _RANKS_PER_NUMBER] = float(2 ** (rank % _RANKS_PER_NUMBER))
-    return [weight, float(is_weighed), *missing]
+    return [weight, float(is_weighed), float(lacks_gradients), *missing]
 
 
 def refuse_missing(sums: Sequence[float]) -> None:
@@ -65,7 +72,7 @@ def refuse_missing(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Some ranks gave weights, and some omitted one; names the latter.
     """
-    _, num_weighed, *masks = sums
+    _, num_weighed, _, *masks = sums
     missing = [
         str(_RANKS_PER_NUMBER * place + bit)
         for place, mask in enumerate(masks)
@@ -304,16 +311,21 @@ class Weights:
     [Note: weight messages]
     A weight message is a few numbers that are summed together with the gradients, at the end of each bucket's tail:
 
-        [weight, 1 if this rank gave one, missing ranks 0-7, missing ranks 8-15, ...]
+        [weight, 1 if this rank gave one, 1 if it lacks gradients, missing ranks 0-7, missing ranks 8-15, ...]
 
     If rank r gave no weight for some of its micro-batches, it adds 2**(r mod 8) to the number of its eight ranks. Sums
     of different powers below 2**8 are exact in every dtype, including bfloat16, so the sum identifies the ranks. A rank
-    without data (in ``join()``) sends zeros: it neither gave a weight nor omitted one.
+    without data (in ``join()``) sends zeros: it neither gave a weight nor omitted one. For the third number see
+    [Note: parameters without a gradient] in reducer.py.
 
     Only one tail is read, that of a bucket in the widest dtype, which is the same bucket on all ranks. float16 and
     bfloat16 show whether there are weights, and which ranks lack one, but cannot hold a weight. So if all buckets are
     sent in these dtypes, the weight follows in a separate collective. So do all messages if only sparse buckets are
     reduced, which have no tail. With a communication hook, messages are sent with the use counts.
+
+    On a device the host does not read the sums in the same step, since it would wait for the device. The factor of the
+    gradients is computed where the sums are. The host reads a copy when the next forward is queued, on every rank at
+    the same point, so that all ranks raise the same error there and know the same typical weight in the next step.
 
     [Note: typical weight]
     Before the sum, gradients are multiplied by weight / (typical weight * ranks). The typical weight is the mean over
@@ -327,6 +339,8 @@ class Weights:
         device: A device whose tensors the ranks can exchange.
         refusal: Why weights are not possible; None: they are.
         shares_batch: See `AccumulationWindow`.
+        lacks_gradients: Whether parameters had no gradient in the last step of this rank, if it uses a device.
+        some_lack: Whether this held on some rank, by the last sums that were read; equal on all ranks.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
 
@@ -337,12 +351,11 @@ class Weights:
         self.shares_batch = False
         self._group, self._world_size = group, group.size()
         self.encode = partial(encode_message, group.rank(), group.size())
-        self._no_weights = self.encode(is_missing=True)
+        self.lacks_gradients = self.some_lack = False
+        self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
         self._typical = 1.0
-        # On a device: the sum of the messages, being copied to the host. Reading it would make the host wait, so a rank
-        # without weights reads it when the next backward begins. By then the host is less than a step ahead of the
-        # device. Reading it later would mean waiting for ranks that have already failed.
-        self._unread: HostCopy | None = None
+        self._unread: HostCopy | None = None  # on a device: the sum of the messages, being copied to the host
+        self._sent: tuple[list[float], Tensor] = [], torch.empty(0)  # the last message that was not the usual one
 
     def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Sequence[int]) -> None:
         """Store the weight of the next backward; see `AccumulationWindow` for the other arguments.
@@ -360,11 +373,17 @@ class Weights:
 
     def message(self) -> list[float]:
         """Return the message that this rank sends at the end of a step."""
-        window = self.window
+        window, lacks = self.window, self.lacks_gradients and not is_capturing(self.device)
         if window is None:
-            return self._no_weights
-        is_missing = window.has_unweighed or not window.is_weighed
-        return self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
+            return self.encode(is_missing=True, lacks_gradients=lacks)
+        is_missing, weight = window.has_unweighed or not window.is_weighed, window.total / self._typical
+        return self.encode(weight, is_weighed=window.is_weighed, is_missing=is_missing, lacks_gradients=lacks)
+
+    def _uploaded_message(self) -> Tensor:
+        message = self.message()
+        if message != self._sent[0]:  # in most steps the buckets, and even the steps, have the same one
+            self._sent = message, upload(message, widest_dtype(self.device), self.device)
+        return self._sent[1]
 
     def scale(self, indices: Sequence[int], used: Sequence[int], divisor: float | None) -> GradientScale:
         """Prepare the gradients of a bucket for gathering, and return their factors.
@@ -377,10 +396,10 @@ class Weights:
         window = self.window
         if window is None or not window.is_weighed:
             factor = 1.0 if divisor is None else 1.0 / divisor
-            return GradientScale(factor, factor)
+            return GradientScale(factor, factor, self._uploaded_message() if self.lacks_gradients else None)
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
-        return GradientScale(window.unit / scale, window.total / scale, self.message())
+        return GradientScale(window.unit / scale, window.total / scale, self._uploaded_message())
 
     # --- the sum over the ranks -------------------------------------------------------------------------------------
 
@@ -392,65 +411,72 @@ class Weights:
         """
         self._conclude(self._exchange(message))
 
-    def correction(self, buckets: Sequence[Bucket], messages: Tensor | None, message: Sequence[float]) -> float:
-        """Return the factor for the reduced ``buckets``.
+    @staticmethod
+    def carrier(buckets: Iterable[Bucket]) -> Bucket | None:
+        """Return the first of the widest buckets with a tail, the same one on all ranks: its tail is read."""
+        with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
+        return max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
 
-        Collective if no bucket can carry the messages: every rank. Blocks until complete, except on a rank without
-        weights that uses a device.
+    def correction(self, carrier: Bucket | None, messages: Tensor | None, message: Sequence[float]) -> float | Tensor:
+        """Return the factor for the reduced buckets; a tensor with one element if the host does not know it.
+
+        Collective if the messages have to be sent separately: every rank. Does not block on a device, except in the
+        first step with weights of a model whose tails cannot hold them.
 
         Args:
-            buckets: All buckets of the step.
-            messages: The sum of the ranks' messages, valid on the current stream; None: the buckets' tails hold it.
+            carrier: The bucket whose tail has the sum of the ranks' messages, reduced; None: there is none.
+            messages: The sum, valid on the current stream, if it is not in a tail.
             message: What this rank sent.
 
         Raises:
-            ConfigurationError: On every rank: only some have given weights.
+            ConfigurationError: Only some ranks have given weights. On every rank; on a device by `check_last_step`.
         """
-        carrier: Bucket | None = None  # its tail is read: the widest bucket, the same one on all ranks
-        if messages is None:
-            with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
-            carrier = max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
-            messages = None if carrier is None else carrier.weight_message
-        if messages is None:  # sparse buckets have no tail
-            return self._conclude(self._exchange(message)) if buckets else 1.0
-        device = messages.device
-        if device.type != "cpu":
-            if is_capturing(device):
-                if message != self._no_weights:
-                    raise ConfigurationError(
-                        "A step with weights cannot be captured in a CUDA graph: the host has to read their sum.\n"
-                        "Capture without weight(), or train eagerly."
-                    )
-                return 1.0  # assuming that the other ranks give none either
-            if message == self._no_weights:
+        is_narrow = False
+        if messages is None and carrier is not None:
+            messages, is_narrow = carrier.weight_message, carrier.sent_dtype not in _WIDTHS
+        if messages is not None and is_capturing(messages.device):
+            if message[1]:
+                raise ConfigurationError(
+                    "A step with weights cannot be captured in a CUDA graph: each replay would use the same weights.\n"
+                    "Capture without weight(), or train eagerly."
+                )
+            return 1.0  # assuming that the other ranks give none either
+        # Narrow tails only show whether there are weights. All ranks expect them if the last step had some.
+        if messages is not None and is_narrow and (messages.is_cpu or not self._had_weights):
+            if not messages.is_cpu and not message[1] and any(message):  # if other ranks have weights, they refuse them
                 self._unread = HostCopy(messages)
                 return 1.0
-        if device.type != "cpu" and carrier is not None and carrier.sent_dtype == carrier.spec.dtype:
-            # A separate stream: the current one has to wait for all buckets, but this number needs only one of them.
-            with torch.Stream(device):
-                assert carrier.future is not None
-                carrier.future.wait()
-                sums = messages.tolist()
-        else:
             sums = messages.tolist()
-        if not sums[1]:
+            if not sums[1]:
+                return self._conclude(messages)
+            refuse_missing(sums)
+        if messages is None or is_narrow:
+            messages = self._exchange(message)
+        if messages.is_cpu:
+            return self._conclude(messages)
+        self._unread = HostCopy(messages)
+        if not message[1]:  # without weights, or without gradients
             return 1.0
-        sent_dtype = messages.dtype if carrier is None else carrier.sent_dtype
-        if sent_dtype in _WIDTHS:
-            return self._conclude(sums, messages.dtype)
-        refuse_missing(sums)  # too narrow to hold the sum
-        return self._conclude(self._exchange(message))
+        # Not zero-dimensional: then a narrow bucket would be multiplied by a factor that is rounded to its dtype.
+        weight = messages[:1]
+        return torch.where(weight > 0, self._world_size / weight, 1.0)
 
     def check_last_step(self) -> None:
-        """Raise ConfigurationError if other ranks gave weights in the last step, and this one did not read it then."""
+        """Read the sums of the last step, if that was on a device; blocks until the device has done that step.
+
+        Call it when the device has other work: after a forward. Collective in effect: all ranks raise the same error.
+
+        Raises:
+            ConfigurationError: Only some ranks gave weights in the last step.
+        """
         if self._unread is None or is_capturing(self.device):  # waiting for an event is not allowed in a capture
             return
         unread, self._unread = self._unread, None
-        self._conclude(unread.read().tolist())
+        self._conclude(unread.read())
 
-    def _exchange(self, message: Sequence[float]) -> list[float]:
-        """Return the sum of all messages. Collective: every rank. Blocks until complete."""
-        sums = torch.tensor(message, dtype=widest_dtype(self.device), device=self.device)
+    def _exchange(self, message: Sequence[float]) -> Tensor:
+        """Return the sum of all messages. Collective: every rank. Blocks until complete; on a device its stream."""
+        sums = upload(message, widest_dtype(self.device), self.device)
         try:
             all_reduce(sums, group=self._group)
         except RuntimeError as error:
@@ -458,15 +484,17 @@ class Weights:
                 f"Rank {self._group.rank()}: the exchange of the ranks' weights failed: {error}\n"
                 "Another rank probably ended or ran no backward; look at the first error of the job."
             ) from error
-        return cast("list[float]", sums.tolist())
+        return sums
 
-    def _conclude(self, sums: Sequence[float], dtype: torch.dtype = torch.float64) -> float:
-        """Return the factor that gives the weighted mean, from the sums of all messages in ``dtype``."""
+    def _conclude(self, messages: Tensor) -> float:
+        """Return the factor that gives the weighted mean, from the sums of all messages. Blocks on a device."""
+        sums: list[float] = messages.tolist()
         refuse_missing(sums)
-        weight, num_weighed = sums[:2]
+        weight, num_weighed, num_lacking = sums[:3]
+        self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0
         self._typical *= weight / self._world_size
         factor = self._world_size / weight
         # If the factor differs from 1 only by rounding, do not multiply all gradients by it.
-        return 1.0 if abs(factor - 1) <= 4 * torch.finfo(dtype).eps else factor
+        return 1.0 if abs(factor - 1) <= 4 * torch.finfo(messages.dtype).eps else factor

@@ -177,6 +177,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True),
+            num_slices=group.size(),
         )
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
@@ -295,6 +296,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             self._end_forward(output)
         if self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
+        self.reducer.weights.check_last_step()  # now the device has a forward to do while the host waits
         is_training = torch.is_grad_enabled()
         will_sync = is_training and self.require_backward_grad_sync
         if self.require_forward_param_sync != will_sync:  # setting an attribute of a module is slow
@@ -585,7 +587,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             A function: whether this rank's part of the last backward was not finite. Blocks.
         """
         if self._monitor is None:
-            self._monitor = bucket_events.LocalGradientMonitor()
+            self._monitor = bucket_events.LocalGradientMonitor(self.reducer)
             self.reducer.observers.append(self._monitor)
         return self._monitor.saw_nonfinite
 

@@ -310,31 +310,41 @@ def _is_compiled(module: nn.Module) -> bool:
 
 # --- gradients of the replicas ----------------------------------------------------------------------------------------
 
+# Tensors are packed before they are copied to other devices: a chunk is complete when it has this size. So packing
+# needs little memory, and a device sends one chunk while others still receive the one before.
+_CHUNK_BYTES = 25 * 2**20
+
 
 @torch.no_grad()
 def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Copy ``tensors``, which share one device, to each of ``devices``: one transfer for each device and dtype.
+    """Copy ``tensors``, which share one device, to each of ``devices``, in large chunks.
 
-    Does not block; copies are in order with the current streams.
+    Does not block; copies are in order with the current streams. Devices that have a copy pass it on: with n copies,
+    the first device sends log2(n + 1) times, rounded up.
 
     Returns:
         One list for each device, with shapes, strides and values of ``tensors``. The copies do not require gradients.
         They share memory with each other, but each has a version counter of its own.
     """
     copies = [list(tensors) for _ in devices]
-    indices_of: dict[torch.dtype, list[int]] = {}
+    indices_of: dict[tuple[torch.dtype, int], list[int]] = {}
+    size_bytes: Counter[torch.dtype] = Counter()
     with torch.inference_mode(False):
         for index, tensor in enumerate(tensors):
             if is_strided(tensor):
-                indices_of.setdefault(tensor.dtype, []).append(index)
+                indices_of.setdefault((tensor.dtype, size_bytes[tensor.dtype] // _CHUNK_BYTES), []).append(index)
+                size_bytes[tensor.dtype] += tensor.nbytes
             else:
                 for row, device in zip(copies, devices, strict=True):
                     row[index] = tensor.detach().to(device, copy=True)
         for indices in indices_of.values() if devices else ():
             parts = [tensors[index] for index in indices]
-            packed = torch.cat([flatten_like(part, part) for part in parts])
-            for row, device in zip(copies, devices, strict=True):
-                pieces = packed.to(device, non_blocking=True, copy=True).split([part.numel() for part in parts])
+            flats = [flatten_like(part, part) for part in parts]
+            sent = [torch.cat(flats) if len(flats) > 1 else flats[0]]
+            for place, (row, device) in enumerate(zip(copies, devices, strict=True), 1):
+                # A binomial tree: from the place without the highest bit, which has got its copy log2 rounds earlier.
+                sent.append(sent[place - 2 ** (place.bit_length() - 1)].to(device, non_blocking=True, copy=True))
+                pieces = sent[place].split([part.numel() for part in parts])
                 for index, piece, part in zip(indices, pieces, parts, strict=True):
                     # Not detach(): a write to one buffer would increment the version counter of all, and autograd would
                     # then refuse the backward of an operation that has saved another buffer.

@@ -4,6 +4,7 @@ import gc
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast, final
 
@@ -21,12 +22,12 @@ from lockstep.comm.collectives import (
     Join,
     Joinable,
     JoinHook,
-    Pieces,
     Work,
+    all_reduce_together,
     reduce_scatter_slices,
 )
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.parallel.compile import keep_out_of_graphs
+from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
@@ -107,7 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._optimizer_class, self._defaults = optimizer_class, defaults
         self._shard_gradients = shard_gradients
         self._has_gradients = False
-        self._gathers: list[Work] = []  # parameters that are being received
+        self._gathers: list[partition.Gather] = []  # parameters that are being received
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._loaded: Read | None = None
         # Before buffers are created: ranks that differ would exchange slices of different sizes.
@@ -181,7 +182,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for buffer in trained:  # autograd must notice that saved tensors have changed
             torch.autograd.graph.increment_version(buffer.parameters)
         self._end_writing(trained)
-        self._gathers = partition.start_parameter_gather(trained, self.process_group, alone=not self.overlaps)
+        # Buckets have the order of backward, and the next forward begins with the last.
+        in_order = trained if self._laid_for is None else trained[::-1]
+        self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
         # The loaded state has been used: from now on the optimizer has its own.
         self._loaded = None
         if not self.overlaps:
@@ -210,8 +213,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def wait(self) -> None:
         """Block until the parameters of the last `step` have arrived (on CUDA: the current stream waits)."""
         gathers, self._gathers = self._gathers, []
-        for work in gathers:
-            collectives.wait_for(work, "all_gather of updated parameters")
+        for _, works in gathers:
+            partition.wait_for_gather(works)
+
+    def wait_late(self) -> AbstractContextManager[None]:
+        """Return a context for a forward, in which operations wait for the parameters that they use; see `wait`."""
+        # Compiled code checks the classes of parameters, and a class of their own has operations of its own.
+        if has_compiled() or {nn.Parameter} != set(map(type, self._parameters)):
+            self.wait()
+        gathers, self._gathers = self._gathers, []
+        return partition.wait_late(gathers, self.join_device) if gathers else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
@@ -482,7 +493,8 @@ def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float =
         group: The ranks that take part.
     """
     # A sum of powers in the narrow dtype would overflow, or lose digits compared with one process.
-    total = combine_norms(list_norms(gradients, norm_type), norm_type).to(like.device, widest_dtype(like.device))
+    norms = list_norms(gradients, norm_type) or [torch.zeros((), device=like.device)]
+    total = combine_norms(norms, norm_type).to(like.device, widest_dtype(like.device))
     if math.isinf(norm_type):
         collectives.all_reduce(total, group=group, op="max")
     else:
@@ -536,26 +548,27 @@ class _Works:
     """Several collectives as one, with the methods of a future that the reducer uses."""
 
     def __init__(self, works: list[Work]) -> None:
-        self._works = works
+        self.works = works
 
     def done(self) -> bool:
         """Return whether all are complete."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` when the last of them is complete, which was started after the others."""
-        self._works[-1].get_future().add_done_callback(callback)
+        self.works[-1].get_future().add_done_callback(callback)
 
     def wait(self) -> None:
-        """Block until all are complete."""
-        while self._works:
-            collectives.wait_for(self._works[0], "reduce_scatter of gradients")
-            del self._works[0]
+        """Block until all are complete (on CUDA: the current stream waits)."""
+        for work in self.works:
+            collectives.wait_for(work, "reduce_scatter of gradients")
 
 
 @final
 class ReduceScatterMean(BucketReduction):
-    """The mean over ranks; each rank gets its slice of it, and all ranks get tail and remainder.
+    """The mean over ranks; each rank gets its slice of it, and all ranks get the tail.
+
+    The tails of all buckets are reduced together at the end of backward, in one collective.
 
     [Note: what is in param.grad]
     A reduce-scattered bucket holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
@@ -571,12 +584,14 @@ class ReduceScatterMean(BucketReduction):
         group: The ranks that take part.
     """
 
-    leaves_whole = False
+    leaves_whole = finishes_alone = False
 
     def __init__(self, reducer: Reducer, group: Group) -> None:
         self._bucket_set, self._group = reducer.bucket_set, group
         self._first_step = AllReduceMean(group)
         self.takes_pieces = self._first_step.takes_pieces
+        # By position of a bucket, from `start` to `finish`: its tail, which is not reduced yet.
+        self._tails: dict[int, tuple[Tensor, _Works]] = {}
         self._reduced: set[int] = set()
         self._watched: set[int] = set()
 
@@ -584,23 +599,19 @@ class ReduceScatterMean(BucketReduction):
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not self._bucket_set.is_rebuilt:
             return self._first_step.start(bucket, alone=alone)
-        # All slices of a reduce-scatter are equal.
-        end = partition.even_end(bucket.gradients.numel(), self._group.size())
-        works: list[Work] = []
+        slices, tail = bucket.payload[: bucket.tail_start], bucket.payload[bucket.tail_start :]
         pieces = bucket.take_pieces() if self.takes_pieces else None
-        if end:
-            works.append(reduce_scatter_slices(bucket.payload[:end], group=self._group, alone=alone, pieces=pieces))
-            pieces = pieces and Pieces()  # they have been copied in
-        # The remainder has fewer elements than there are ranks. Every rank needs it and the tail after it.
-        tail = bucket.payload[end:]
-        works.append(collectives.all_reduce_work(tail, group=self._group, alone=alone, pieces=pieces))
-        pending = _Works(works)
-        if alone and bucket.payload.is_cpu:
-            pending.wait()
+        pending = _Works([reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)])
+        self._tails[bucket.position] = tail, pending
         return cast("Future[Any]", pending)
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
+        if self._tails:  # all buckets are launched
+            works = all_reduce_together([tail for tail, _ in self._tails.values()], group=self._group)
+            for _, pending in self._tails.values():
+                pending.works += works
+            self._tails = {}
         future.wait()
 
     def reset(self) -> None:

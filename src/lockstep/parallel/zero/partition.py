@@ -1,12 +1,15 @@
 """Which rank owns which elements of the parameters: flat buffers, each rank's shard of them, and its optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.collectives import (
     CommonMemory,
@@ -16,9 +19,11 @@ from lockstep.comm.collectives import (
     broadcast_async,
     gather_states,
     has_all_gather,
+    wait_for,
 )
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.flat import flatten_like, view_like
+from lockstep.parallel.compile import keep_out_of_graphs
+from lockstep.parallel.flat import ends_unaligned, flatten_like, padded_numel, view_like
 
 # A limit, so that moving parameters to flat memory does not need twice their memory.
 _MAX_BUFFER_BYTES = 256 * 2**20
@@ -51,15 +56,10 @@ Member = tuple[nn.Parameter, ShardRange]
 Allocate = Callable[[int, nn.Parameter], Tensor | CommonMemory]
 
 
-def shard_bounds(numel: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Return each rank's slice of ``numel`` elements: equal slices, the last one with the remainder."""
-    starts = [rank * (numel // num_ranks) for rank in range(num_ranks)]
-    return list(zip(starts, [*starts[1:], numel], strict=True))
-
-
-def even_end(numel: int, num_ranks: int) -> int:
-    """Return the start of the remainder: up to there all slices are equal."""
-    return numel - numel % num_ranks
+def shard_bounds(numel: int, num_ranks: int, itemsize: int) -> list[tuple[int, int]]:
+    """Return each rank's slice of ``numel`` elements: equal and aligned ones, as far as there are elements."""
+    size = padded_numel(numel, itemsize, num_ranks) // num_ranks
+    return [(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(num_ranks)]
 
 
 def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[ShardRange]:
@@ -85,19 +85,24 @@ class FlatBuffer:
     """Parameters that lie back to back in ``flat``, and each rank's shard of it; see [Note: flat buffers].
 
     [Note: flat buffers]
-    Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Each rank owns a *shard* of
-    the buffer: a slice of equal size, with the remainder in the last rank's slice; or, for optimizers that need whole
-    parameters, a region of whole parameters. `ShardRange` gives the elements of a parameter in it. With
-    ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a rank's shard of
-    the parameters and its slice of the reduced gradients are the same elements. If all ranks are on one machine, they
-    share one copy of the buffer (`CommonMemory`), and the updated shards need no gather.
+    Parameters of one device and dtype lie back to back in a *flat buffer*, as views of it. Those whose size is not a
+    multiple of 16 bytes come last, so that the others are aligned. Each rank owns a *shard* of the buffer: a slice of
+    equal size, which begins at a multiple of 16 bytes; or, for optimizers that need whole parameters, a whole buffer.
+    The memory is padded, so that one collective exchanges all slices. `ShardRange` gives the elements of a parameter in
+    a shard. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a
+    rank's shard of the parameters and its slice of the reduced gradients are the same elements. If all ranks are on one
+    machine, they share one copy of the buffer (`CommonMemory`), and the updated shards need no gather.
 
     Args:
         members: The parameters in their order, of one device and dtype. Their values are copied to ``flat``, and their
             ``data`` become views of it.
         allocate: Allocates the memory.
         num_ranks: The number of shards.
-        bounds: By rank, the start and end of its shard. Default: see `shard_bounds`.
+        owner: The rank that owns the whole buffer. Default: all have slices, see `shard_bounds`.
+
+    Attributes:
+        flat: The parameters.
+        padded: ``flat``, and the memory after it up to the end of the last of the equal slices.
     """
 
     def __init__(
@@ -106,16 +111,19 @@ class FlatBuffer:
         allocate: Allocate,
         *,
         num_ranks: int,
-        bounds: Sequence[tuple[int, int]] | None = None,
+        owner: int | None = None,
     ) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
-        memory = allocate(numel, self.parameters[0])
+        itemsize = self.parameters[0].itemsize
+        memory = allocate(padded_numel(numel, itemsize, num_ranks), self.parameters[0])
         self.common = memory if isinstance(memory, CommonMemory) else None
-        self.flat, self._written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
-        self.has_equal_slices = bounds is None
+        self.padded, self._written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
+        self.flat, self.has_equal_slices = self.padded[:numel], owner is None
         # Ranges are computed once, because every step needs them.
-        self.bounds = bounds or shard_bounds(numel, num_ranks)
+        self.bounds = shard_bounds(numel, num_ranks, itemsize)
+        if owner is not None:
+            self.bounds = [(0, numel if rank == owner else 0) for rank in range(num_ranks)]
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
         self.take_back()
@@ -186,11 +194,11 @@ def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Alloca
                 size_bytes = 0
             parts[-1].append((parameter, whole))
             size_bytes += parameter.nbytes
-    return [FlatBuffer(part, allocate, num_ranks=num_ranks) for part in parts]
+    return [FlatBuffer(_aligned(part), allocate, num_ranks=num_ranks) for part in parts]
 
 
 def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
-    """Put parameters into flat buffers in which each rank owns whole parameters. Collective if ``allocate`` is.
+    """Put parameters into flat buffers that belong to one rank each. Collective if ``allocate`` is.
 
     Ranks own nearly equal numbers of elements, as far as the sizes of the parameters allow: parameters are assigned
     from the largest to the smallest, each to the rank with the fewest elements so far.
@@ -204,11 +212,15 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
             rank = loads.index(min(loads))
             owned[rank].append(member)
             loads[rank] += member[1].numel
-        ordered = [member for mine in owned for member in sorted(mine, key=lambda member: member[1])]
-        ends = list(accumulate(loads))
-        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-        buffers.append(FlatBuffer(ordered, allocate, num_ranks=num_ranks, bounds=bounds))
+        for owner, mine in enumerate(owned):
+            if mine:
+                ordered = _aligned(sorted(mine, key=lambda member: member[1]))
+                buffers.append(FlatBuffer(ordered, allocate, num_ranks=num_ranks, owner=owner))
     return buffers
+
+
+def _aligned(members: Sequence[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: ends_unaligned(member[0].nbytes))  # stable
 
 
 def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
@@ -219,8 +231,80 @@ def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
     return list(kinds.values())
 
 
-def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone: bool) -> list[Work]:
-    """Start to send this rank's shards of ``buffers``, and to receive the others'; return the handles to wait for.
+# --- The gather of updated parameters
+
+
+# The collectives that bring the parameters of a buffer.
+Gather = tuple[FlatBuffer, list[Work]]
+
+# By id of a parameter that is being received: waits for it.
+_arrivals: dict[int, Callable[[], None]] = {}
+
+
+class _ArrivingParameter(nn.Parameter):
+    """A parameter that is being received; torch calls this class for each operation on it, as for lazy parameters."""
+
+    @classmethod
+    @keep_out_of_graphs
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if type(each) is cls:
+                _arrivals[id(each)]()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]:
+    """Inside the block, wait for parameters when they are first used; at its end, for the rest.
+
+    [Note: late waits]
+    A layer that uses its parameters waits for their buffer, and computes while later buffers are received. A hook
+    before the forward of every module is not enough: a model may use a parameter outside of the forward of the module
+    that has it, as attention does, or a loss with a penalty on the weights. So until a buffer is waited for, its
+    parameters are of a class of which torch reports each operation. The hook is for code that does not go through
+    torch's functions in Python, such as kernels in C++ and TorchScript, and for streams: if a model uses several, the
+    others began to wait for the current one before that waited for some buffer, so modules on them wait for all.
+    """
+    main = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    def finish(buffer: FlatBuffer, works: Sequence[Work]) -> None:
+        for stream in (nullcontext(), main or nullcontext()):  # the current stream may be another one
+            with stream:
+                wait_for_gather(works)
+        for parameter in buffer.parameters:
+            parameter.__class__ = nn.Parameter
+            _arrivals.pop(id(parameter), None)
+
+    def before_forward(module: nn.Module, _inputs: Any) -> None:
+        is_elsewhere = main is not None and torch.accelerator.current_stream(device) != main
+        if isinstance(module, torch.jit.ScriptModule) or is_elsewhere:
+            for each in gathers:
+                finish(*each)
+        for parameter in module._parameters.values():
+            if type(parameter) is _ArrivingParameter:
+                _arrivals[id(parameter)]()
+
+    hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
+    try:
+        for buffer, works in gathers:
+            for parameter in buffer.parameters:
+                parameter.__class__ = _ArrivingParameter
+                _arrivals[id(parameter)] = partial(finish, buffer, works)
+        yield
+    finally:
+        hook.remove()
+        for buffer, works in gathers:
+            finish(buffer, works)
+
+
+def wait_for_gather(works: Iterable[Work]) -> None:
+    """Block until updated parameters have arrived (on CUDA: the current stream waits)."""
+    for work in works:
+        wait_for(work, "all_gather of updated parameters")
+
+
+def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone: bool) -> list[Gather]:
+    """Start to send this rank's shards of ``buffers``, and to receive the others'.
 
     Collective: every rank, in the same order. Does not block.
 
@@ -231,18 +315,15 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
         group: The ranks that take part.
         alone: Whether the caller waits next, and has nothing else to do.
     """
-    works: list[Work] = []
-    last = group.size() - 1
-    for buffer in (each for each in buffers if last and each.common is None):
+    gathers: list[Gather] = []
+    for buffer in (each for each in buffers if group.size() > 1 and each.common is None):
         if buffer.has_equal_slices and has_all_gather(group, buffer.flat.device):
-            end = even_end(buffer.flat.numel(), group.size())
-            sources = [(last, buffer.flat[end:])]  # the remainder: fewer elements than ranks
-            if end:
-                works.append(all_gather_slices(buffer.flat[:end], group=group, alone=alone))
+            works = [all_gather_slices(buffer.padded, group=group, alone=alone)]
         else:
-            sources = [(rank, buffer.shard_of(rank)) for rank in range(group.size())]
-        works += [broadcast_async(part, group=group, src=rank, alone=alone) for rank, part in sources if part.numel()]
-    return works
+            shards = [(rank, buffer.shard_of(rank)) for rank in range(group.size())]
+            works = [broadcast_async(each, group=group, src=rank, alone=alone) for rank, each in shards if each.numel()]
+        gathers.append((buffer, works))
+    return gathers
 
 
 # --- The optimizer of one rank's shard

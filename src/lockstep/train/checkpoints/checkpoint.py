@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.accelerator import recorded_event
+from lockstep.accelerator import start_thread
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
@@ -42,12 +42,13 @@ from lockstep.train.checkpoints import model_state
 from lockstep.train.checkpoints.checkpoint_storage import (
     MANIFEST,
     NO_ANSWER,
+    HostStager,
     TreePacker,
     UnfitValueError,
     part_file,
     read_manifest,
 )
-from lockstep.train.checkpoints.model_state import TensorChunks, read_tensors, sync
+from lockstep.train.checkpoints.model_state import read_tensors, sync
 from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 
 # Time limit for writing a checkpoint.
@@ -270,40 +271,6 @@ def _remove_checkpoint(path: Place) -> None:
 # --- write a checkpoint ---
 
 
-class HostStager:
-    """Copies the chunks of a rank to host memory, which is reused as long as the shapes stay the same.
-
-    DCP's stager is not used: it copies the whole storage of a view, which for shards of ZeRO-1 is the whole model, and
-    it blocks until the device has finished.
-    """
-
-    def __init__(self) -> None:
-        self._layout: Any = None
-        self._copies: list[Tensor] = []
-
-    @torch.no_grad()
-    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], list[torch.Event]]:
-        """Return a copy, and events after which it is complete. It is valid until the next call.
-
-        A device copies asynchronously. Work that is queued there later, such as the next step, runs after the copy.
-        """
-        chunks = [chunk for held in tensors.values() for chunk in held.chunks.values()]
-        layout = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
-        if layout != self._layout:
-            self._copies.clear()  # first: there may be no memory for both
-            self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=not each.is_cpu) for each in chunks]
-            self._layout = layout
-        for copy, chunk in zip(self._copies, chunks, strict=True):
-            copy.copy_(chunk, non_blocking=True)
-        events = [recorded_event(device) for device in {chunk.device for chunk in chunks if not chunk.is_cpu}]
-        copies = iter(self._copies)
-        taken = {
-            name: TensorChunks(held.size, held.dtype, {offsets: next(copies) for offsets in held.chunks})
-            for name, held in tensors.items()
-        }
-        return taken, events
-
-
 def _problem_of(what: object, error: BaseException) -> str:
     """Return the message for ``error``, which was raised while the checkpoint ``what`` was written."""
     if isinstance(error, CheckpointError):
@@ -317,8 +284,8 @@ def _problem_of(what: object, error: BaseException) -> str:
     return f"Cannot write the checkpoint {what}: {why}.\nEarlier checkpoints were not changed."
 
 
-def _run_in_background(job: Callable[[], None]) -> Future[None]:
-    """Run ``job`` in a daemon thread: it is lost if the process ends before it is done."""
+def _run_in_background(job: Callable[[], None], device: torch.device | None = None) -> Future[None]:
+    """Run ``job``, which may use ``device``, in a daemon thread: it is lost if the process ends before it is done."""
     future: Future[None] = Future()
 
     def run() -> None:
@@ -329,7 +296,7 @@ def _run_in_background(job: Callable[[], None]) -> Future[None]:
         else:
             future.set_result(None)
 
-    threading.Thread(target=run, name="lockstep-checkpoint", daemon=True).start()
+    start_thread(run, name="lockstep-checkpoint", device=device)
     return future
 
 
@@ -492,7 +459,7 @@ class Checkpoints:
                 self._take_name(folder, path)
                 self._remove_others(path)
 
-        self._writes = [_run_in_background(write_part)]
+        self._writes = [_run_in_background(write_part, world.device)]
         if world.is_rank_zero:
             self._number += 1
             number = self._number

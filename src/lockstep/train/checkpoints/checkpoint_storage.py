@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lockstep.accelerator import recorded_event
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
@@ -215,6 +216,73 @@ def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.devi
         tensors = own.tensors if rank == group.rank() else absent
         states.append({name: _unpack(part, tensors) for name, part in parts.items()})
     return states
+
+
+# --- copies in host memory ---
+
+# Of the tensors in a slab, and the least size of a slab, as a power of two.
+_ALIGN_BYTES, _LEAST_SLAB = 64, 20
+
+
+def plan_slabs(sizes_bytes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the sizes of a few slabs of memory, and for each of the tensors its slab and its place there.
+
+    The allocator of pinned memory rounds every request up to a power of two. So slabs are powers of two, each no larger
+    than what is left to place, unless one tensor is; the largest tensors are placed first.
+    """
+    padded = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes_bytes]
+    slabs: list[int] = []
+    free: list[int] = []
+    places, left = [(0, 0)] * len(padded), sum(padded)
+    for index in sorted(range(len(padded)), key=padded.__getitem__, reverse=True):
+        size = padded[index]
+        slab = next((each for each, room in enumerate(free) if room >= size), len(free))
+        if slab == len(free):
+            slabs.append(1 << max((size - 1).bit_length(), left.bit_length() - 1, _LEAST_SLAB))
+            free.append(slabs[-1])
+        places[index] = slab, slabs[slab] - free[slab]
+        free[slab] -= size
+        left -= size
+    return slabs, places
+
+
+class HostStager:
+    """Copies the chunks of a rank to host memory, which is reused as long as the shapes stay the same.
+
+    DCP's stager is not used: it copies the whole storage of a view, which for shards of ZeRO-1 is the whole model, and
+    it blocks until the device has finished.
+    """
+
+    def __init__(self) -> None:
+        self._layout: Any = None
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, TensorChunks]) -> tuple[dict[str, TensorChunks], list[torch.Event]]:
+        """Return a copy, and events after which it is complete. It is valid until the next call.
+
+        A device copies asynchronously. Work that is queued there later, such as the next step, runs after the copy.
+        """
+        chunks = [chunk for held in tensors.values() for chunk in held.chunks.values()]
+        layout = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
+        if layout != self._layout:
+            self._copies.clear()  # first: there may be no memory for both
+            sizes_bytes, places = plan_slabs([chunk.nbytes for chunk in chunks])
+            on_device = any(not chunk.is_cpu for chunk in chunks)
+            slabs = [torch.empty(size, dtype=torch.uint8, pin_memory=on_device) for size in sizes_bytes]
+            for chunk, (slab, offset) in zip(chunks, places, strict=True):
+                cut = slabs[slab][offset : offset + chunk.nbytes]
+                self._copies.append(cut.view(chunk.dtype).view(chunk.shape))
+            self._layout = layout
+        for copy, chunk in zip(self._copies, chunks, strict=True):
+            copy.copy_(chunk, non_blocking=True)
+        events = [recorded_event(device) for device in {chunk.device for chunk in chunks if not chunk.is_cpu}]
+        copies = iter(self._copies)
+        taken = {
+            name: TensorChunks(held.size, held.dtype, {offsets: next(copies) for offsets in held.chunks})
+            for name, held in tensors.items()
+        }
+        return taken, events
 
 
 # --- what each rank writes ---

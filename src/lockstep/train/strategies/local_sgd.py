@@ -101,7 +101,7 @@ class LocalSteps(Strategy):
             how.after_forward(parts)
 
         # A replica has only its part of the sum over the global batch, and scales it to its own mean.
-        self._inner.run(micro, replace(how, scale=how.scale * self.num_replicas, after_forward=after_forward))
+        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, after_forward=after_forward))
 
     @override
     def agrees(self, step: int) -> bool:

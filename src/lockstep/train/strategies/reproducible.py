@@ -76,6 +76,18 @@ class Arithmetic:
                 torch.backends.cudnn.benchmark = benchmark
 
 
+# With its default settings, torch gives cuBLAS at least so much memory of a device at the first use.
+_CUBLAS_BYTES = 2**22
+
+
+def find_late_cublas(device: torch.device) -> str | None:
+    """Return a caveat if this process may have used cuBLAS before it got its setting; call it before `applied`."""
+    if device.type != "cuda" or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        return None
+    is_used = torch.accelerator.max_memory_allocated(device) >= _CUBLAS_BYTES
+    return "the GPU was used before (start the script with CUBLAS_WORKSPACE_CONFIG=:4096:8)" if is_used else None
+
+
 def describe_machine(device: torch.device) -> dict[str, str]:
     """Return the properties of the machine that the bits of a sum depend on, by name."""
     machine = {"torch": torch.__version__.partition("+")[0]}
@@ -325,6 +337,7 @@ class Reproducible(Strategy):
     """
 
     sums_losses = True
+    stops_between = False
 
     def __init__(
         self,

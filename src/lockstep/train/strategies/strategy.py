@@ -30,7 +30,7 @@ from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_opti
 from lockstep.telemetry.run_record import Mark
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import GradientList, Gradients, LossModule, Objective, Part
+from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
 from lockstep.train.timing import StepTimer
 
 if TYPE_CHECKING:  # imported by whoever uses it
@@ -42,21 +42,29 @@ class Pass:
     """How a micro-batch is run.
 
     Args:
-        scale: Factor on the gradient of ``value * weight``.
+        factor: Factor on the gradient of ``value * weight``, apart from the loss scale.
         sync: Whether gradients are summed over the ranks at the end of backward.
         timer: Gets a lap for forward and one for backward.
-        after_forward: Called with the losses after forward; after backward where both are one operation.
+        after_forward: Called with the losses after forward; after backward where both are one operation. It may change
+            the loss scale, and waits for the device in the first forward of a step.
         seed: Seeds the generators of this process and of a device for a share.
         all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
             none.
+        scaler: The loss scaling, in fp16.
     """
 
-    scale: float
+    factor: float
     sync: bool
     timer: StepTimer
     after_forward: Callable[[list[Part]], None]
     seed: Callable[[int, torch.device], None]
     all_have_samples: Callable[[], bool]
+    scaler: GradScaler | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor on the gradient of ``value * weight``; final after ``after_forward``."""
+        return self.factor * (1.0 if self.scaler is None else self.scaler.scale)
 
 
 class Strategy(ABC):
@@ -91,6 +99,9 @@ class Strategy(ABC):
 
     # Whether a micro-batch can be computed again without exchanging gradients, to find the origin of a NaN.
     can_replay = True
+
+    # Whether ``after_forward`` is called before backward begins.
+    stops_between = True
 
     @property
     def step_group(self) -> Group | None:
@@ -177,6 +188,8 @@ class Single(Strategy):
 
 class Replicated(Strategy):
     """Our `DataParallel`: one thread per device, which also computes the loss."""
+
+    stops_between = False
 
     def __init__(self, model: nn.Module, objective: Objective, devices: Sequence[torch.device]) -> None:
         from lockstep.parallel.dp.wrapper import DataParallel
@@ -286,15 +299,14 @@ class Distributed(Strategy):
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
-        if self._sharded is not None:
-            self._sharded.wait()
         batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
                 contexts.enter_context(self._some_without_batch(num_samples))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
-            part: Part = self._module(batch, num_samples)
+            with contextlib.nullcontext() if self._sharded is None else self._sharded.wait_late():
+                part: Part = self._module(batch, num_samples)
             how.timer.lap("forward")
             how.after_forward([part] if num_samples else [])
             if num_samples or how.sync:

@@ -1,0 +1,339 @@
+"""What a step of `fit` costs the host on a device: where it waits, and behind what; and that nothing else changes."""
+
+import math
+from operator import gt, lt
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep import accelerator
+from lockstep.accelerator import HostCopy, mark_on
+from lockstep.errors import NonFiniteGradient
+from lockstep.train.settings import Settings
+from lockstep.train.trainer import Trainer
+from tests.distributed.test_fit_not_finite import BAD, BATCH, STEP, Normed, root_loss, with_nan, with_zero
+from tests.models import soak
+from tests.simulated.test_fit import low, network, token_loss
+from tests.training import make_task, mean_loss, samples
+
+
+def fused(params):
+    """Return an optimizer that can leave out an update on the device."""
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+class Partly(nn.Module):
+    """Has a layer that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+LOW = {"model": network, "loss": low}
+# By name: the task, the settings, and the function in which the host waits for the gradient.
+STEPS = {
+    "plain": ({}, {}, "settle"),
+    "clipped": ({}, {"clip": 0.3}, "settle"),
+    "accumulated": ({}, {"accumulate": 2}, "settle"),
+    "tokens": ({"loss": token_loss}, {"clip": 0.3}, "settle"),
+    "unused": ({"model": Partly}, {}, "settle"),
+    "bf16": (LOW, {"precision": "bf16"}, "settle"),
+    "fp16": (LOW, {"precision": "fp16"}, "_step"),
+    "fp16, fused": ({**LOW, "optimizer": fused}, {"precision": "fp16", "clip": 0.3}, "settle"),
+    "skip": ({}, {"on_nan": "skip", "clip": 0.3}, "_step"),
+    "skip, fused": ({"optimizer": fused}, {"on_nan": "skip"}, "settle"),
+    "optimizer in backward": ({}, {"overlap_optimizer": True}, "settle"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *soak(["single", "ddp-zero1"])])
+def test_a_step_waits_only_when_its_first_forward_is_queued(on_sim, strategy):
+    """Never in backward; only an optimizer that cannot leave out an update itself makes the host wait before that."""
+
+    def run(world):
+        found = {}
+        for name, (task, settings, _) in STEPS.items():
+            if settings.get("overlap_optimizer") and strategy != "ddp":
+                continue
+            devices = [world.device]
+            loop = Trainer(make_task(**task), Settings(**settings), world, strategy=strategy, devices=devices)
+            for _ in range(5):
+                loop.step()
+            with torch.sim.counting() as counts:
+                loop.step()
+            loop.settle()
+            loop.close()
+            found[name] = [(wait.kind, wait.queued > 0, wait.line) for wait in counts.waits], counts.segments
+        return found
+
+    for found in on_sim(1 if strategy == "single" else 2)(run):
+        for name, (waits, segments) in found.items():
+            *before, (kind, has_work, line) = waits
+            assert (kind, has_work, segments) == ("event", True, 0), (name, waits)
+            assert line.endswith(f" {STEPS[name][2]}"), (name, line)
+            # Of the engine: whether other ranks gave weights in the last step. Over before the gradient is.
+            assert all(kind == "event" and has_work and "_post_forward" in line for kind, has_work, line in before), (
+                name
+            )
+
+
+def test_gradients_are_read_beside_backward(on_sim):
+    """The sum of this rank's part, and the norm: on streams of their own, but for the norm of the last bucket."""
+
+    def deep():
+        return nn.Sequential(nn.Linear(6, 512), *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 4))
+
+    def loss(model, batch):
+        return (model(batch[0].float()) - batch[1].float()).square().mean()
+
+    def run(world):
+        settings, task = Settings(bucket_cap_mb=1), make_task(model=deep, loss=loss)
+        loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
+        for _ in range(3):
+            loop.step()
+        with torch.sim.counting() as counts:
+            loop.step()
+        loop.settle()
+        loop.close()
+        beside = {name: count for name, count in counts.kernels_by_stream.items() if "default" not in name}
+        return sorted(beside.values()), len(loop.strategy._ours.reducer.bucket_set.buckets)
+
+    for beside, num_buckets in on_sim(2)(run):
+        # A sum for each bucket; for all but the last, which is launched when backward is over, the norms of its rows,
+        # of the rest, and of these.
+        assert num_buckets == 7
+        assert beside == [num_buckets, 4 * (num_buckets - 1)]
+
+
+# --- what is found later is the same ----------------------------------------------------------------------------------
+
+
+def trained(world, task, num_steps, *, later, strategy="ddp", **settings):
+    """Train; return everything that a bad step must not change, with checks one forward later or in the step."""
+    loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[world.device])
+    assert loop.checks_later
+    if not later:
+        loop.checks_later = loop._skips_on_device = False
+    losses = [loop.step().loss for _ in range(num_steps)]
+    state = loop.state_dict()
+    tensors = [value.detach().cpu().clone() for value in loop.model.state_dict().values()]
+    found = [(bad.step, bad.ranks, bad.samples) for bad in loop.nonfinite.found]
+    loop.close()
+    counts = state["num_updates"], state["num_steps_done"], state["scaler"], loop.optimizer.param_groups[0]["lr"]
+    return [float(loss) for loss in losses], tensors, found, counts
+
+
+def same(found, expected):
+    losses, tensors, *rest = found
+    assert losses == pytest.approx(expected[0], rel=0, abs=0, nan_ok=True)
+    assert all(map(torch.equal, tensors, expected[1]))
+    assert rest == list(expected[2:])
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("ddp", 2), *soak([("single", 1), ("ddp-zero1", 2)])])
+def test_a_step_that_the_optimizer_leaves_out_leaves_nothing(on_sim, strategy, num_ranks):
+    """Nor in the statistics of batch norm, nor in the schedule."""
+    options = {"global_batch_size": 8, "on_nan": "skip", "clip": 0.5, "warmup": 10, "strategy": strategy}
+    task = make_task(dataset=with_nan, model=Normed, optimizer=fused)
+
+    def run(world):
+        return [trained(world, task, 2 * STEP + 2, later=later, **options) for later in (True, False)]
+
+    for later, at_once in on_sim(num_ranks)(run):
+        assert at_once[2][0][0] == STEP and at_once[3][0] == 2 * STEP + 1
+        assert all(tensor.isfinite().all() for tensor in later[1])
+        assert [bad[:2] for bad in later[2]] == [bad[:2] for bad in at_once[2]]
+        assert BAD in later[2][0][2]  # its inputs are gone: all samples of the micro-batch
+        same((*later[:2], None, later[3]), (*at_once[:2], None, at_once[3]))
+
+
+def test_an_overflow_lowers_the_loss_scale_before_the_next_backward(on_sim):
+    """The same scales, updates and bits as if each step knew; also if the very first one overflows."""
+
+    def loss(model, batch):
+        return low(model, batch) * 1e3  # the scale has to fall from 2**16, and grows again after two good steps
+
+    def run(world):
+        found = []
+        for later in (True, False):
+            task = make_task(model=network, loss=loss, drop_last=True, optimizer=fused)
+            settings = Settings(precision="fp16", warmup=10)
+            loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
+            assert loop.checks_later
+            if not later:
+                loop.checks_later = loop._skips_on_device = False
+            loop.scaler.growth_interval = 2
+            scales = []
+            for _ in range(16):
+                loop.step()
+                scales.append(loop.scaler.scale)
+            state = loop.state_dict()
+            tensors = [value.cpu().clone() for value in loop.model.state_dict().values()]
+            found.append((scales, tensors, state["num_updates"], state["scaler"]))
+            loop.close()
+        return found
+
+    for later, at_once in on_sim(2)(run):
+        scales = [2.0**16, *at_once[0]]
+        falls, grows = ([one for one in range(16) if compare(scales[one + 1], scales[one])] for compare in (lt, gt))
+        first = next(step for step in range(16) if step not in falls)  # the first update
+        assert first > 3 and grows and falls[-1] > first and 3 < at_once[2] < 14
+        # From then on the scale is known one step later, which is in time for the next backward.
+        assert later[0] == at_once[0][: first + 1] + at_once[0][first:-1]
+        assert later[2:] == at_once[2:]
+        assert all(map(torch.equal, later[1], at_once[1]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "dataset", "first", "where"),
+    [
+        (mean_loss, with_nan, "0.weight", "The loss was nan."),
+        (root_loss, with_zero, "5.weight", "The loss was finite: the error arose in backward."),
+    ],
+)
+def test_a_bad_gradient_is_named_before_anything_is_kept(on_sim, tmp_path, loss, dataset, first, where):
+    """In the next step, or before a checkpoint of the bad one is written."""
+    task = make_task(dataset=dataset, loss=loss, global_batch_size=8)
+
+    def stop(world):
+        loop = Trainer(task, Settings(), world, strategy="ddp", devices=[world.device])
+        for _ in range(STEP + 1):
+            assert loop.step().updated
+        with pytest.raises(NonFiniteGradient) as error:
+            loop.step()
+        loop.close()
+        with pytest.raises(NonFiniteGradient) as second:
+            lockstep.fit(task, strategy="ddp", checkpoint=tmp_path, checkpoint_every=1, steps=6, quiet=True)
+        assert str(second.value) == str(error.value)
+        return str(error.value).splitlines()[:3], max(each.name[:15] for each in tmp_path.glob("step-*"))
+
+    head = f"The gradient is not finite on rank 1 (epoch 1, step 3): first that of parameter {first}."
+    mine = f"Samples of that batch of rank 1: {', '.join(map(str, BATCH[4:]))}."
+    assert on_sim(2)(stop) == [([head, where, mine], "step-0000000002")] * 2
+
+
+def test_a_stop_is_seen_on_all_ranks_after_the_next_step(on_sim):
+    def run(world):
+        loop = Trainer(make_task(), Settings(), world, strategy="ddp", devices=[world.device])
+        loop.step()
+        loop.stop_requested = lambda: world.rank == 1
+        loop.step()
+        soon = loop.reported()
+        loop.step()
+        seen = loop.reported()
+        loop.settle()
+        loop.close()
+        return soon, seen
+
+    assert on_sim(2)(run) == [((False, False), (True, False))] * 2
+
+
+class Unreadable(torch.utils.data.Dataset):
+    """Cannot read some samples."""
+
+    def __init__(self, bad):
+        self._bad, self._data = set(bad), samples()
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, index):
+        if index in self._bad:
+            raise OSError(f"sample {index} is gone")
+        return self._data[index]
+
+
+def test_bad_samples_of_two_steps_in_a_row_are_told_apart(on_sim):
+    """Those of a step are exchanged in the next one, when that has read its own."""
+    order = lockstep.train.plan.GlobalOrder(50, 8, 0)
+    bad = [order.batch(1).tolist()[1], order.batch(2).tolist()[2], order.batch(2).tolist()[6]]
+
+    def run(world):
+        task = make_task(dataset=lambda: Unreadable(bad), global_batch_size=8)
+        settings = Settings(bad_samples="skip")
+        loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
+        numbers = []
+        for _ in range(4):
+            loop.step()
+            numbers.append([each.sample for each in loop.bad_samples.skipped])
+        loop.settle()
+        loop.close()
+        return numbers
+
+    assert on_sim(2)(run) == [[[], [], bad[:1], bad]] * 2
+
+
+# --- what is reused ---------------------------------------------------------------------------------------------------
+
+
+def test_events_and_host_buffers_serve_again_but_not_while_they_are_held(on_sim):
+    def run(world):
+        device = world.device
+
+        def copy(number):
+            return HostCopy(torch.full((3,), float(number), device=device))
+
+        held = [copy(number) for number in range(4)]
+        assert len({each.value.data_ptr() for each in held}) == 4
+        for _ in range(8):
+            copy(math.nan).read()
+        assert [each.read().tolist() for each in held] == [[float(number)] * 3 for number in range(4)]
+        places = {each.value.data_ptr() for each in held}
+        element, value = held[0].value[0], held[1].value
+        del held
+        again = {copy(9).value.data_ptr() for _ in range(8)}
+        assert value.data_ptr() in places - again and places & again
+        assert value.tolist() == [1.0] * 3 and element is not None
+
+        loop = Trainer(make_task(), Settings(), world, strategy="ddp", devices=[device])
+        for _ in range(6):
+            loop.step()
+        sizes = {kind: len(pool) for kind, pool in accelerator._pools.items()}
+        for _ in range(12):
+            loop.step()
+        assert {kind: len(pool) for kind, pool in accelerator._pools.items()} == sizes
+        marks = [mark_on(device) for _ in range(30)]
+        assert len(set(map(id, marks))) == 30
+        loop.settle()
+        loop.close()
+
+    on_sim(2)(run)
+
+
+def test_a_run_that_is_recorded_waits_in_no_other_thread(on_sim, tmp_path):
+    """The recorder asks, and never waits; the thread of the checkpoint waits for its own copies."""
+
+    def run(world):
+        counting, calls, counts = torch.sim.counting(), [], []
+
+        def loss(model, batch):
+            calls.append(1)
+            if len(calls) == 6:
+                counts.append(counting.__enter__())
+            if len(calls) == 12:
+                counting.__exit__(None, None, None)
+            return mean_loss(model, batch)
+
+        task = make_task(loss=loss)
+        lockstep.fit(
+            task,
+            strategy="ddp",
+            steps=14,
+            run_dir=tmp_path / "run",
+            checkpoint=tmp_path / "kept",
+            checkpoint_every=100,
+            quiet=True,
+            profile=False,
+        )
+        return [(wait.kind, wait.queued > 0, wait.thread, wait.line) for wait in counts[0].waits]
+
+    for waits in on_sim(2)(run):
+        assert {thread for _, _, thread, _ in waits} == {"MainThread"}, waits
+        mine = [line for kind, has_work, _, line in waits if (kind, has_work) == ("event", True)]
+        assert len(mine) >= 6, waits
