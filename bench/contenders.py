@@ -206,5 +206,6 @@ def make_trainee(name: str, workload: Workload, ranks: Ranks) -> Trainee | None:
     if name in ON_RANK_ZERO and dist.get_rank() > 0:
         return None
     torch.manual_seed(0)
-    model = workload.model().to(ranks.device)
+    with ranks.device:  # a GPU fills a billion weights at once
+        model = workload.model()
     return Trainee(model, MAKE[name](model, ranks))

@@ -1,7 +1,7 @@
 """Training steps on all GPUs of this machine, for bench/gpu_proof.py: what synchronisation costs, ours and torch's.
 
     none, torch, torch-view, torch-zero, ours, ours-zero    see bench/contenders.py, with NCCL
-    fit             the loop of `lockstep.fit`, from a dataset in the memory of the host, with all that it does besides
+    fit             the loop of `lockstep.fit`: from batches in the memory of the host, with all that it does besides
     ..., captured   the whole step in a CUDA graph
     dp, torch-dp    lockstep's and torch's DataParallel: one process, all GPUs, as many samples for each
 
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.contenders import LEARNING_RATE, Ranks, Step, Trainee, make_trainee, plain_step
@@ -83,15 +82,16 @@ def fit_run(task: lockstep.Task, world: World, **settings: Any) -> Run:
 
 
 def by_fit(workload: Workload, ranks: Ranks, world: World) -> tuple[Run, Step]:
-    """Return the run and its step, on as many samples as the others have, from a dataset of a few batches."""
-    parts = [workload.batch() for _ in range(2 * world.world_size)]
-    samples = TensorDataset(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    """Return the run and its step, on as many samples as the others have; to join them into batches costs nothing."""
+    batch = workload.batch()
+    count = world.world_size * len(batch[0])
     task = lockstep.Task(
         model=workload.model,
-        dataset=lambda: samples,
+        dataset=lambda: range(4 * count),  # type: ignore[arg-type, return-value]
+        collate=lambda numbers: batch,
         loss=loss_of,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, **ranks.options),
-        global_batch_size=world.world_size * len(parts[0][0]),
+        global_batch_size=count,
     )
     run = fit_run(task, world)
     return run, lambda batch: run.step()
@@ -108,7 +108,8 @@ def captured(name: str, workload: Workload, ranks: Ranks) -> Callable[[], object
             trainee.step(ranks.batches[0])
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
+        # The threads of other contenders may look at their events meanwhile.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             trainee.step(ranks.batches[0])
     torch.cuda.current_stream().wait_stream(side)
     return graph.replay
@@ -155,6 +156,7 @@ class Contenders:
         if slowest(float(bool(error)), self.control):
             self.missing[name] = error or "another rank has no memory for it"
             gc.collect()
+            torch.accelerator.empty_cache()
             return
         self.steps[name], self.host_s[name] = step, []
         if memory is not None:

@@ -37,6 +37,9 @@ BEFORE, FORWARD, BACKWARD, UPDATE = (
 )
 
 
+BESIDE = "beside the steps, in thread"
+
+
 class Mixed(nn.Module):
     """Two heads, of which one is never used."""
 
@@ -111,7 +114,8 @@ def place_of(frame: FrameType | None) -> str:
         frame = frame.f_back
     name = threading.current_thread().name
     place = "elsewhere" if frame is None else f"{Path(frame.f_code.co_filename).relative_to(SOURCES)}:{frame.f_lineno}"
-    return f"{place} (thread {name})" if name.startswith("lockstep") else place
+    # Autograd's threads, which Python calls dummies, are a part of the step.
+    return place if name == "MainThread" or name.startswith("Dummy-") else f"{place} ({BESIDE} {name})"
 
 
 @contextlib.contextmanager

@@ -51,7 +51,8 @@ def of_run(run: Run) -> list[str]:
         counts = ", ".join(f"{number} {outcome.lower()}" for outcome, number in section.get("counts", {}).items())
         lines.append(f"- {name}: {section['status']}" + (f" ({counts})" if counts else ""))
         lines += [f"    - failed: {problem}" for problem in section["problems"]]
-    for setting, places in sections.get("waits", {}).get("waits", {}).items():
+    for setting, everywhere in sections.get("waits", {}).get("waits", {}).items():
+        places = [each for each in everywhere if "beside the steps" not in each["place"]]
         total, before = (
             1e3 * sum(each["seconds_per_step"] for each in places if each["part"] in parts)
             for parts in ({each["part"] for each in places}, {"before the forward"})

@@ -1,6 +1,7 @@
 """What `make gpu` finds of the waits of the host, tried out on simulated accelerators."""
 
 import json
+import re
 
 from bench import gpu_waits
 
@@ -16,5 +17,6 @@ def test_waits(on_sim, tmp_path):
     for name in names:
         assert (tmp_path / name).exists()
         waits = json.loads((tmp_path / f"{name}.json").read_text())
-        assert [wait["place"] for wait in waits if not wait["place"].startswith("train/")] == []
-        assert all(wait["seconds_per_step"] > 0 for wait in waits)
+        for wait in waits:
+            assert re.fullmatch(r"[a-z_/]+\.py:\d+( \(beside the steps, in thread .+\))?", wait["place"])
+            assert wait["seconds_per_step"] > 0

@@ -290,7 +290,9 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     # A generator of the task's own must not advance: how often would again depend on the division.
     if isinstance(kwargs.get("generator"), torch.Generator):
         kwargs = {**kwargs, "generator": None}
-    with torch.random.fork_rng():
+    # Without a list it is the state of every device, with a warning where there are several.
+    here = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    with torch.random.fork_rng(here):
         torch.manual_seed(0)
         if name.endswith("_"):  # one number of that distribution: more are drawn another way from 16 on
             return args[0].copy_(func(args[0].new_empty(1), *args[1:], **kwargs))
