@@ -239,11 +239,13 @@ class Reducer:
             self._hook_dicts[index][self._hooks[index].id] = partial(Reducer._on_gradient, weakref.ref(self), index)
 
     def _watch_last(self) -> None:
-        """Watch only the parameters that are expected last in their buckets."""
-        for hooks, handle in zip(self._hook_dicts, self._hooks, strict=True):
-            hooks[handle.id] = self._inbox.append
-        self._watched = set()
-        self._watch(bucket.spec.parameters[-1] for bucket in self.bucket_set.buckets)
+        """Watch only the parameter of each bucket that arrived last, and all where none arrived."""
+        position_of = self.bucket_set.position_of
+        last = {position_of[index]: index for index in self._arrived}
+        for index, (hooks, handle) in enumerate(zip(self._hook_dicts, self._hooks, strict=True)):
+            if last.get(position_of[index], index) != index:
+                hooks[handle.id] = self._inbox.append
+                self._watched.discard(index)
 
     def _drain(self) -> list[int]:
         """Return the indices of the parameters in the inbox, and empty it."""
