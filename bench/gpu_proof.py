@@ -76,7 +76,9 @@ def parse() -> argparse.Namespace:
         prog="gpu_proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all sections together (9)")
-    parser.add_argument("--only", choices=SHARES, action="append", help="this section; may be repeated")
+    parser.add_argument(
+        "--only", choices=SHARES, action="append", help="this section; may be repeated; kept in runs/bench"
+    )
     # To try the script out without a GPU: tiny models on two CPU ranks or simulated devices; kept in runs/bench.
     parser.add_argument("--device", choices=["cuda", "cpu", "sim"], default="cuda", help=argparse.SUPPRESS)
     # Of a section, which is this script again.
