@@ -42,7 +42,7 @@ RESULTS, TRIALS = REPO / "bench" / "results", REPO / "runs" / "bench"
 SHARES = {"tests": 0.4, "waits": 0.15, "benchmark": 0.45}
 """Of the time; what a section leaves over is for those after it."""
 GRACE_S = 15.0
-END_S, MODEL_S = 5.0, 10.0
+END_S, MODEL_S = 5.0, 5.0
 """What the end of a section needs, and what a model needs at least: ranks start, and each contender is made."""
 # With the GPU's libraries come notices that are no failures of ours; a pytest older than ours will do.
 PYTEST = ["-v", "--no-header", "-p", "no:cacheprovider", "-o", "minversion=7", "-o", "filterwarnings=default"]
@@ -76,7 +76,9 @@ def parse() -> argparse.Namespace:
         prog="gpu_proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all sections together (9)")
-    parser.add_argument("--only", choices=SHARES, action="append", help="this section; may be repeated")
+    parser.add_argument(
+        "--only", choices=SHARES, action="append", help="this section; may be repeated; kept in runs/bench"
+    )
     # To try the script out without a GPU: tiny models on two CPU ranks or simulated devices; kept in runs/bench.
     parser.add_argument("--device", choices=["cuda", "cpu", "sim"], default="cuda", help=argparse.SUPPRESS)
     # Of a section, which is this script again.
@@ -219,7 +221,7 @@ def waits(options: argparse.Namespace) -> None:
     from lockstep.errors import LockstepError
 
     left = list(gpu_waits.SETTINGS)
-    found: Section = {"problems": [], "waits": {}, "raised": {}, "passed": []}
+    found: Section = {"problems": [], "waits": {}, "raised": {}, "passed": [], "left_out": left}
     write(options, found)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -230,7 +232,11 @@ def waits(options: argparse.Namespace) -> None:
             write(options, found)
     for name, everywhere in found["waits"].items():
         places = [each for each in everywhere if gpu_waits.BESIDE not in each["place"]]
-        first = sum(each["seconds_per_step"] for each in places if each["part"] == gpu_waits.BEFORE)
+        early = [each for each in places if each["part"] == gpu_waits.BEFORE]
+        first = sum(each["seconds_per_step"] for each in early)
+        # What happens once in many steps is no wait of a step.
+        if lines := [each["place"] for each in early if each["per_step"] >= 1]:
+            found["problems"].append(f"{name}: waits in each step before the forward, at {', '.join(lines)}")
         total = sum(each["seconds_per_step"] for each in places)
         print(f"  {name:<20}{1e3 * total:8.3f} ms of a step in waits, {1e3 * first:.3f} of them before the forward")
     while left:
@@ -245,6 +251,7 @@ def waits(options: argparse.Namespace) -> None:
             else:
                 passed, left = left, []
         found["passed"] += passed
+        found["left_out"] = left
         write(options, found)
 
 
@@ -371,8 +378,10 @@ def not_proved(run: dict[str, Any], kind: str) -> list[str]:
                 f"Section {name}: it was cut off after {section['seconds']:g} s, with what it had found by then."
             )
     lines += [f"A test skipped itself: {line}" for line in sections.get("tests", {}).get("skipped", [])]
+    for name, what in (("waits", "Steps of fit under set_sync_debug_mode"), ("benchmark", "Speed")):
+        for title in sections.get(name, {}).get("left_out", []):
+            lines.append(f"{what}, {title}: there was no time left for it.")
     found = sections.get("benchmark", {})
-    lines += [f"Speed of {title}: there was no time left for it." for title in found.get("left_out", [])]
     for title, figures in found.get("models", {}).items():
         lines += [f"Speed of {title}, {name}: {reason}." for name, reason in figures.get("missing", {}).items()]
     return lines

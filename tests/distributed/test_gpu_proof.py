@@ -1,5 +1,6 @@
 """`make gpu` where there is no GPU: it says so; and what it measures, tried out on CPU ranks."""
 
+import ctypes
 import json
 import sys
 import time
@@ -42,6 +43,17 @@ def test_a_section_that_is_cut_off_is_kept_and_listed(run):
 
 
 @pytest.mark.soak
+def test_the_library_is_compiled_where_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_proof, "LIBRARY", tmp_path / "_native.so")
+    assert gpu_proof.compile_library() == ""
+    assert ctypes.CDLL(str(tmp_path / "_native.so"))._handle
+    monkeypatch.setattr(gpu_proof, "LIBRARY", tmp_path / "another.so")
+    monkeypatch.setenv("CC", "false")
+    assert "it could not be compiled: Command '['false'" in gpu_proof.compile_library()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
 def test_all_sections(run):
     status, _, [kept] = run("--device", "cpu", "--minutes", "4")
     assert status == 0
