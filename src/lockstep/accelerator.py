@@ -8,14 +8,27 @@ matters.
 A ``torch.Stream`` is a context manager that stores the stream it replaced in the object itself. So threads that run at
 the same time must not enter the same object: each gets its own from ``torch.accelerator.current_stream``. Entering
 makes the stream's device the current one, except if the stream is already that device's current stream.
+
+The current device belongs to a thread, and is device 0 in a new one. Copies, ``elapsed_time`` and the release of an
+event change to its device, and then set the device back to the thread's own. With CUDA 12, setting a device creates a
+context of this process there, of about 0.5 GB: each rank of a machine would have one on GPU 0. So a thread that uses a
+device, even one that only drops the last reference to an event, is started by `start_thread`.
+
+[Note: waits of the host]
+A host that waits for its device may wait for another rank: with NCCL, a collective blocks a stream, and the host blocks
+only where it reads a result. So these waits are marked for the watchdog, see `lockstep.activity.DEVICE`.
 """
 
 import functools
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep import activity
 from lockstep.errors import ConfigurationError
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
@@ -58,16 +71,47 @@ def check_float64(device: torch.device, name: str) -> None:
         )
 
 
-def synchronize(device: torch.device) -> None:
-    """Block until a device has done all queued work; return at once for the CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def start_thread(
+    target: Callable[..., object], *, name: str, device: torch.device | None, args: tuple[Any, ...] = ()
+) -> threading.Thread:
+    """Start a daemon thread in which ``device`` is the current one; see [Note: streams and threads].
+
+    Args:
+        target: Called with ``args`` in the thread.
+        name: Of the thread.
+        device: Has an index. Nothing is done for the CPU and for ``None``.
+        args: The arguments of ``target``.
+    """
+
+    def run() -> None:
+        if device is not None and device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+        target(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def synchronize(awaited: torch.device | torch.Event) -> None:
+    """Block until a device has done all queued work, or has reached an event; return at once for the CPU."""
+    with activity.waiting(activity.DEVICE):
+        if isinstance(awaited, torch.Event):
+            awaited.synchronize()
+        elif awaited.type != "cpu":
+            torch.accelerator.synchronize(awaited)
 
 
 def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Return an event that completes when the current stream of ``device`` reaches this point. Does not block."""
-    event = torch.Event(device, enable_timing=timing)
-    event.record(torch.accelerator.current_stream(device))
+    """Return an event that completes when the current stream of ``device`` reaches this point. Does not block.
+
+    Without ``timing``, it is for waits of the host: on CUDA, no stream of ``torch.accelerator`` may wait for it.
+    """
+    # With `blocking` the host sleeps while it waits; otherwise it takes a core, which the loader may need. torch.Event
+    # ignores that on CUDA. CUDA's own class does not, but accepts only streams of CUDA's own class.
+    sleeps = device.type == "cuda" and not timing
+    event: torch.Event = torch.cuda.Event(blocking=True) if sleeps else torch.Event(device, enable_timing=timing)
+    event.record(torch.cuda.current_stream(device) if sleeps else torch.accelerator.current_stream(device))
     return event
 
 
@@ -94,7 +138,7 @@ class HostCopy:
     def read(self) -> Tensor:
         """Return it, on the host. Blocks until it has arrived."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            synchronize(self.arrived)
         return self.value
 
 
