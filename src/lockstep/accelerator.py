@@ -79,16 +79,13 @@ def start_thread(
     Args:
         target: Called with ``args`` in the thread.
         name: Of the thread.
-        device: Without an index, the one that is current here. Nothing is done for the CPU and for ``None``.
+        device: Has an index. Nothing is done for the CPU and for ``None``.
         args: The arguments of ``target``.
     """
-    index = None
-    if device is not None and device.type != "cpu":
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
 
     def run() -> None:
-        if index is not None:
-            torch.accelerator.set_device_index(index)
+        if device is not None and device.type != "cpu":
+            torch.accelerator.set_device_index(device)
         target(*args)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -110,10 +107,11 @@ def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event
 
     Without ``timing``, it is for waits of the host: on CUDA, no stream of ``torch.accelerator`` may wait for it.
     """
-    if device.type == "cuda" and not timing:
-        return _sleeping_event(device)
-    event = torch.Event(device, enable_timing=timing)
-    event.record(torch.accelerator.current_stream(device))
+    # With `blocking` the host sleeps while it waits; otherwise it takes a core, which the loader may need. torch.Event
+    # ignores that on CUDA. CUDA's own class does not, but accepts only streams of CUDA's own class.
+    sleeps = device.type == "cuda" and not timing
+    event: torch.Event = torch.cuda.Event(blocking=True) if sleeps else torch.Event(device, enable_timing=timing)
+    event.record(torch.cuda.current_stream(device) if sleeps else torch.accelerator.current_stream(device))
     return event
 
 
@@ -170,14 +168,6 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 # --- features that only CUDA has --------------------------------------------------------------------------------------
-
-
-def _sleeping_event(device: torch.device) -> torch.Event:
-    """Return a recorded event for which the host waits asleep: otherwise it takes a core, which the loader may need."""
-    # torch.Event ignores `blocking` on CUDA. CUDA's own class has it, and takes only streams of CUDA's own class.
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def is_capturing(device: torch.device) -> bool:

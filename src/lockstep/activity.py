@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from threading import get_ident, main_thread
 from types import TracebackType
 
-# The operation of a host that waits for its device, which may itself wait for other ranks.
-DEVICE = "a wait for its device"
+# Operations of `waiting`: the host waits for its device, which may itself wait for other ranks; and a rank that needs
+# nothing any more waits for the others to leave with them.
+DEVICE, CLOSE = "a wait for its device", "World.close"
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Activity:
     """The activity of one process.
 
     Attributes:
+        device: The index of this rank's device, if it has one.
         step_counter: A copy of ``step`` and ``num_steps`` in a file, for the launcher to read after a kill.
         phase: The current part of the step: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
         bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
@@ -28,6 +30,7 @@ class Activity:
         on_failure: Called with the exception of `fail`: the launcher is to learn of it before the peers fail.
     """
 
+    device: int | None = None
     step_counter: memoryview | None = None
     phase: str = ""
     bucket: tuple[int, Sequence[str]] | None = None

@@ -68,6 +68,7 @@ def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.devi
             f"Start at most {count} ranks on this machine, or pass device='cpu'."
         )
     device = torch.device(device.type, index)
+    activity.now.device = index
     torch.accelerator.set_device_index(device)
     return device
 
@@ -162,9 +163,9 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
             timeout=timedelta(
                 seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
             ),
-            # Binds the communicator to the device now, so that no collective has to guess it. With other backends,
-            # torch would later refuse groups over Gloo, which does not support their devices.
-            device_id=device if backend == "nccl" else None,
+            # Connects NCCL now, without the limit above, so that no collective has to guess the device. With other
+            # backends, torch would later refuse groups over Gloo, which does not support their devices.
+            device_id=device if device.type == "cuda" and "nccl" in _names(backend) else None,
         )
     except RuntimeError as error:
         raise CollectiveError(
@@ -340,7 +341,10 @@ class World:
             return rendezvous.await_key(self._store, key, timeout_s, self.world_size)
 
     def close(self) -> None:
-        """Leave the process group if `init` created it; a second call has no effect. Blocks some seconds at most."""
+        """Leave the process group if `init` created it; a second call has no effect.
+
+        Blocks some seconds at most; on devices, until all ranks close it, half an hour at most.
+        """
         self._close(abort=False)
 
     def _close(self, *, abort: bool, at_exit: bool = False) -> None:
@@ -348,14 +352,28 @@ class World:
         if owned is not None:
             atexit.unregister(self._close_at_exit)
             met, undo = owned
+            store = PrefixStore(met.prefix, met.store)
+            abort |= self.device.type != "cpu" and self._is_left_alone(store, fails=abort, waits=not (abort or at_exit))
             destroy_default_group(abort=abort, at_exit=at_exit)
             undo.close()
-            store = PrefixStore(met.prefix, met.store)
             with suppress(dist.DistError):  # The host of the store may be gone already.
                 store.add("left", 1)
                 if met.is_host and not abort:
                     pause_s = rendezvous.poll_interval_s(self.world_size)
                     rendezvous.poll_until(lambda: store.add("left", 0) >= self.world_size, _FAREWELL_S, pause_s)
+
+    def _is_left_alone(self, store: PrefixStore, *, fails: bool, waits: bool) -> bool:
+        """Return whether a rank has failed. If ``waits``, block until all ranks close this world, or one fails.
+
+        Destroying a communicator of NCCL is a collective, but ranks may end minutes apart: one of them may evaluate, or
+        upload a checkpoint. A rank that is killed is not found here; the launcher then ends the others.
+        """
+        size, pause_s = self.world_size, rendezvous.poll_interval_s(self.world_size)
+        with suppress(dist.DistError), activity.waiting(activity.CLOSE):
+            store.add("leaving", size if fails else 1)  # with a rank that fails, the sum is larger than `size`
+            if not waits or rendezvous.poll_until(lambda: store.add("leaving", 0) >= size, BARRIER_TIMEOUT_S, pause_s):
+                return store.add("leaving", 0) > size
+        return True  # the host of the store has ended, or a rank is stuck
 
     def _close_at_exit(self) -> None:
         # The interpreter sets it when an exception ended the script: the other ranks may be waiting in a collective.

@@ -161,11 +161,16 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     where = f"{file}:{line}" if os.path.isabs(file) else ""
     place = _place({"step": step, "num_steps": num_steps, "phase": phase}, where)
     crash = rank_file(folder, CRASH, known.rank)
+    trace = tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else ""
+    # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
+    is_by_nccl = number == signal.SIGABRT and bool(heartbeat.get("uses_gpu")) and trace and _CURRENT not in trace
+    call = heartbeat.get("recorded_call") if is_by_nccl else ""
     return replace(
         known,
+        error_type=_NCCL_ABORT if is_by_nccl else "",
         place=f"Last seen {place[0].lower()}{place[1:]}",
-        trace=tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else "",
-        facts=facts,
+        trace=trace,
+        facts=f"The collective in torch's record: {call}." if call else facts,
         was_short=was_short,
     )
 
@@ -190,10 +195,13 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
     return "\n".join(line for line in lines if own_folder not in line and not line.startswith("Extension modules:"))
 
 
+# The class of the error after which NCCL's watchdog aborts, and a mark in the output of faulthandler.
+_NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
+
 # Texts in errors that only report that another rank is gone or silent.
 _CONSEQUENCES = (
     "CollectiveError",
-    "DistBackendError",
+    _NCCL_ABORT,
     "DistNetworkError",
     "DistStoreError",
     "BrokenPipeError",
@@ -335,6 +343,10 @@ _NOT_SHORT = (
     "something outside the job did that, such as a scheduler or `kill -9`.\n"
     "The kernel has not killed any process for lack of memory meanwhile."
 )
+_BY_NCCL = (
+    "most likely by NCCL, as another rank ended or did not take part in a collective in time.\n"
+    "Its own message is further up."
+)
 
 
 def headline(exit: RankExit) -> str:
@@ -352,6 +364,8 @@ def headline(exit: RankExit) -> str:
     likely = _LIKELY.get(-code, "its earlier output is further up.")
     if code == -signal.SIGKILL and exit.was_short is not None:
         likely = _SHORT_OF_MEMORY if exit.was_short else _NOT_SHORT
+    if exit.error_type == _NCCL_ABORT:
+        likely = _BY_NCCL
     return f"{name} {_killed_by(-code)}: {likely}"
 
 

@@ -168,14 +168,15 @@ class Heartbeat:
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
             groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
-            if groups - known_groups:
-                # A new process group has connections to other machines: let the kernel probe them.
+            if is_due := time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
+                self._devices, measured_at = device_memory(), time.monotonic()
+            if groups - known_groups or (groups and is_due):
+                # A new process group has connections to other machines: let the kernel probe them. Those of NCCL are
+                # opened later, when a collective first needs them.
                 from lockstep.comm.network import set_keepalive
 
                 set_keepalive()
             known_groups = groups
-            if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
-                self._devices, measured_at = device_memory(), time.monotonic()
             self.write()
             if self._ends.wait(_PERIOD_S):
                 return
@@ -254,7 +255,7 @@ def device_memory() -> list[str]:
 # --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
-# A call such as ``all_reduce of 8 elements``, and whether it has completed.
+# A call such as ``all_reduce of 8 elements, number 3, scheduled``, and whether it has completed.
 Call = tuple[str, bool]
 
 
@@ -263,6 +264,9 @@ def recorded_calls() -> list[Call]:
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         with contextlib.suppress(Exception):  # a private interface of torch, which may change
+            if activity.now.device is not None:
+                # The record queries events: see [Note: streams and threads] in accelerator.py.
+                imported("torch").accelerator.set_device_index(activity.now.device)
             entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
             if entries:
@@ -273,7 +277,9 @@ def recorded_calls() -> list[Call]:
 def _call(entry: dict[str, Any]) -> Call:
     name, numel = entry["profiling_name"].rpartition(":")[2], sum(math.prod(size) for size in entry["input_sizes"])
     # Gloo sets the first, NCCL both.
-    return f"{name} of {numel} elements", bool(entry.get("retired")) or entry.get("state") == "completed"
+    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
+    state = "completed" if is_over else entry.get("state")
+    return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}", is_over
 
 
 def awaited(calls: Sequence[Call]) -> str:

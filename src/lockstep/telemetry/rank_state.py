@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.activity import DEVICE
+
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
 # States of a process that is stopped by a signal such as SIGSTOP, or by a debugger.
@@ -172,7 +174,8 @@ _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}par
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "lockstep/comm/world.py")
 _NOT_CALLED = ("_", "wrapper")
 _WAITS = (".wait(", ".synchronize(")
-_GPU_WAITS = (*_WAITS, ".item(", ".cpu(", ".tolist(", ".numpy(", "float(", "print(", ".backward(")
+_READS = (".item(", ".cpu(", ".tolist(", ".numpy(")
+_GPU_WAITS = (*_WAITS, *_READS, "float(", "bool(", "int(", ".backward(")
 _DEBUGGERS = ("bdb.py", "pdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
 _OUTSIDE = {
     "socket.py": "it waits for an answer from the network",
@@ -200,7 +203,7 @@ class RankState:
         has_trained: Whether it has done an optimizer step or a collective.
         bucket: The bucket that it waits for, with the names of its parameters.
         collective: The collective of ours in which its main thread waits.
-        recorded_call: The last collective in torch's record.
+        recorded_call: The first collective in torch's record that has not completed, otherwise the last.
         handles: The exception that it is handling.
         failure: The exception that ended its part in the job, if its process still runs.
         uses_gpu: Whether it has a CUDA context.
@@ -245,16 +248,19 @@ def operation(seen: RankState) -> str | None:
     if not seen.frames:
         return None
     # The engines of torch wait in native code, where only the line of the script tells what it waits for.
-    file, line, _ = user_frame(seen.frames)
-    text = linecache.getline(file, line)
-    if seen.frames[0][2] == "_engine_run_backward" and (not seen.is_busy or seen.uses_gpu):
+    file, _, _ = user_frame(seen.frames)
+    inner, line, function = seen.frames[0]
+    text = linecache.getline(inner, line) if inner == file or inner.startswith(_PACKAGE) else ""
+    # As a rule, the host spins while it waits for the GPU. An idle line of the script may do something else.
+    marks = _GPU_WAITS if seen.is_busy or inner.startswith(_PACKAGE) else _READS
+    if function == "_engine_run_backward" and (not seen.is_busy or seen.uses_gpu):
         what = f": {seen.recorded_call}" if seen.recorded_call else ""
         return f"backward (gradient exchange{what})"
-    if seen.frames[0][0] != file:
+    if seen.uses_gpu and ((inner != file and function == "synchronize") or any(mark in text for mark in marks)):
+        return DEVICE
+    if inner != file or seen.is_busy:
         return None
-    if seen.uses_gpu and seen.is_busy:  # the host spins while it waits for the GPU
-        return "a wait for its GPU" if any(mark in text for mark in _GPU_WAITS) else None
-    return next((mark[1:-1] for mark in _WAITS if mark in text and not seen.is_busy), None)
+    return next((mark[1:-1] for mark in _WAITS if mark in text), None)
 
 
 def is_debugged(seen: RankState) -> bool:
@@ -305,7 +311,7 @@ def place(seen: RankState) -> str:
     if seen.failure:
         return f"has failed ({seen.failure}) but still runs, and is in {function} ({where})"
     if name := operation(seen):
-        return f"waits in {name} ({where})"
+        return f"waits {'for its device' if name == DEVICE else f'in {name}'} ({where})"
     for frame_file, _, frame_function in seen.frames:
         if frame_file.endswith("torch/utils/data/dataloader.py") and frame_function == "__next__":
             function = "DataLoader.__next__"

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from lockstep.accelerator import synchronize
 from lockstep.telemetry import run_record
 from lockstep.telemetry.aggregator import RankMetrics
 from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, guarded, seconds_between
@@ -173,7 +174,7 @@ class StepRecorder:
         """
         if waits and self._last is not None:
             for mark in self._last.device_marks:
-                mark.synchronize()
+                synchronize(mark)
         if self._thread is None:
             self.start()
         assert self._thread is not None

@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lockstep.activity import format_ranks
+from lockstep.activity import CLOSE, DEVICE, format_ranks
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import FAILURE, HEARTBEAT, STACKS, rank_file, rank_files
 from lockstep.telemetry import rank_state
@@ -72,9 +72,10 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     at_last = (Verdict.HANGS if is_strict else Verdict.SUSPECT) if is_long else Verdict.FINE
     if others:
         return max(at_last, min(_judge_awaited(seen, patience_s) for seen in others))
-    calls = {_call(seen) for seen in waiting}
+    # A host that waits for its device knows no collective, and the device may compute.
+    calls = {_call(seen) for seen in waiting if operation(seen) != DEVICE}
     # If all ranks are in the same call, the transfer may be slow; then there are signs of it.
-    is_moving = any(seen.is_busy or seen.life not in ("", WAKES_UP) for seen in waiting)
+    is_moving = any(seen.is_busy or seen.life not in ("", WAKES_UP) or operation(seen) == DEVICE for seen in waiting)
     differ = len(calls) > 1 and not (calls <= _ONE_TO_ONE and is_moving)
     return Verdict.HANGS if sees_all and (differ or (is_long and not is_moving)) else at_last
 
@@ -138,6 +139,7 @@ def report(
     lines += ["; ".join(described)] if len(described) <= 2 else described
     if all(operation(seen) for seen in ranks):
         lines.append(_explanation(ranks, sees_all=num_seen >= num_nodes))
+    lines += _recorded_calls(ranks) if any(operation(seen) == DEVICE for seen in ranks) else []
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
     lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
@@ -162,7 +164,7 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
         for one, several in (("waits ", "wait "), ("is ", "are "), ("has ", "have "), ("was ", "were ")):
             if text.startswith(one):
                 text = several + text.removeprefix(one)
-        text = text.replace("does not respond", "do not respond", 1)
+        text = text.replace("does not respond", "do not respond", 1).replace("its device", "their devices", 1)
     first = members[0]
     if not first.has_left and not first.is_stopped and any(seen.idle_s >= patience_s for seen in members):
         text += f" for {max(seen.idle_s for seen in members):.0f} s"
@@ -180,12 +182,23 @@ def _step(seen: RankState) -> str:
 def _explanation(ranks: Sequence[RankState], *, sees_all: bool) -> str:
     """Return why all ranks wait."""
     called = sorted({(operation(seen) or "").partition(" of bucket")[0].partition(" (")[0] for seen in ranks})
+    if DEVICE in called:
+        return "All ranks wait, some of them for their devices, which may compute, or be in a collective."
     if len(called) > 1 or len({user_frame(seen.frames)[:2] for seen in ranks}) > 1:
         what = "different collectives" if len(called) > 1 else f"{called[0]} from different lines"
         return f"The ranks call {what}: each must be called by all ranks, in the same order."
     if not sees_all:
         return "All ranks that are known here wait in the same call: see the reports of the other machines."
     return "All ranks wait in the same call: the transfer itself hangs, or is slower than --watchdog allows."
+
+
+def _recorded_calls(ranks: Sequence[RankState]) -> list[str]:
+    """Return a line with the collective that each rank is in by torch's record; a host does not know it on NCCL."""
+    calls: dict[str, list[int]] = {}
+    for seen in sorted(ranks, key=lambda seen: operation(seen) is not None):
+        calls.setdefault(seen.recorded_call, []).append(seen.rank)
+    known = [f"{call} ({format_ranks(found)})" for call, found in calls.items() if call]
+    return [f"The collectives in torch's record: {'; '.join(known)}."] if known else []
 
 
 # --- several machines -------------------------------------------------------------------------------------------------
@@ -539,12 +552,14 @@ class Watchdog:
                 return [], {}  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             pid = int(heartbeat["pid"])
             state, _ = rank_state.process_state(pid)
-            if state in ("", "Z", "X"):
+            has_ended = state in ("", "Z", "X")
+            if not has_ended:
+                pids[rank] = pid
+                self._resources.devices[rank] = heartbeat["devices"]
+            if has_ended or (heartbeat["collective"] == CLOSE and state not in STOPPED):
                 found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat)))
-                continue
-            pids[rank] = pid
-            self._resources.devices[rank] = heartbeat["devices"]
-            found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
+            else:
+                found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
         return found, pids
 
     def _state(self, rank: int, heartbeat: Mapping[str, Any], *, is_stopped: bool) -> RankState:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import activity, env
-from lockstep.accelerator import mark_on
+from lockstep.accelerator import mark_on, synchronize
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import PHASES, Mark, seconds_between
 
@@ -124,7 +124,7 @@ class StepRecord:
     def times(self) -> PhaseSeconds:
         """Seconds of the step on this rank by phase. Blocks on a device until its last lap is over."""
         if isinstance(self.timer.end, torch.Event):
-            self.timer.end.synchronize()
+            synchronize(self.timer.end)
         taken = dict.fromkeys(PHASES, 0.0)
         for phase, begin, end, _ in self.timer.spans:
             taken[phase] += seconds_between(begin, end)
