@@ -82,7 +82,7 @@ NOT_OPENING = {
     "Stream.synchronize": lambda: torch.accelerator.current_stream(1).synchronize(),
     "Stream.query": lambda: torch.accelerator.current_stream(1).query(),
     "a new stream": lambda: torch.Stream("sim:1"),
-    "get_memory_info": lambda: torch.accelerator.get_memory_info(1),
+    "get_memory_info": lambda: torch.sim.mem_get_info(1),
     "memory_allocated": lambda: torch.accelerator.memory_allocated(1),
     "a random seed": lambda: torch.sim.manual_seed_all(3),
     "a current device": lambda: torch.accelerator.set_device_index(1),

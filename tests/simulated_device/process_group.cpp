@@ -40,6 +40,7 @@ class Line {
       stopping_ = true;
     }
     changed_.notify_one();
+    const WithoutGil without; // which the thread needs, to give up tensors
     getpid() == owner_ ? thread_.join() : thread_.detach(); // a fork has no such thread
   }
   void submit(std::function<void()> work) {

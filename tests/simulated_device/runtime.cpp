@@ -1117,7 +1117,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return {SIM, c10::DeviceIndex(get_device())};
   }
   void setDevice(at::Device device) const override {
-    // A thread of autograd begins with this, for any device there is; in a torch with CUDA only if there is a context.
+    // A thread of autograd begins with this, for any device there is: torch 2.13 only if that has a context, an older one
+    // only if it was built for CUDA.
     thread_local bool begins = thread_name().rfind("pt_autograd_", 0) == 0;
     if (!std::exchange(begins, false) || has_context(device.index()))
       set_device(checked(device.index()));

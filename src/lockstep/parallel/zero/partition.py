@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -121,9 +121,8 @@ class FlatBuffer:
         self.padded, self.written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
         self.flat, self.has_equal_slices = self.padded[:numel], owner is None
         # Ranges are computed once, because every step needs them.
-        self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize)
-        if owner is not None:
-            self.bounds = [(0, numel if rank == owner else 0) for rank in range(num_ranks)]
+        owned = [(0, numel if rank == owner else 0) for rank in range(num_ranks)]
+        self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize) if owner is None else owned
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
         self.take_back()
@@ -277,10 +276,11 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
             _arrivals.pop(id(parameter), None)
 
     def before_forward(module: nn.Module, _inputs: Any) -> None:
-        if isinstance(module, torch.jit.ScriptModule) or (main and torch.accelerator.current_stream(device) != main):
+        own = module._parameters.values()
+        if isinstance(module, jit.ScriptModule) or (own and main and torch.accelerator.current_stream(device) != main):
             for each in gathers:
                 finish(*each)
-        _arrive(module._parameters.values())
+        _arrive(own)
 
     hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
     try:
