@@ -91,7 +91,7 @@ EXPECTED = {
     f"ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
-    f"(gradient exchange: all_reduce of 4160 elements) ({at('autograd.backward')}) for N s "
+    f"(gradient exchange: all_reduce of 4160 elements, number N, scheduled) ({at('autograd.backward')}) for N s "
     "[after 8 optimizer steps]\n",
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} [step 5, backward]; "
     f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [step 5, loader]\n",
@@ -128,7 +128,7 @@ def soak_outcomes(tmp_path_factory):
 def told(text):
     """The report with its numbers of seconds and its folder taken out, and the stacks."""
     text = text[text.index("lockstep: The job") :]
-    text = re.sub(r"for \d+ s\b", "for N s", text)
+    text = re.sub(r"number \d+", "number N", re.sub(r"for \d+ s\b", "for N s", text))
     report, folder = re.fullmatch(r"(.*?)The Python stacks of all ranks are in (\S+)\..*", text, re.S).groups()
     stacks = {path.name: path.read_text() for path in Path(folder).iterdir()}
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The backend of the simulated device does what ProcessGroupNCCL does: when the host waits, what is copied, what hangs."""
+"""The backend of the simulated device does what ProcessGroupNCCL does: which waits, which copies, what hangs."""
 
 import time
 from datetime import timedelta

@@ -120,16 +120,16 @@ def test_a_thread_without_a_device_opens_a_context_on_the_first(sim_ranks):
         assert sorted(places) == [0, 1], name
         assert " at " in places[0] and "test_device_as_cuda.py" in places[0], name
     (found,) = sim_ranks(1)(contexts_of_thread, NOT_OPENING, False)
-    assert {name: sorted(places) for name, places in found.items()} == dict.fromkeys(NOT_OPENING, [1])
+    assert {name: sorted(places) for name, places in found.items()} == {name: [1] for name in NOT_OPENING}
 
 
 def test_a_thread_with_the_device_of_the_rank_opens_none(sim_ranks):
     (found,) = sim_ranks(1)(contexts_of_thread, OPENING | NOT_OPENING, True)
-    assert {name: sorted(places) for name, places in found.items()} == dict.fromkeys(OPENING | NOT_OPENING, [1])
+    assert {name: sorted(places) for name, places in found.items()} == {name: [1] for name in OPENING | NOT_OPENING}
 
 
 def test_training_on_one_device_opens_one_context(sim_ranks):
-    """Autograd starts a thread for each device that there is, and a thread sets its device only if that has a context."""
+    """Autograd starts a thread for each device that there is; they set it only if it has a context."""
 
     def run(world):
         torch.sim.synchronize()
@@ -256,18 +256,17 @@ def capture(world):
         with pytest.raises(RuntimeError, match=refused + name), torch.sim.capturing():
             ask()
     # Caught by whoever asked, also in another thread: the capture is broken all the same.
-    with pytest.raises(RuntimeError, match="failed due to a previous error during capture: Event.query at"):
-        with torch.sim.capturing():
-            with pytest.raises(RuntimeError, match=refused):
-                in_thread(event.query)
-    with pytest.raises(RuntimeError, match="dependency created on uncaptured work in another stream"):
-        with torch.sim.capturing():
-            torch.accelerator.current_stream().wait_event(event)
-    with pytest.raises(RuntimeError, match="has work that the capturing stream did not wait for"):
-        with torch.sim.capturing():
-            side.wait_stream(torch.accelerator.current_stream())
-            with side:
-                tensor.add_(1)
+    broken = pytest.raises(RuntimeError, match=r"failed due to a previous error during capture: Event\.query at ")
+    with broken, torch.sim.capturing(), pytest.raises(RuntimeError, match=refused):
+        in_thread(event.query)
+    uncaptured = pytest.raises(RuntimeError, match="dependency created on uncaptured work in another stream")
+    with uncaptured, torch.sim.capturing():
+        torch.accelerator.current_stream().wait_event(event)
+    unjoined = pytest.raises(RuntimeError, match="has work that the capturing stream did not wait for")
+    with unjoined, torch.sim.capturing():
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            tensor.add_(1)
     torch.sim.synchronize()
     with torch.sim.capturing():
         main = torch.accelerator.current_stream()

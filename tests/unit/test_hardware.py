@@ -1,8 +1,13 @@
 """The device and the backend of a rank, with pretended GPUs."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 
+from lockstep import accelerator
+from lockstep.comm import world
+from lockstep.comm.rendezvous import Rendezvous
 from lockstep.comm.world import choose_backend, choose_device
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import ConfigurationError
@@ -31,6 +36,45 @@ def test_the_cpu_is_taken_without_gpus_or_when_asked_for(gpus):
     gpus(0)
     assert choose_device(rank_env(2), None) == torch.device("cpu")
     assert chosen == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "bound", "limit_s"),
+    [
+        ("nccl", "cuda:2", "cuda:2", 60),
+        ("cpu:gloo,cuda:nccl", "cuda:2", "cuda:2", 12),  # Gloo's, which waits five times as long
+        ("cpu:gloo,cuda:nccl", "cpu", None, 12),
+        ("gloo", "cuda:2", None, 12),
+        ("simccl", "sim:2", None, 1800),
+    ],
+)
+def test_nccl_connects_on_the_device_of_the_rank_at_the_start(monkeypatch, backend, device, bound, limit_s):
+    """Otherwise its first collective does, and what is wrong with a connection is an error of that."""
+    given = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **more: given.append((args, more)))
+    chosen = type("Device", (), {"type": "sim"}) if device.startswith("sim") else torch.device(device)
+    met = Rendezvous(torch.distributed.HashStore(), is_host=False, prefix="lockstep")
+    world._connect(rank_env(2), met, backend, chosen, 60.0)
+    (((name,), more),) = given
+    assert (name, more["rank"], more["world_size"], more["timeout"]) == (backend, 2, 8, timedelta(seconds=limit_s))
+    assert more["device_id"] == (bound and torch.device(bound))
+
+
+def test_the_host_sleeps_while_it_waits_for_an_event_of_cuda(monkeypatch):
+    """torch.Event takes ``blocking`` and ignores it on CUDA; CUDA's own class takes only CUDA's own streams."""
+    made = []
+
+    class Event:
+        def __init__(self, **given):
+            made.append(given)
+
+        def record(self, stream):
+            made.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert isinstance(accelerator.recorded_event(torch.device("cuda", 1)), Event)
+    assert made == [{"blocking": True}, "stream of cuda:1"]
 
 
 @pytest.mark.parametrize("launcher", [Launcher.SLURM, Launcher.ENV])

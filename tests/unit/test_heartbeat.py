@@ -20,6 +20,7 @@ from lockstep.telemetry.heartbeat import (
     awaited,
     read_heartbeat,
     read_step_counter,
+    recorded_calls,
 )
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
@@ -111,6 +112,26 @@ def write(folder, rank, **content):
     now_ns = time.monotonic_ns()
     text = json.dumps({**GOOD, "beat_ns": now_ns, "moved_ns": now_ns - int(9e9), **content})
     (folder / f"heartbeat-{rank}").write_text(text)
+
+
+def test_connections_that_a_group_opens_later_are_probed_as_well(heartbeat, monkeypatch):
+    """NCCL opens them when a collective first needs them."""
+    calls, group, enough = [], object(), threading.Event()
+
+    def probe():
+        calls.append(1)
+        if len(calls) == 3:
+            enough.set()
+
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setattr("lockstep.comm.network.set_keepalive", probe)
+    for name, value in {"_process_groups": lambda: [group], "_PERIOD_S": 0.01, "_MEMORY_PERIOD_S": 0.02}.items():
+        monkeypatch.setattr(f"lockstep.telemetry.heartbeat.{name}", value)
+    thread = threading.Thread(target=heartbeat._run, daemon=True)
+    thread.start()
+    assert enough.wait(30.0)
+    heartbeat._ends.set()
+    thread.join()
 
 
 @pytest.fixture
@@ -214,6 +235,76 @@ def test_the_thread_has_ended_before_the_interpreter_goes(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], timeout=20, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("MainThread\n", "")
+
+
+def test_a_rank_that_closes_its_world_counts_as_finished(tmp_path, watched):
+    """It needs nothing from the others any more, and may wait for them as long as they work."""
+    dog, reports, reported = watched
+    write(tmp_path, 0, collective="World.close")
+    write(tmp_path, 1, collective="all_reduce")
+    with dog:
+        assert reported.wait(30.0)
+    ((text, verdict, awaited_pids),) = reports
+    assert verdict is Verdict.HANGS and awaited_pids == {0: os.getpid()}
+    assert text.splitlines()[1].startswith("rank 0 has already finished; rank 1 waits in all_reduce (train.py:7) for ")
+
+
+def entry(number, state, **more):
+    """An entry as torch 2.11 to 2.13 write it (FlightRecorderDetail.hpp)."""
+    is_over = state == "completed"
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "thread_name": "pt_main_thread",
+        "thread_id": "140245",
+        "collective_seq_id": number + 1,
+        "p2p_seq_id": 0,
+        "op_id": number + 1,
+        "profiling_name": "nccl:all_reduce",
+        "time_created_ns": 1000 + number,
+        "input_sizes": [[64, 32], [10]],
+        "input_dtypes": ["Float", "Float"],
+        "output_sizes": [[64, 32], [10]],
+        "output_dtypes": ["Float", "Float"],
+        "state": state,
+        "time_discovered_started_ns": 0,
+        "time_discovered_completed_ns": 2000 if is_over else 0,
+        "retired": is_over,
+        "timeout_ms": 600000,
+        "is_p2p": False,
+    } | more
+
+
+RECORD = {
+    "version": "2.10",
+    "comm_lib_version": "2.27.5",
+    "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+    "pg_status": {"0": {"last_enqueued_collective": "3", "last_started_collective": "-1"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (
+            # Not in this order, as the record is a ring.
+            [entry(2, "scheduled"), entry(0, "completed"), entry(1, "started", profiling_name="nccl:broadcast")],
+            "broadcast of 2058 elements, number 2, started",
+        ),
+        ([entry(0, "completed"), entry(1, "completed")], "all_reduce of 2058 elements, number 2, completed"),
+        ([entry(0, "scheduled", profiling_name="nccl:send 0->1", is_p2p=True)], ""),
+        (None, ""),
+    ],
+)
+def test_the_collective_that_nccl_is_in_is_taken_from_the_record_of_torch(monkeypatch, entries, expected):
+    import torch
+
+    dump = json.dumps(RECORD | ({} if entries is None else {"entries": entries})).encode()
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: dump, raising=False)
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda: b"{}")
+    assert awaited(recorded_calls()) == expected
 
 
 @pytest.mark.parametrize(("num_over", "expected"), [(0, "3 elements"), (1, "2 elements"), (3, "3 elements")])

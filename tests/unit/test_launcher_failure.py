@@ -1,6 +1,9 @@
 """Which rank failed first, and how the report reads."""
 
+import json
 import signal
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -70,6 +73,40 @@ def test_what_the_kernel_knows_of_the_ends_decides_who_was_first(tmp_path):
     exits = rank_exits(failures, stopped_at_ns, ended_at_ns, tmp_path, Resources())
     assert [exit.was_stopped for exit in exits] == [False, False, True, True]
     assert first_failure(exits).rank == 1
+
+
+ABORT = """\
+import ctypes, faulthandler, sys, time
+faulthandler.enable(open(sys.argv[1], "w"))
+native, thread = ctypes.CDLL(None), ctypes.c_ulong()
+if sys.argv[2] == "in a native thread":
+    native.pthread_create(ctypes.byref(thread), None, ctypes.cast(native.abort, ctypes.c_void_p), None)
+    time.sleep(60)
+native.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "uses_gpu", "first"),
+    [("in a native thread", True, 1), ("in a native thread", False, 0), ("in the main thread", True, 0)],
+)
+def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(tmp_path, where, uses_gpu, first):
+    """It ends the other ranks when one is lost, maybe before its end was seen: on another machine, for example."""
+    done = subprocess.run([sys.executable, "-c", ABORT, str(tmp_path / "crash-0"), where], stderr=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGABRT
+    call = "all_reduce of 6 elements, number 5, scheduled"
+    (tmp_path / "heartbeat-0").write_text(json.dumps({"uses_gpu": uses_gpu, "recorded_call": call}))
+    codes = {0: -signal.SIGABRT, 1: -signal.SIGKILL}
+    failures = {rank: ProcessFailure(rank, 10 + rank, code, "") for rank, code in codes.items()}
+    exits = rank_exits(failures, {}, {10: 1_000, 11: 2_000}, tmp_path, Resources())
+    assert first_failure(exits).rank == first
+    reason = (
+        "native code aborted.\nIts own message is further up.",
+        "most likely by NCCL, as another rank ended or did not take part in a collective in time.\n"
+        "Its own message is further up.",
+    )[first]
+    assert exits[0].facts == ("", f"The collective in torch's record: {call}.")[first]
+    assert headline(exits[0]) == f"Rank 0 was killed by SIGABRT (signal 6): {reason}"
 
 
 def test_a_rank_that_was_terminated_from_outside_is_the_cause():

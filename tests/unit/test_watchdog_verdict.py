@@ -6,7 +6,8 @@ import selectors
 import pytest
 
 import lockstep.train.trainer
-from lockstep.activity import format_ranks, name_of_bucket
+from lockstep import accelerator
+from lockstep.activity import DEVICE, format_ranks, name_of_bucket
 from lockstep.telemetry.rank_state import (
     Liveness,
     RankState,
@@ -34,6 +35,10 @@ def waits(rank, still_s, line=3, name="all_reduce", **more):
 
 def works(rank, still_s, **more):
     return RankState(rank, [("/x/train.py", 7, "load")], still_s, **more)
+
+
+def on_device(rank, still_s, line=3, **more):
+    return RankState(rank, [("/x/train.py", line, "<module>")], still_s, collective=DEVICE, uses_gpu=True, **more)
 
 
 DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.py", 7, "load")], 99)
@@ -71,6 +76,15 @@ DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/trai
         ([waits(0, 4), works(1, 0.2, is_stopped=True)], HANGS, HANGS),
         ([waits(0, 4), works(1, 0.2, silent_s=4)], HANGS, HANGS),
         ([waits(0, 99), DEBUGGED], FINE, FINE),
+        ([on_device(0, 4), works(1, 4)], HANGS, HANGS),
+        ([on_device(0, 4), works(1, 0.2, is_stopped=True)], HANGS, HANGS),
+        ([on_device(0, 4), works(1, 4, is_busy=True)], FINE, FINE),
+        # Their devices may compute; and which collective they are in, if any, their hosts do not know.
+        ([on_device(0, 4), on_device(1, 4, line=5)], FINE, FINE),
+        ([on_device(0, 16), on_device(1, 16, line=5)], HANGS, SUSPECT),
+        ([on_device(0, 4), waits(1, 4, name="barrier")], FINE, FINE),
+        ([on_device(0, 16), waits(1, 16, name="barrier")], HANGS, SUSPECT),
+        ([on_device(0, 4), waits(1, 4), waits(2, 4, name="barrier")], HANGS, HANGS),
     ],
 )
 def test_judge(ranks, strict, else_):
@@ -86,6 +100,29 @@ def test_the_operation_is_the_one_that_was_called():
     assert operation(waits(0, 1)) == "all_reduce"
     assert operation(works(0, 1)) is None
     assert operation(works(0, 1, bucket="bucket 4 (layers.7.mlp.*)")) == "all_reduce of bucket 4 (layers.7.mlp.*)"
+
+
+def test_a_host_waits_for_its_device_where_a_value_is_read(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("norm.item()\nfloat(norm)\ntime.sleep(90)\n")
+
+    def of(line, **more):
+        return operation(RankState(0, [(str(script), line, "<module>")], uses_gpu=True, **more))
+
+    assert [of(line, is_busy=True) for line in (1, 2, 3)] == [DEVICE, DEVICE, None]
+    assert [of(line) for line in (1, 2, 3)] == [DEVICE, None, None]  # while idle, the second may do something else
+    assert of(1, is_stopped=True) is None
+    for frames in (
+        [("/x/site-packages/torch/cuda/streams.py", 3, "synchronize"), (str(script), 3, "<module>")],
+        [(accelerator.__file__, _line_of("awaited.synchronize()"), "synchronize"), (str(script), 3, "<module>")],
+    ):
+        assert operation(RankState(0, frames, uses_gpu=True)) == DEVICE
+        assert operation(RankState(0, frames)) is None
+
+
+def _line_of(text):
+    with open(accelerator.__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +149,22 @@ def test_report_names_who_waits_for_whom():
         "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [step 12, loader]; "
         "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [step 12, backward]"
     )
+
+
+def test_report_of_ranks_that_wait_for_their_devices_has_the_record_of_their_collectives():
+    ranks = [on_device(rank, 8, recorded_call="all_reduce of 6 elements, number 5, scheduled") for rank in range(2)]
+    ranks.append(works(2, 8, recorded_call="all_reduce of 6 elements, number 4, completed"))
+    assert report(ranks, 6, HANGS) == (
+        "The job hangs: ranks have waited for each other for more than 6 s.\n"
+        "rank 2 is in load (train.py:7) for 8 s; ranks 0, 1 wait for their devices (train.py:3) for 8 s\n"
+        "The collectives in torch's record: all_reduce of 6 elements, number 4, completed (rank 2); "
+        "all_reduce of 6 elements, number 5, scheduled (ranks 0, 1)."
+    )
+    assert report(ranks[:2], 6, SUSPECT).splitlines()[1:] == [
+        "ranks 0, 1 wait for their devices (train.py:3) for 8 s",
+        "All ranks wait, some of them for their devices, which may compute, or be in a collective.",
+        "The collectives in torch's record: all_reduce of 6 elements, number 5, scheduled (ranks 0, 1).",
+    ]
 
 
 def test_report_of_what_may_be_only_slow():

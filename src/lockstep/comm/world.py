@@ -353,8 +353,7 @@ class World:
             atexit.unregister(self._close_at_exit)
             met, undo = owned
             store = PrefixStore(met.prefix, met.store)
-            if self.device.type != "cpu":
-                abort |= self._is_left_alone(store, fails=abort, waits=not (abort or at_exit))
+            abort |= self.device.type != "cpu" and self._is_left_alone(store, fails=abort, waits=not (abort or at_exit))
             destroy_default_group(abort=abort, at_exit=at_exit)
             undo.close()
             with suppress(dist.DistError):  # The host of the store may be gone already.

@@ -164,12 +164,13 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     trace = tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else ""
     # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
     is_by_nccl = number == signal.SIGABRT and bool(heartbeat.get("uses_gpu")) and trace and _CURRENT not in trace
+    call = heartbeat.get("recorded_call") if is_by_nccl else ""
     return replace(
         known,
         error_type=_NCCL_ABORT if is_by_nccl else "",
         place=f"Last seen {place[0].lower()}{place[1:]}",
         trace=trace,
-        facts=facts,
+        facts=f"The collective in torch's record: {call}." if call else facts,
         was_short=was_short,
     )
 
@@ -195,7 +196,7 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
 
 
 # The class of the error after which NCCL's watchdog aborts, and a mark in the output of faulthandler.
-_NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread"
+_NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 
 # Texts in errors that only report that another rank is gone or silent.
 _CONSEQUENCES = (

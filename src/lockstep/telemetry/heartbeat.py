@@ -157,7 +157,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, is_hooked, ends_children = 0.0, False, False
-        has_peers = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+        has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
         while True:
             # Modules are not imported here: that could change the program's measurements, and may fail while another
             # thread imports the same module.
@@ -167,13 +167,16 @@ class Heartbeat:
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
-            if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
+            groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
+            if is_due := time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
-                if has_peers and _process_groups():
-                    # Again and again: NCCL opens connections to other machines when a collective first needs them.
-                    from lockstep.comm.network import set_keepalive
+            if groups - known_groups or (groups and is_due):
+                # A new process group has connections to other machines: let the kernel probe them. Those of NCCL are
+                # opened later, when a collective first needs them.
+                from lockstep.comm.network import set_keepalive
 
-                    set_keepalive()
+                set_keepalive()
+            known_groups = groups
             self.write()
             if self._ends.wait(_PERIOD_S):
                 return
@@ -258,12 +261,12 @@ Call = tuple[str, bool]
 
 def recorded_calls() -> list[Call]:
     """Return the collectives of this process in torch's record, oldest first; none without a record."""
-    if activity.now.device is not None:
-        # The record asks CUDA for events, see [Note: streams and threads] in accelerator.py.
-        imported("torch").accelerator.set_device_index(activity.now.device)
     c10d = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         with contextlib.suppress(Exception):  # a private interface of torch, which may change
+            if activity.now.device is not None:
+                # The record queries events: see [Note: streams and threads] in accelerator.py.
+                imported("torch").accelerator.set_device_index(activity.now.device)
             entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
             if entries:

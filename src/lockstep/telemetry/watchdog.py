@@ -139,8 +139,7 @@ def report(
     lines += ["; ".join(described)] if len(described) <= 2 else described
     if all(operation(seen) for seen in ranks):
         lines.append(_explanation(ranks, sees_all=num_seen >= num_nodes))
-    if any(operation(seen) == DEVICE for seen in ranks):
-        lines += _recorded_calls(ranks)
+    lines += _recorded_calls(ranks) if any(operation(seen) == DEVICE for seen in ranks) else []
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
     lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
@@ -165,7 +164,7 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
         for one, several in (("waits ", "wait "), ("is ", "are "), ("has ", "have "), ("was ", "were ")):
             if text.startswith(one):
                 text = several + text.removeprefix(one)
-        text = text.replace("does not respond", "do not respond", 1)
+        text = text.replace("does not respond", "do not respond", 1).replace("its device", "their devices", 1)
     first = members[0]
     if not first.has_left and not first.is_stopped and any(seen.idle_s >= patience_s for seen in members):
         text += f" for {max(seen.idle_s for seen in members):.0f} s"
@@ -196,7 +195,7 @@ def _explanation(ranks: Sequence[RankState], *, sees_all: bool) -> str:
 def _recorded_calls(ranks: Sequence[RankState]) -> list[str]:
     """Return a line with the collective that each rank is in by torch's record; a host does not know it on NCCL."""
     calls: dict[str, list[int]] = {}
-    for seen in ranks:
+    for seen in sorted(ranks, key=lambda seen: operation(seen) is not None):
         calls.setdefault(seen.recorded_call, []).append(seen.rank)
     known = [f"{call} ({format_ranks(found)})" for call, found in calls.items() if call]
     return [f"The collectives in torch's record: {'; '.join(known)}."] if known else []

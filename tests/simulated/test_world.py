@@ -1,0 +1,102 @@
+"""Threads that use a device, and leaving a world whose ranks end far apart."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from lockstep import accelerator, activity
+from lockstep.telemetry.heartbeat import recorded_calls
+
+
+def current_device_of_a_thread(world):
+    seen = []
+
+    def note(text):
+        event = accelerator.recorded_event(world.device)
+        accelerator.synchronize(event)
+        seen.append((text, torch.accelerator.current_device_index()))
+
+    thread = accelerator.start_thread(note, name="noting", device=world.device, args=("here",))
+    thread.join()
+    assert (thread.name, thread.daemon) == ("noting", True)
+    accelerator.start_thread(lambda: seen.append("cpu"), name="cpu", device=torch.device("cpu")).join()
+    accelerator.start_thread(lambda: seen.append("none"), name="none", device=None).join()
+    assert seen == [("here", world.rank), "cpu", "none"]
+
+
+def test_a_thread_uses_the_device_that_it_was_started_with(on_sim):
+    on_sim(2)(current_device_of_a_thread)
+
+
+def read_the_record(world):
+    """As the heartbeat does, in a thread that was started before there was a device."""
+    event, asked = accelerator.recorded_event(world.device), []
+
+    def dump():
+        asked.append(event.query())
+        return b"{}"
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+        thread = threading.Thread(target=recorded_calls)
+        thread.start()
+        thread.join()
+    assert len(asked) == 1
+
+
+def test_reading_the_record_of_collectives_opens_no_context_on_another_device(on_sim):
+    """NCCL's record asks for the events of the collectives under way."""
+    on_sim(2)(read_the_record)
+
+
+def leave_apart(world):
+    seen = set()
+    watcher = accelerator.start_thread(watch, name="watcher", device=None, args=(seen,))
+    time.sleep(1.5 * (world.rank == 0))  # it evaluates, or uploads a checkpoint
+    came = time.monotonic()
+    world.close()
+    left = time.monotonic()
+    watcher.join()
+    return came, left, seen
+
+
+def watch(seen):
+    for _ in range(200):
+        seen.add(activity.now.collective)
+        time.sleep(0.01)
+
+
+def test_ranks_with_devices_leave_together(on_sim):
+    """With NCCL, destroying the group is a collective, and waits for the last rank."""
+    times = on_sim(3)(leave_apart)
+    assert max(came for came, _, _ in times) <= min(left for _, left, _ in times)
+    assert all("World.close" in seen for _, _, seen in times[1:])  # the watchdog counts them as gone
+
+
+def leave_after_a_failure(world, folder):
+    how = []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("lockstep.comm.world.destroy_default_group", lambda **given: how.append(given))
+    left = folder / "left"
+    try:
+        if world.rank == 0:
+            world.__exit__(ValueError, ValueError("boom"), None)
+        elif world.rank == 2:
+            deadline = time.monotonic() + 30
+            while not left.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert left.exists(), "rank 1 waits for this rank, although rank 0 has failed"
+        world.close()
+        left.touch()
+    finally:
+        monkeypatch.undo()
+        activity.now.failure = None
+        torch.distributed.destroy_process_group()
+    return how
+
+
+def test_nobody_waits_for_the_others_once_a_rank_has_failed(on_sim, tmp_path):
+    how = on_sim(3)(leave_after_a_failure, tmp_path)
+    assert how == [[{"abort": True, "at_exit": False}]] * 3
