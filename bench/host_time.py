@@ -1,23 +1,22 @@
-"""What the host does in a backward beyond a bare one, as many small parameters show it, beside torch's reducer.
+"""What the host does in a backward beyond a bare one: hooks, copies into buckets and launches, beside torch's reducer.
 
-One process of a fake group of 8 ranks, whose collectives do nothing: what is left is the work of hooks, of copies into
-buckets and of launches. A model of small parameters has about 32 of them in a bucket. A round gives every contender one
-turn of a few backwards, in an order that rotates.
+One process of a fake group of 8 ranks, whose collectives do nothing. The parameters are small, as many as ResNet-50,
+a transformer and a large model have. A round gives every contender one turn of a few backwards, in an order that
+rotates, and takes the fastest of each turn.
 
-    bare          the module alone
-    torch-hook    torch.nn.parallel.DistributedDataParallel with a communication hook in Python that returns a completed
-                  future; without a hook torch's class does not work on a fake group
-    torch-view    the same with gradient_as_bucket_view=True
-    ours          lockstep.DistributedDataParallel
+    bare            the module alone
+    torch-hook      torch.nn.parallel.DistributedDataParallel with a communication hook in Python that reduces nothing
+    torch-reduce    the same with a hook that starts an all-reduce; without a hook torch's class fails on a fake group
+    ours            lockstep.DistributedDataParallel, which starts an all-reduce for each bucket
 
-For each number of parameters: the median time of a backward, and ``ours`` beyond ``bare`` over ``torch-hook`` beyond
-``bare``, from the rounds' ratios, with the range that holds the true median with 90% certainty. The aim is at most 1.1.
+For each number of parameters, with the buckets that both classes make of them by themselves (one or two), and with 32
+parameters in a bucket: the median time of a backward, and that of ``ours`` beyond ``bare`` over each of torch's beyond
+``bare``, from the rounds' ratios, with the range that holds the true median with 90% certainty.
 
 Usage: python -m bench.host_time [--quick] [--rounds N] [--json FILE]
 """
 
 import functools
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -36,8 +35,9 @@ from lockstep.study.common import paired_ratio
 
 NUM_PARAMETERS = (161, 291, 2000)
 NUMEL = 64
-BUCKET_CAP_MIB = 25
-CONTENDERS = ("bare", "torch-hook", "torch-view", "ours")
+CAPS_MIB = {"usual buckets": None, "32 in a bucket": 32 * 4 * NUMEL / 2**20}
+CONTENDERS = ("bare", "torch-hook", "torch-reduce", "ours")
+PEERS = ("torch-hook", "torch-reduce")
 
 
 class Chain(nn.Module):
@@ -61,14 +61,20 @@ def completed(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
-def make(contender: str, count: int) -> Callable[[], float]:
+def reduced(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Start an all-reduce; the future of a fake one has no result."""
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    return completed(state, bucket)
+
+
+def make(contender: str, count: int, cap_mib: float | None) -> Callable[[], float]:
     """Return a step that returns the seconds of its backward."""
     model: nn.Module = Chain(count)
     if contender.startswith("torch"):
-        model = TorchDDP(model, bucket_cap_mb=BUCKET_CAP_MIB, gradient_as_bucket_view=contender == "torch-view")
-        model.register_comm_hook(None, completed)
+        model = TorchDDP(model, bucket_cap_mb=cap_mib)
+        model.register_comm_hook(None, completed if contender == "torch-hook" else reduced)
     elif contender == "ours":
-        model = lockstep.DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MIB)
+        model = lockstep.DistributedDataParallel(model, bucket_cap_mb=cap_mib)
     inputs = torch.ones(NUMEL)
 
     def step() -> float:
@@ -82,37 +88,42 @@ def make(contender: str, count: int) -> Callable[[], float]:
 
 
 def turn(step: Callable[[], float], count: int) -> float:
-    """Return the seconds of the fastest of ``count`` backwards: others share the cores."""
+    """Return the seconds of the fastest of ``count`` backwards."""
     return min(step() for _ in range(count))
 
 
+def measure(count: int, caps: str, num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Measure all contenders with ``count`` parameters, and print what was found."""
+    steps = {contender: make(contender, count, CAPS_MIB[caps]) for contender in CONTENDERS}
+    for step in steps.values():
+        turn(step, 10)
+    turns = {each: functools.partial(turn, step, num_steps) for each, step in steps.items()}
+    seconds = run_rounds(turns, num_rounds, f"{count} parameters, {caps}")
+    beyond = {
+        each: [mine - bare for mine, bare in zip(seconds[each], seconds["bare"], strict=True)] for each in CONTENDERS
+    }
+    found = summarize(seconds)
+    print(f"\n{count} parameters, {caps}, ms: ", end="")
+    print(", ".join(f"{each} {found['seconds'][each]['median'] * 1e3:.3f}" for each in CONTENDERS))
+    for peer in PEERS:
+        ratio = paired_ratio(beyond["ours"], beyond[peer])
+        found[f"ours_over_{peer}"] = asdict(ratio)
+        print(f"  ours over {peer:<13} {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})", flush=True)
+    return found
+
+
 def main() -> None:
-    options = parser(__doc__, rounds=100).parse_args()
+    options = parser(__doc__, rounds=60).parse_args()
     num_rounds, num_steps = (3, 3) if options.quick else (options.rounds, 10)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
 
     def measure_all() -> dict[str, Any]:
-        figures = {}
-        for count in NUM_PARAMETERS:
-            steps = {contender: make(contender, count) for contender in CONTENDERS}
-            for step in steps.values():
-                turn(step, 10)
-            gc.collect()
-            turns = {each: functools.partial(turn, step, num_steps) for each, step in steps.items()}
-            seconds = run_rounds(turns, num_rounds, f"{count} parameters")
-            beyond = {
-                each: [mine - bare for mine, bare in zip(seconds[each], seconds["bare"], strict=True)]
-                for each in CONTENDERS[1:]
-            }
-            ratio = paired_ratio(beyond["ours"], beyond["torch-hook"])
-            found = summarize(seconds)
-            figures[str(count)] = {**found, "ours_over_torch_hook": asdict(ratio)}
-            medians = "  ".join(f"{each} {found['seconds'][each]['median'] * 1e3:.3f} ms" for each in CONTENDERS)
-            print(f"{count} parameters: {medians}")
-            print({k: paired_ratio(beyond["ours"], beyond[k]).median for k in beyond})
-            print(f"  ours over torch-hook, beyond bare: {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
-        return {"parameters": figures}
+        return {
+            f"{count} parameters, {caps}": measure(count, caps, num_rounds, num_steps)
+            for caps in CAPS_MIB
+            for count in NUM_PARAMETERS
+        }
 
     record(options.json, measure_all)
     dist.destroy_process_group()

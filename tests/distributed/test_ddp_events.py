@@ -20,7 +20,8 @@ class Slow(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         for bucket in ctx.reducer._in_flight:
-            bucket.future.wait()
+            if bucket.future is not None:
+                bucket.future.wait()
         return gradient, None
 
 

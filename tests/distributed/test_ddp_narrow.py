@@ -139,8 +139,8 @@ def messages(world):
 
 
 def test_one_message_a_bucket_in_the_narrow_dtype(ranks):
-    """1010 gradients, two use counts, and three numbers about weights."""
-    assert ranks(2)(messages) == [[(torch.bfloat16, 1010 + 2 + 3)]] * 2
+    """1010 gradients, two use counts, and four numbers of the message."""
+    assert ranks(2)(messages) == [[(torch.bfloat16, 1010 + 2 + 4)]] * 2
 
 
 def old_name(world):

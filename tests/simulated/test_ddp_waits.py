@@ -209,3 +209,22 @@ def now_and_then(world, dtype):
         for mine, expected in zip(model.module.parameters(), oracle.parameters(), strict=True):
             error = relative_error(mine.grad.cpu().double(), expected.grad)
             assert error < (1e-12 if dtype is torch.float64 else 0.1), (step, error)
+
+
+# --- what NCCL does not have
+
+
+def test_sparse_gradients_are_refused_when_the_model_is_wrapped(on_sim):
+    on_sim(2)(wraps_sparse)
+
+
+def wraps_sparse(world):
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)).to(world.device)
+    with pytest.raises(ConfigurationError) as caught:
+        lockstep.DistributedDataParallel(model)
+    assert str(caught.value) == (
+        "0 is an embedding with sparse=True, but simccl cannot sum sparse gradients.\n"
+        "Build it with sparse=False, or give the model a process_group with the backend gloo."
+    )
+    model[0].weight.requires_grad_(False)  # then it has none
+    lockstep.DistributedDataParallel(model)

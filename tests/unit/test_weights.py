@@ -26,12 +26,13 @@ class Group:
 
 def weighed(*weights):
     """Return the weights of a rank that accumulated micro-batches of these weights, and its parameter's use."""
-    parameter, used = nn.Parameter(torch.zeros(1)), bytearray(1)
+    parameter, used = nn.Parameter(torch.zeros(1)), set()
     each = Weights(Group(), CPU)
     for weight in weights:
         each.set_weight(weight, [parameter], used)
         each.window.begin_backward(used, accumulates=True)
-        parameter.grad, used[0] = torch.ones(1), 1
+        parameter.grad = torch.ones(1)
+        used.add(0)
     return each, used
 
 
@@ -52,8 +53,8 @@ def scale(each, used, divisor):
 
 def test_without_weights_gradients_are_divided_by_the_divisor_or_left_to_the_hook():
     each = Weights(Group(), CPU)
-    assert each.scale([0], [1], 3.0) == GradientScale(1 / 3, 1 / 3)
-    assert each.scale([0], [1], None) == GradientScale(1.0, 1.0)
+    assert each.scale([0], {0}, 3.0) == GradientScale(1 / 3, 1 / 3)
+    assert each.scale([0], {0}, None) == GradientScale(1.0, 1.0)
     assert each.message() == [0.0, 0.0, 0.0, 2.0]  # rank 1 gave none
 
 

@@ -15,7 +15,7 @@ class Script:
 
     def __init__(self):
         self.parameters = [nn.Parameter(torch.zeros(2)) for _ in range(NUM_PARAMETERS)]
-        self.used = bytearray(NUM_PARAMETERS)
+        self.used = set()
         self.window = AccumulationWindow(self.parameters, has_unweighed=False)
 
     def give(self, weight):
@@ -32,7 +32,7 @@ class Script:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
-                self.used[index] = 1
+                self.used.add(index)
                 if accumulates:
                     self.window.on_local_gradient(index, self.used)
 
@@ -107,7 +107,7 @@ def test_clearing_the_gradients_begins_a_new_window(set_to_none):
     script.backward(None, 5)
     assert script.gradients() == [None if set_to_none else 0.0, 5.0, None]
     assert (script.window.unit, script.window.total) == (2.0, 2.0)
-    assert list(script.used) == [0, 1, 0]
+    assert script.used == {1}
 
 
 def test_gradients_that_are_zero_by_themselves_count():

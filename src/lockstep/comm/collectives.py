@@ -496,6 +496,11 @@ def has_all_gather(group: Group, device: torch.device) -> bool:
     return device.type == "cpu" or has_reduce_scatter(group, device)
 
 
+def sums_sparse_tensors(group: Group, device: torch.device) -> bool:
+    """Return whether ``group`` can sum sparse tensors of ``device``: NCCL cannot."""
+    return device.type == "cpu" or group.size() == 1 or not is_native(group) or _is_gloo(group, device)
+
+
 def _is_gloo(group: Group, device: torch.device) -> bool:
     return type(group) is dist.ProcessGroup and "gloo" in group._get_backend(device).name().lower()
 

@@ -125,7 +125,7 @@ def merge_arrivals(arrivals: Sequence[Sequence[int]], default: Sequence[int]) ->
 _LARGE_NUMEL = 2**15
 
 # The sys.getrefcount of a view to which there is no other reference, called in the same way.
-_OWN_REFERENCES = max(map(sys.getrefcount, map([object()].__getitem__, range(1))))
+_OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 
 _grad_of, _dtype_of = operator.attrgetter("grad"), operator.attrgetter("dtype")
 
@@ -151,10 +151,11 @@ class _Members:
         gradients: The gradients alone, as communication hooks see them.
         payload: The tensor that the collective sums: the gradients and the tail, which begins at ``tail_start``.
         weight_message: The end of the tail, see [Note: weight messages] in weighting.py; None if there is no tail.
+        members: The indices of its parameters.
         position, is_last: Its place among the buckets of the model, in the order in which they are launched.
         missing: By place, from `gather` to `settle`: the parameters that received no gradient on this rank, and the
             gradient that they had before.
-        future: Of the reduction, once it is launched; done when the bucket is reduced.
+        future: Of the reduction, from the launch until it has been waited for; done when the bucket is reduced.
         sent_dtype: The dtype in which the tail is sent; that of the gradients unless they are compressed.
     """
 
@@ -167,6 +168,7 @@ class _Members:
         self.spec = spec
         self.parameters = [parameters[index] for index in spec.parameters]
         self.names = [names[index] for index in spec.parameters]
+        self.members = frozenset(spec.parameters)
         self.position, self.is_last = 0, False
         self.missing: dict[int, Tensor | None] = {}
         self.future: Future[Any] | None = None
@@ -240,6 +242,7 @@ class DenseBucket(_Members):
         self._slots = cut_views(self.gradients, self.parameters)
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
+        self._storage_address = self.payload.untyped_storage()._cdata
         self._num_aliases = self._count_aliases()
 
     @property
@@ -256,25 +259,29 @@ class DenseBucket(_Members):
         if value.data_ptr() != self.gradients.data_ptr() or value.dtype != self.gradients.dtype:
             self.gradients.copy_(value.reshape(-1)[: self.gradients.numel()])
 
-    def gather(self, used: Sequence[int], scale: GradientScale, *, late: bool = False) -> None:
+    def gather(self, used: Set[int] | None, scale: GradientScale, *, late: bool = False) -> None:
         """Copy this rank's gradients into the bucket.
 
         Args:
-            used: At place k, whether that parameter received a gradient since the last step.
+            used: The parameters of the model that received a gradient since the last step; None: all of this bucket.
             scale: Their factors.
             late: Whether they may be left in `pieces`; see [Note: gradients that are copied late].
         """
+        if torch.is_grad_enabled():  # backward with create_graph=True would record the copies
+            with torch.no_grad():
+                return self.gather(used, scale, late=late)
         gradients = list(map(_grad_of, self.parameters))
         is_none = map(operator.is_, gradients, repeat(None))
-        if any(is_none) or not all(used) or any(map(operator.is_, gradients, self._views)):
+        if used is not None or any(is_none) or any(map(operator.is_, gradients, self._views)):
             self._gather_some(gradients, used, scale)
         else:  # the usual case; the only Python loop over the parameters assigns the views
             self.missing = {}
-            if self._keep_held_gradients and self._is_held(range(len(self._views))):
+            if self._keep_held_gradients and self._is_held(self._views):
                 self._renew()
             present = cast("list[Tensor]", gradients)
             if late and self._can_wait(present):
                 self.pieces = Pieces(present, scale.factor)
+                self._tail.copy_(self._usual_tail)
             else:
                 self._copy_in(present, scale.factor)
             for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -296,17 +303,18 @@ class DenseBucket(_Members):
         pieces, self.pieces = self.pieces, None
         return pieces or Pieces()
 
-    def _gather_some(self, gradients: Sequence[Tensor | None], used: Sequence[int], scale: GradientScale) -> None:
+    def _gather_some(self, gradients: Sequence[Tensor | None], used: Set[int] | None, scale: GradientScale) -> None:
         """Gather if some gradients are missing or already in the bucket."""
+        used = self.members if used is None else used
         self.missing = {
             place: None if gradient is None else gradient.clone()
-            for place, gradient in enumerate(gradients)
-            if gradient is None or not used[place]
+            for place, (gradient, index) in enumerate(zip(gradients, self.spec.parameters, strict=True))
+            if gradient is None or index not in used
         }
         # Slots that will be overwritten although they are not the parameter's gradient now. The slot of a parameter
         # without a gradient is overwritten, too: by zeros, and by the reduced values.
         outside = [place for place, gradient in enumerate(gradients) if gradient is not self._views[place]]
-        if outside and self._keep_held_gradients and self._is_held(outside):
+        if outside and self._keep_held_gradients and self._is_held(map(self._views.__getitem__, outside)):
             self._renew()
         sources = zip(gradients, self._views, self._slots, strict=True)
         self._copy_in([s if g is None or g is view else g for g, view, s in sources], scale.factor)
@@ -319,16 +327,17 @@ class DenseBucket(_Members):
             elif scale.unused_factor != scale.factor:
                 torch.mul(previous, scale.unused_factor, out=self._slots[place])
 
-    @torch.no_grad()  # backward with create_graph=True would record this
     def _copy_in(self, gradients: list[Tensor], factor: float) -> None:
-        """Copy the gradients to their places, multiplied by ``factor``. A slot in the list is already in its place."""
+        """Copy the gradients to their places, multiplied by ``factor``. A slot in the list is already in its place.
+
+        The tail becomes the usual one, in the same call.
+        """
         slots, large = self._slots, self._large if factor != 1 else ()
         small = [gradient for place, gradient in enumerate(gradients) if place not in large] if large else gradients
         try:
             for place in large:
                 torch.mul(gradients[place], factor, out=slots[place])
-            if small:
-                torch._foreach_copy_(self._small_slots if large else slots, small)
+            torch._foreach_copy_([*(self._small_slots if large else slots), self._tail], [*small, self._usual_tail])
         except RuntimeError as error:
             for name, gradient in zip(self.names, gradients, strict=True):
                 if gradient.layout is not torch.strided:
@@ -342,22 +351,21 @@ class DenseBucket(_Members):
         elif small and factor != 1:
             torch._foreach_mul_(self._small_slots, factor)
 
-    @torch.no_grad()
     def _fill_tail(self, scale: GradientScale) -> None:
-        self._tail.copy_(self._usual_tail)
+        """Write what differs from the usual tail."""
         for place in self.missing:
             self._tail[place] = 0
         if scale.message is not None:
             self._tail[len(self.parameters) :].copy_(scale.message)
 
-    def _is_held(self, places: Iterable[int]) -> bool:
-        """Return whether the script holds the gradients ``places``, or tensors made from any part of the buffer."""
+    def _is_held(self, views: Iterable[Tensor]) -> bool:
+        """Return whether the script holds some of ``views``, or tensors made from any part of the buffer."""
         if self._count_aliases() > self._num_aliases:
             return True
-        return max(map(sys.getrefcount, map(self._views.__getitem__, places))) > _OWN_REFERENCES
+        return max(map(sys.getrefcount, views)) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
-        return int(torch._C._storage_Use_Count(self.payload.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self._storage_address))
 
     def _renew(self) -> None:
         old_views = self._views
@@ -430,14 +438,14 @@ class SparseBucket(_Members):
         """Replace `gradients` by the result of a communication hook."""
         self.gradients = self.payload = value
 
-    def gather(self, used: Sequence[int], scale: GradientScale, *, late: bool = False) -> None:
+    def gather(self, used: Set[int] | None, scale: GradientScale, *, late: bool = False) -> None:
         """Set this rank's gradient, coalesced and multiplied; there is nothing to copy late."""
-        gradient = self._parameter.grad
-        self.missing = {} if gradient is not None and used[0] else {0: gradient}
+        gradient, is_used = self._parameter.grad, used is None or not self.members.isdisjoint(used)
+        self.missing = {} if gradient is not None and is_used else {0: gradient}
         if gradient is None:
             self.replace_gradients(self._empty())
             return
-        factor = scale.factor if used[0] else scale.unused_factor
+        factor = scale.factor if is_used else scale.unused_factor
         sparse = gradient if gradient.is_sparse else gradient.to_sparse(1)
         self.replace_gradients(sparse.detach().coalesce() * factor)
 

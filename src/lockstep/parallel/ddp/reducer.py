@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
-from lockstep.comm.collectives import Group, all_reduce_work, cpu_group, in_backward_hooks, is_native, wait_for
+from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
@@ -99,6 +99,13 @@ class Reducer:
     - all buckets, if layers of the model run collectives in backward, see ``before_launch``, or if another wrapper
       averages some of the same gradients, see [Note: shared parameters].
 
+    [Note: hooks of parameters]
+    Each parameter has a hook that is called when its gradient is there. `_on_gradient` costs more than everything else
+    that is done for a small parameter. So after the first step only the parameter that arrived last in its bucket is
+    watched by it; the hooks of the others are the method ``append`` of the list `_inbox`, which no Python code runs in.
+    If a bucket was complete later than expected, all its parameters are watched from then on. All parameters are
+    watched if gradients may have to do more: if a step was not opened by an output, and with weights.
+
     [Note: parameters without a gradient]
     Missing gradients are sent as zeros. The tail of a bucket counts the ranks on which each parameter received a
     gradient since the last synchronised step. Only a rank that lacks a gradient reads the tail: a parameter that
@@ -162,8 +169,7 @@ class Reducer:
         # A weak reference to the callback that will close the step. Only autograd keeps the callback alive, until it
         # has run or the backward has failed. The phase alone does not show whether a backward still runs.
         self._queued_close: Callable[[], object] = _nothing
-        # By parameter, whether it received a gradient since the last synchronised step, in no_sync() too.
-        self._used = bytearray(len(bucket_set.parameters))
+        self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
         self._in_flight: list[Bucket] = []  # launched in this step, in order
         self._num_finished = 0  # of these, those that are reduced and settled
         self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has interrupted
@@ -171,7 +177,11 @@ class Reducer:
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
         self._hooks: list[Any] = []
-        self._may_hook = True
+        self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
+        self._watched: set[int] = set()  # the parameters whose hook is `_on_gradient`
+        self._inbox: list[Tensor] = []  # parameters whose gradients have arrived since `_drain`
+        self._index_of = {id(parameter): index for index, parameter in enumerate(bucket_set.parameters)}
+        self._may_hook, self._is_opened_by_output = True, False
         self._reset_step()
         self._launches_last_early = False
         self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
@@ -196,6 +206,9 @@ class Reducer:
         """Set the weight of the next backward; all gradients of this step are then weighted; see weighting.py."""
         was_hooked = bool(self._hooks)
         self._hook_parameters()
+        if self.weights.window is None:
+            self._used.update(self._drain())
+            self._watch(range(len(self._hooks)))
         self.weights.set_weight(weight, self.bucket_set.parameters, self._used)
         if not was_hooked:  # a single rank
             self.begin_forward(will_sync=False)
@@ -205,26 +218,46 @@ class Reducer:
         return self.weights.window is not None and self.weights.window.discard_weight()
 
     def _hook_parameters(self) -> None:
-        """Call `_on_gradient` for each parameter's gradient."""
+        """Put a hook on each parameter."""
         if not self._hooks and self._may_hook:
             # Hooks live as long as their parameter, so they hold the reducer weakly: an unused wrapper is freed with
             # its buckets, and the model does not keep it.
-            this = weakref.ref(self)
-            for index, parameter in enumerate(self.bucket_set.parameters):
+            for parameter in self.bucket_set.parameters:
                 requires_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
-                hook = partial(Reducer._on_gradient, this, index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._inbox.append))
+                self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
                 parameter.requires_grad_(requires_grad)
+            self._watch(range(len(self._hooks)))
+            weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    def _watch(self, indices: Iterable[int]) -> None:
+        """Call `_on_gradient` for these parameters; see [Note: hooks of parameters]."""
+        new = set(indices) - self._watched
+        self._watched |= new
+        for index in new:
+            self._hook_dicts[index][self._hooks[index].id] = partial(Reducer._on_gradient, weakref.ref(self), index)
+
+    def _watch_last(self) -> None:
+        """Watch only the parameters that are expected last in their buckets."""
+        for hooks, handle in zip(self._hook_dicts, self._hooks, strict=True):
+            hooks[handle.id] = self._inbox.append
+        self._watched = set()
+        self._watch(bucket.spec.parameters[-1] for bucket in self.bucket_set.buckets)
+
+    def _drain(self) -> list[int]:
+        """Return the indices of the parameters in the inbox, and empty it."""
+        arrived = self._inbox[:]  # threads of other devices may append at any time
+        del self._inbox[: len(arrived)]
+        return list(map(self._index_of.__getitem__, map(id, arrived)))
 
     def _rebuild_buckets(self) -> bool:
         return False  # Accelerate and Lightning call it before a forward; ours are rebuilt after the first backward
 
     def remove_hooks(self) -> None:
         """Remove the hooks from the parameters permanently."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks, self._may_hook = [], False
+        _remove(self._hooks)
+        self._hook_dicts, self._may_hook = [], False
 
     # --- around forward ---------------------------------------------------------------------------------------------
 
@@ -255,6 +288,11 @@ class Reducer:
             return
         if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
             self._abandon_step()
+        if self._phase is _ARMED and self._inbox:
+            raise LockstepError(
+                f"Rank {self._group.rank()}: the last backward reached no output of the model that can be found, so "
+                "its gradients were not averaged.\nReturn all outputs as tensors, or in lists, dicts or dataclasses."
+            )
         self._phase = _IDLE
         if self.weights.window is not None:
             self.weights.window.on_forward()
@@ -263,6 +301,7 @@ class Reducer:
         """Make the next backward, and every backward that reaches a tensor in ``outputs``, a synchronised step."""
         if self._phase is _IDLE:
             self._phase = _ARMED
+            self._used.update(self._drain())
         if self._hooks:
             hook_tensors(outputs, self._on_output)
 
@@ -310,7 +349,9 @@ class Reducer:
             )
         if self._phase is Phase.COLLECTING:
             self._abandon_step()
-        self._phase = Phase.COLLECTING
+        self._used.update(self._drain())
+        self._phase, self._is_opened_by_output = Phase.COLLECTING, arrived is None
+        self._num_foreign_hooks = sum(map(len, self._hook_dicts)) - len(self._hooks)
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._queued_close = weakref.ref(close)
@@ -326,43 +367,46 @@ class Reducer:
     @keep_out_of_graphs
     def _on_gradient(this: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
         """Record that a parameter's gradient was accumulated; launch the buckets that this completes."""
-        # Runs once for each parameter, which is most of the cost for small layers. The rest runs for many at a time.
         self = this()
         if self is None:
             return
         if self._queued_close() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
-                    self._used[index] = 1
                     if self._phase is not Phase.ARMED:
+                        self._used.update(self._drain(), (index,))
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
                         return
+                    self._watch(range(len(self._hooks)))
                     self._open_step(arrived=index)
-        self._arrived.append(index)
-        if len(self._arrived) >= self._num_awaited:
+        self._inbox.append(parameter)
+        if len(self._inbox) >= self._num_awaited:
             with self._lock:
-                self._launch_complete()
+                self._launch_complete(index)
 
     def _note_arrivals(self) -> None:
-        """Mark the parameters whose gradients have arrived since the last call."""
-        arrived = self._arrived[self._num_noted :]
-        self._num_noted += len(arrived)
+        """Record the gradients that have arrived since the last call."""
+        arrived = self._drain()
+        self._arrived += arrived
+        self._received.update(arrived)
+        self._used.update(arrived)
+        if len(self._received) == len(self._arrived):
+            return
         for index in arrived:
             # A second gradient: autograd has added it to the first, which is fine if that has not been launched.
-            if self._received[index] and self.bucket_set.position_of[index] < self._num_launched:
+            if self.bucket_set.position_of[index] < self._num_launched:
                 raise LockstepError(
                     f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
                     "gradient in one backward, after its bucket had been sent.\nThis happens when a layer is "
                     "checkpointed several times with use_reentrant=True in some steps but not in the first. "
                     "Use use_reentrant=False."
                 )
-            self._used[index] = self._received[index] = 1
 
-    def _launch_complete(self) -> None:
-        """Launch the complete buckets, up to the first that is incomplete or has to wait."""
+    def _launch_complete(self, last: int) -> None:
+        """Launch the complete buckets, up to the first that is incomplete or has to wait; ``last`` has just arrived."""
         self._note_arrivals()
-        self._num_awaited = self._num_noted + 1
+        self._num_awaited = 1
         if self.before_launch is not None:  # buckets would disturb the order of collectives in layers
             return
         for other in self._sharers:  # it may still launch the bucket that has one of these gradients
@@ -370,12 +414,14 @@ class Reducer:
                 return
         buckets = self.bucket_set.buckets if self.bucket_set.is_rebuilt else []  # the first step only observes
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
-            num_missing = sum(not self._received[index] for index in bucket.spec.parameters)
+            num_missing = len(bucket.members - self._received)
             if num_missing:
-                self._num_awaited = self._num_noted + num_missing  # before that it cannot be complete
+                self._num_awaited = num_missing  # before that it cannot be complete
                 return
             if bucket.spec.deferred or not self._is_settled(bucket):
                 break
+            if last not in bucket.members:  # complete before, but unnoticed
+                self._watch(bucket.members)
             self._launch(bucket)
             if self.finishes_early:
                 self._finish_early()
@@ -384,8 +430,8 @@ class Reducer:
     def _is_settled(self, bucket: Bucket) -> bool:
         """Return whether no hook of the script can change a gradient that has arrived."""
         is_settled = True
-        for index in bucket.spec.parameters:
-            hooks, handle = self.bucket_set.parameters[index]._post_accumulate_grad_hooks, self._hooks[index]
+        for index in bucket.spec.parameters if self._num_foreign_hooks else ():
+            hooks, handle = self._hook_dicts[index], self._hooks[index]
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
                 # A hook registered after ours may still run. So the bucket waits until the step closes. From the next
                 # backward on, our hook runs last.
@@ -400,12 +446,12 @@ class Reducer:
         """
         self._num_launched += 1
         self._notify(Event.READY, bucket)
-        used = list(map(self._used.__getitem__, bucket.spec.parameters))
+        all_used = bucket.members <= self._used
         divisor = self.divisor if self.reduction.sums_payloads else None
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
-        if self._skip_unused_buckets and not any(used):  # the caller guarantees that this holds on all ranks
+        if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks
             return
-        bucket.gather(used, scale, late=self.reduction.takes_pieces)
+        bucket.gather(None if all_used else self._used, scale, late=self.reduction.takes_pieces)
         if bucket.missing and is_capturing(bucket.spec.device):
             raise ConfigurationError(
                 f"Parameter {bucket.names[min(bucket.missing)]} received no gradient in a step that is captured in a "
@@ -413,8 +459,8 @@ class Reducer:
             )
         self._notify(Event.GATHERED, bucket)
         # Also if not alone: on shm a call begins in this thread, and continues in it if no rank is late.
-        with self._waiting_for(bucket, is_observed=alone):
-            bucket.future = self.reduction.start(bucket, alone=alone)
+        start = partial(self.reduction.start, bucket, alone=alone)
+        bucket.future = self._wait_in(start, bucket, is_observed=alone)
         # From here on the reduction may write to the bucket until its future is done, even if this step fails.
         self._in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
@@ -441,10 +487,9 @@ class Reducer:
                 if not self.bucket_set.is_rebuilt:
                     self.weights.agree_first(self.weights.message())
                 message = self.weights.message()
-                exchange = self._exchange_used(self._used)
                 for bucket in self.bucket_set.buckets[self._num_launched :]:
                     self._launch(bucket, alone=bucket.is_last)
-                self._finish(message, exchange and exchange())
+                self._finish(message, self._exchange_used())
                 for future in self.post_backward:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
@@ -455,7 +500,9 @@ class Reducer:
                 # Now that gradients are settled, new buckets can adopt them.
                 if not self.bucket_set.is_rebuilt:
                     self.bucket_set.rebuild(self._arrived, group=self._group)
-                self._used = bytearray(len(self._used))
+                    if self._is_opened_by_output and self.weights.window is None:
+                        self._watch_last()
+                self._used = set()
                 self.num_buckets_reduced = len(self._in_flight)
                 self._notify(Event.CLOSED)
             finally:
@@ -475,7 +522,7 @@ class Reducer:
         self.weights.lacks_gradients = lacks and self.bucket_set.device.type != "cpu"
         factor: float | Tensor = 1.0
         if not self._finishes_one_by_one and self._in_flight:
-            factor, counts = self._correction(self._in_flight, self._used, message)
+            factor, counts = self._correction(self._in_flight, message)
             if num_users is None and counts is not None and lacks:
                 num_users = counts.tolist()
         while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
@@ -515,18 +562,16 @@ class Reducer:
     def _wait_for(self, bucket: Bucket) -> None:
         """Wait for ``bucket``, unless this has been done."""
         if bucket.future is not None:
-            with self._waiting_for(bucket):
-                self.reduction.finish(bucket, bucket.future)
+            self._wait_in(partial(self.reduction.finish, bucket, bucket.future), bucket)
             bucket.future = None
 
-    @contextmanager
-    def _waiting_for(self, bucket: Bucket, *, is_observed: bool = True) -> Iterator[None]:
-        """Report the bucket to the watchdog and to observers, and name it in the error of a failed reduction inside."""
+    def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
+        """Call ``function``; report the bucket to the watchdog and to observers, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
         try:
-            yield
+            return function()
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
@@ -540,9 +585,7 @@ class Reducer:
             if is_observed:
                 self._notify(Event.WAIT_END, bucket)
 
-    def _correction(
-        self, buckets: Sequence[Bucket], used: Sequence[int], message: Sequence[float]
-    ) -> tuple[float | Tensor, Tensor | None]:
+    def _correction(self, buckets: Sequence[Bucket], message: Sequence[float]) -> tuple[float | Tensor, Tensor | None]:
         """Return the factor for a weighted mean, and the number of ranks that used each parameter if tails lack it.
 
         Waits for those of ``buckets`` that are needed for this. Collective: every rank.
@@ -556,28 +599,23 @@ class Reducer:
         for bucket in buckets if carrier is None else [carrier]:
             self._wait_for(bucket)
         if not self.reduction.sums_payloads:
-            counts, messages = self.reduction.count_users(used, message, self.weights.device)
+            counts, messages = self.reduction.count_users(self._used_flags(), message, self.weights.device)
         return self.weights.correction(carrier, messages, message), counts
 
-    def _exchange_used(self, used: Sequence[int]) -> Callable[[], list[int]] | None:
-        """Start to exchange which parameters the ranks used, if some rank lacked gradients before.
+    def _used_flags(self) -> list[bool]:
+        return [index in self._used for index in range(len(self.bucket_set.parameters))]
 
-        Collective: every rank. See [Note: parameters without a gradient]. Does not block, except at the first time.
+    def _exchange_used(self) -> list[int] | None:
+        """Return by parameter whether any rank used it; None if no rank lacked gradients before.
 
-        Returns:
-            A function that blocks until all hosts have started it, and returns by parameter whether any rank used it.
+        Collective: every rank. See [Note: parameters without a gradient]. Blocks until all hosts are here.
         """
         if not self.weights.some_lack or is_capturing(self.bucket_set.device):
             return None
         self._cpu_group = self._cpu_group or cpu_group(self._group)
-        flags = torch.tensor(list(used), dtype=torch.uint8)
-        work = all_reduce_work(flags, group=self._cpu_group, op="max")
-
-        def wait() -> list[int]:
-            wait_for(work, "the exchange of the used parameters")
-            return flags.tolist()
-
-        return wait
+        flags = torch.tensor(self._used_flags(), dtype=torch.uint8)
+        all_reduce(flags, group=self._cpu_group, op="max")
+        return cast("list[int]", flags.tolist())
 
     # --- a rank without data ----------------------------------------------------------------------------------------
 
@@ -594,28 +632,27 @@ class Reducer:
             self._close_step()
             return
         self.weights.check_last_step()
-        message, used = self.weights.encode(), bytes(len(self._used))
+        message = self.weights.encode()
+        used, self._used = self._used, set()
         if not self.bucket_set.is_rebuilt:
             self.weights.agree_first(message)
-        exchange = self._exchange_used(used)
         buckets = self.bucket_set.scratch()
         for bucket in buckets:
-            with self._waiting_for(bucket, is_observed=False):
-                bucket.future = self.reduction.start(bucket, alone=False)
-        self._correction(buckets, used, message)
+            start = partial(self.reduction.start, bucket, alone=False)
+            bucket.future = self._wait_in(start, bucket, is_observed=False)
+        self._exchange_used()
+        self._correction(buckets, message)
         for bucket in buckets:
             self._wait_for(bucket)
-        if exchange is not None:
-            exchange()
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
+        self._used = used
 
     # --- a step ends ------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
         """Discard a backward that failed; block until no reduction writes into its buckets any more."""
-        for index in self._arrived:
-            self._used[index] = 1  # the gradients stay
+        self._used.update(self._arrived + self._drain())  # the gradients stay
         self._reset_step()
         while self._abandoned:
             with suppress(RuntimeError):  # it failed, too: nothing is written any more
@@ -628,15 +665,19 @@ class Reducer:
                 self._abandoned.append(bucket.future)
         self._in_flight, self._num_finished, self._num_launched = [], 0, 0
         self._arrived: list[int] = []  # parameters, in the order in which their gradients arrived in this step
-        self._num_noted = 0  # of these, the number that is recorded in the next attribute, by parameter
-        self._received = bytearray(len(self._used))
-        self._num_awaited = 1  # the number of arrivals at which another bucket may be complete
+        self._received: set[int] = set()  # the same
+        self._num_awaited = 1  # the number of parameters in the inbox at which another bucket may be complete
         if self.weights.window is not None:
             self.weights.window.close()
 
     def _notify(self, kind: Event, bucket: Bucket | None = None) -> None:
         for observer in self.observers:
             observer.on_event(kind, bucket)
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compression import check_method
@@ -181,10 +182,23 @@ def check_batch_norms(module: nn.Module, device_type: str) -> None:
                 )
 
 
-def sparse_parameters(module: nn.Module) -> set[torch.Tensor]:
-    """Return the weights of embeddings that produce sparse gradients."""
-    embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
-    return {layer.weight for layer in embeddings if layer.sparse}
+def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> set[torch.Tensor]:
+    """Return the weights of embeddings that produce sparse gradients.
+
+    Raises:
+        ConfigurationError: There are some, and ``group`` cannot sum them on ``device``.
+    """
+    found: set[torch.Tensor] = set()
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad:
+            if not collectives.sums_sparse_tensors(group, device):
+                backend = collectives.backend_name(group)
+                raise ConfigurationError(
+                    f"{name} is an embedding with sparse=True, but {backend} cannot sum sparse gradients.\n"
+                    "Build it with sparse=False, or give the model a process_group with the backend gloo."
+                )
+            found.add(layer.weight)
+    return found
 
 
 # --- the same model on every rank -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Weighted means: the weight of each micro-batch, the weight message of a rank, and the sum over the ranks."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
 from numbers import Real
@@ -39,13 +39,7 @@ def check_weight(weight: Any) -> float:
 
 
 def encode_message(
-    rank: int,
-    world_size: int,
-    weight: float = 0.0,
-    *,
-    is_weighed: bool = False,
-    is_missing: bool = False,
-    lacks_gradients: bool = False,
+    rank: int, world_size: int, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False
 ) -> list[float]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
@@ -55,12 +49,11 @@ def encode_message(
         weight: The total weight of its micro-batches.
         is_weighed: Whether it gave a weight.
         is_missing: Whether it gave none for some of them.
-        lacks_gradients: Whether some parameters had no gradient in its last step.
     """
     missing = [0.0] * -(-world_size // _RANKS_PER_NUMBER)
     if is_missing:
         missing[rank // _RANKS_PER_NUMBER] = float(2 ** (rank % _RANKS_PER_NUMBER))
-    return [weight, float(is_weighed), float(lacks_gradients), *missing]
+    return [weight, float(is_weighed), 0.0, *missing]
 
 
 def refuse_missing(sums: Sequence[float]) -> None:
@@ -176,16 +169,16 @@ class AccumulationWindow:
         is_masked = self._shares_batch and self._given is _Given.COUNTED and self._weight == 0
         return torch.zeros_like(gradient) if is_masked else None
 
-    def holds_gradients(self, used: Sequence[int]) -> bool:
+    def holds_gradients(self, used: Set[int]) -> bool:
         """Return whether weighted gradients wait for a synchronised backward."""
         return self.is_weighed and not self._was_zeroed(used, arrived=None)
 
     @torch.no_grad()
-    def begin_backward(self, used: bytearray, *, accumulates: bool, arrived: int | None = None) -> None:
+    def begin_backward(self, used: set[int], *, accumulates: bool, arrived: int | None = None) -> None:
         """Record that a backward enters the model, and prepare the gradients for accumulation.
 
         Args:
-            used: By index, whether a gradient arrived since the last synchronised step; cleared if they were zeroed.
+            used: The indices whose gradients arrived since the last synchronised step; cleared if they were zeroed.
             accumulates: Whether the gradients stay on this rank for now.
             arrived: The parameter whose gradient has already arrived, if this was not noticed at an output.
 
@@ -195,7 +188,7 @@ class AccumulationWindow:
         if (self.is_weighed or self.has_unweighed) and self._was_zeroed(used, arrived):
             self._zero_stashed(arrived)
             self.close()
-            used[:] = bytes(index == arrived for index in range(len(used)))
+            used.intersection_update((arrived,))
         if self._given is _Given.NOTHING:
             self.has_unweighed = True
         if self._given is _Given.NOTHING or (self._given is _Given.COUNTED and self.is_weighed):
@@ -223,7 +216,7 @@ class AccumulationWindow:
         self.total += weight
         self.is_weighed, self._given = True, _Given.COUNTED
 
-    def on_local_gradient(self, index: int, used: bytearray) -> None:
+    def on_local_gradient(self, index: int, used: set[int]) -> None:
         """Record a gradient that stays on this rank for now."""
         counts = self.is_weighed if self._given is _Given.COUNTED else self.has_unweighed
         if self._given is _Given.FRESH or not counts:
@@ -232,29 +225,29 @@ class AccumulationWindow:
         self._last_arrival = None if gradient is None else (index, gradient._version)
 
     @torch.no_grad()
-    def end(self, indices: Sequence[int], used: Sequence[int]) -> None:
+    def end(self, indices: Sequence[int], used: Set[int]) -> None:
         """Prepare the gradients of the parameters ``indices`` for being multiplied by `unit` and sent.
 
         Args:
             indices: Of parameters whose gradients this backward will not add to any more.
-            used: By index, whether a gradient arrived since the last synchronised step.
+            used: The indices whose gradients arrived since the last synchronised step.
         """
         self._unstash(indices)
         for index in indices:
             if index in self._previous:
                 tensor, held = self._previous.pop(index)
                 gradient = self._parameters[index].grad
-                if gradient is tensor and used[index]:
+                if gradient is tensor and index in used:
                     gradient.add_(held, alpha=self.total / self.unit if self.unit else 0.0)
                 elif gradient is tensor:
                     gradient.copy_(held)
 
-    def _accumulated(self, used: Sequence[int], but: int | None = None) -> Iterator[Tensor]:
+    def _accumulated(self, used: Set[int], but: int | None = None) -> Iterator[Tensor]:
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and index != but and used[index]:
+            if parameter.grad is not None and index != but and index in used:
                 yield parameter.grad
 
-    def _was_zeroed(self, used: Sequence[int], arrived: int | None) -> bool:
+    def _was_zeroed(self, used: Set[int], arrived: int | None) -> bool:
         """Return whether all accumulated gradients were reset, by ``zero_grad()`` of either kind."""
         if self._last_arrival is None:
             return False
@@ -357,7 +350,7 @@ class Weights:
         self._unread: HostCopy | None = None  # on a device: the sum of the messages, being copied to the host
         self._sent: tuple[list[float], Tensor] = [], torch.empty(0)  # the last message that was not the usual one
 
-    def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Sequence[int]) -> None:
+    def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Set[int]) -> None:
         """Store the weight of the next backward; see `AccumulationWindow` for the other arguments.
 
         Raises:
@@ -366,18 +359,21 @@ class Weights:
         if self.refusal is not None:
             raise ConfigurationError(self.refusal)
         if self.window is None:
-            local = [parameter.grad for parameter, is_used in zip(parameters, used, strict=True) if is_used]
+            local = [parameters[index].grad for index in used]
             has_unweighed = not all_zero(gradient for gradient in local if gradient is not None)
             self.window = AccumulationWindow(parameters, has_unweighed=has_unweighed, shares_batch=self.shares_batch)
         self.window.set_weight(weight)
 
     def message(self) -> list[float]:
         """Return the message that this rank sends at the end of a step."""
-        window, lacks = self.window, self.lacks_gradients and not is_capturing(self.device)
+        window = self.window
         if window is None:
-            return self.encode(is_missing=True, lacks_gradients=lacks)
-        is_missing, weight = window.has_unweighed or not window.is_weighed, window.total / self._typical
-        return self.encode(weight, is_weighed=window.is_weighed, is_missing=is_missing, lacks_gradients=lacks)
+            message = self.encode(is_missing=True)
+        else:
+            is_missing = window.has_unweighed or not window.is_weighed
+            message = self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
+        message[2] = float(self.lacks_gradients and not is_capturing(self.device))
+        return message
 
     def _uploaded_message(self) -> Tensor:
         message = self.message()
@@ -385,12 +381,12 @@ class Weights:
             self._sent = message, upload(message, widest_dtype(self.device), self.device)
         return self._sent[1]
 
-    def scale(self, indices: Sequence[int], used: Sequence[int], divisor: float | None) -> GradientScale:
+    def scale(self, indices: Sequence[int], used: Set[int], divisor: float | None) -> GradientScale:
         """Prepare the gradients of a bucket for gathering, and return their factors.
 
         Args:
             indices: The bucket's parameters.
-            used: By parameter, whether it received a gradient since the last step.
+            used: The parameters that received a gradient since the last step.
             divisor: Divides gradients if there are no weights; None: the hook divides them.
         """
         window = self.window

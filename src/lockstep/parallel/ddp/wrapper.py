@@ -79,7 +79,8 @@ class DistributedDataParallel(Wrapper, Joinable):
 
     Raises:
         ModelMismatch: On every rank: the model differs between ranks; names the parameter, the rank and both shapes.
-        ConfigurationError: There is no process group, or an argument is not supported.
+        ConfigurationError: There is no process group, or an argument is not supported, or gradients are sparse and the
+            backend cannot sum them (NCCL).
         RuntimeError: No parameter requires a gradient.
         ValueError: Arguments contradict each other or the module's device.
         CollectiveError: From ``backward``: another rank ended or did not take part.
@@ -173,7 +174,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
             {name: parameter for name, parameter in parameters if parameter.requires_grad},
-            sparse=setup.sparse_parameters(self.module),
+            sparse=setup.sparse_parameters(self.module, group, self.device),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
             message=encode_message(group.rank(), group.size(), is_missing=True),
@@ -364,8 +365,8 @@ class DistributedDataParallel(Wrapper, Joinable):
             n: A finite number, 0 or more, or a tensor with no dimensions.
 
         Raises:
-            ConfigurationError: ``n`` is not such a value. From ``backward``, on every rank: some ranks gave a weight
-                and others did not; names the latter.
+            ConfigurationError: ``n`` is not such a value. From ``backward``, on a device from the next ``forward``, on
+                every rank: some ranks gave a weight and others did not; names the latter.
         """
         self.reducer.set_weight(check_weight(n))
 
@@ -766,8 +767,8 @@ def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: fl
         count: The former name of ``mean_over``.
 
     Raises:
-        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank:
-            some ranks gave a weight and others did not; names the latter.
+        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank,
+            on a device from the next ``forward``: some ranks gave a weight and others did not; names the latter.
     """
     weight = check_weight(count if mean_over is None else mean_over)
     reducers = [reducer for reducer in live_reducers() if reducer.has_run]
