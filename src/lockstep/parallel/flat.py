@@ -8,19 +8,15 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
-# What vectorised loads need of an address, and some libraries require. Memory from torch's allocators begins at more.
-_ALIGNMENT_BYTES = 16
+# What vectorised loads need of an address, and some libraries require. Torch's allocators align memory to more. Tensors
+# whose size is no multiple of it come last in flat memory, so that all others are aligned.
+ALIGNMENT_BYTES = 16
 
 
 def padded_numel(numel: int, itemsize: int, num_slices: int) -> int:
     """Return ``numel`` rounded up to what equal slices divide, each of a multiple of 16 bytes, and of at least 16."""
-    unit = num_slices * max(_ALIGNMENT_BYTES // itemsize, 1)
+    unit = num_slices * max(ALIGNMENT_BYTES // itemsize, 1)
     return -(-max(numel, 1) // unit) * unit
-
-
-def ends_unaligned(nbytes: int) -> bool:
-    """Return whether what follows a tensor of this size in flat memory is misaligned: such tensors are put last."""
-    return nbytes % _ALIGNMENT_BYTES != 0
 
 
 def _order_in_memory(parameter: Tensor) -> list[int] | None:

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
-from lockstep.parallel.flat import ends_unaligned, padded_numel, view_like
+from lockstep.parallel.flat import ALIGNMENT_BYTES, padded_numel, view_like
 
 # --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
@@ -36,7 +36,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """The parameters of one bucket, by index, in the order of their gradients in the bucket; see `ends_unaligned`."""
+    """The parameters of one bucket, by index, in the order of their gradients in the bucket; see `ALIGNMENT_BYTES`."""
 
     parameters: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +71,7 @@ def plan_buckets(
         members = open_buckets.pop(key)
         first = parameters[members[0]]
         kind = first.dtype, first.device, first.sparse, first.deferred
-        laid = sorted(members, key=lambda index: ends_unaligned(parameters[index].numel * first.dtype.itemsize))
+        laid = sorted(members, key=lambda index: parameters[index].numel * first.dtype.itemsize % ALIGNMENT_BYTES > 0)
         # A bucket is ready when its last gradient is, so launches are ordered by the last gradient.
         finished.append((position[members[-1]], BucketSpec(tuple(laid), *kind, size_bytes.pop(key))))
         num_closed[key] += 1

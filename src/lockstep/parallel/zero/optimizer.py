@@ -42,8 +42,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     A drop-in for ``torch.distributed.optim.ZeroRedundancyOptimizer``. The result is that of the bare optimizer, and
     all ranks hold the same bits. Element-wise optimizers (SGD, Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, NAdam,
-    RAdam, ASGD, Rprop, and classes that declare it) work on flat slices: all ranks have equal shares of the state, to
-    the element, and a step is a few kernels, however many parameters there are. For this, parameters become views of
+    RAdam, ASGD, Rprop, and classes that declare it) work on flat slices: all ranks have equal shares of the state, up
+    to 16 bytes, and a step is a few kernels, however many parameters there are. For this, parameters become views of
     flat buffers. With other optimizers each rank owns whole parameters.
 
     Gradients must be equal on all ranks when `step` is called, as after a backward of ``DistributedDataParallel``.
@@ -195,7 +195,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Prepare writing to this rank's shard of buffers that the ranks share. Collective: every rank."""
         common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
         if common:
-            self._await_all()  # another rank may still read what this one is about to change
+            collectives.all_reduce(
+                torch.zeros(1), group=self.process_group
+            )  # another rank may still read what this one is about to change
         for memory, shard in common:
             memory.publish(*shard)
 
@@ -205,10 +207,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for memory in common:
             memory.forget_changes()
         if common:
-            self._await_all()
-
-    def _await_all(self) -> None:
-        collectives.all_reduce(torch.zeros(1), group=self.process_group)
+            collectives.all_reduce(torch.zeros(1), group=self.process_group)
 
     def wait(self) -> None:
         """Block until the parameters of the last `step` have arrived (on CUDA: the current stream waits)."""

@@ -23,7 +23,7 @@ from lockstep.comm.collectives import (
 )
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.flat import ends_unaligned, flatten_like, padded_numel, view_like
+from lockstep.parallel.flat import ALIGNMENT_BYTES, flatten_like, padded_numel, view_like
 
 # A limit, so that moving parameters to flat memory does not need twice their memory.
 _MAX_BUFFER_BYTES = 256 * 2**20
@@ -103,6 +103,7 @@ class FlatBuffer:
     Attributes:
         flat: The parameters.
         padded: ``flat``, and the memory after it up to the end of the last of the equal slices.
+        written: The same parameters, where the owner of a shard writes them.
     """
 
     def __init__(
@@ -115,13 +116,12 @@ class FlatBuffer:
     ) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
-        itemsize = self.parameters[0].itemsize
-        memory = allocate(padded_numel(numel, itemsize, num_ranks), self.parameters[0])
+        memory = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
         self.common = memory if isinstance(memory, CommonMemory) else None
-        self.padded, self._written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
+        self.padded, self.written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
         self.flat, self.has_equal_slices = self.padded[:numel], owner is None
         # Ranges are computed once, because every step needs them.
-        self.bounds = shard_bounds(numel, num_ranks, itemsize)
+        self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize)
         if owner is not None:
             self.bounds = [(0, numel if rank == owner else 0) for rank in range(num_ranks)]
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
@@ -158,10 +158,6 @@ class FlatBuffer:
         """Return the shard of ``rank``, of this buffer or of another ``flat`` tensor with its layout."""
         start, stop = self.bounds[rank]
         return (self.flat if flat is None else flat)[start:stop]
-
-    def written_shard_of(self, rank: int) -> Tensor:
-        """Return the shard of ``rank`` to which its optimizer writes."""
-        return self.shard_of(rank, self._written)
 
     def gradients_of(self, rank: int) -> Tensor:
         """Return a copy of the gradients of the shard of ``rank``; uninitialized where there is no gradient.
@@ -220,7 +216,7 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
 
 
 def _aligned(members: Sequence[Member]) -> list[Member]:
-    return sorted(members, key=lambda member: ends_unaligned(member[0].nbytes))  # stable
+    return sorted(members, key=lambda member: member[0].nbytes % ALIGNMENT_BYTES > 0)  # stable
 
 
 def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
@@ -247,10 +243,15 @@ class _ArrivingParameter(nn.Parameter):
     @classmethod
     @keep_out_of_graphs
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
-            if type(each) is cls:
-                _arrivals[id(each)]()
+        _arrive(tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+def _arrive(values: Iterable[object]) -> None:
+    for each in values:
+        if type(each) is _ArrivingParameter:
+            _arrivals.get(id(each), lambda: None)()
+            each.__class__ = nn.Parameter  # type: ignore[assignment]  # also of a copy, which is in no buffer
 
 
 @contextmanager
@@ -276,13 +277,10 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
             _arrivals.pop(id(parameter), None)
 
     def before_forward(module: nn.Module, _inputs: Any) -> None:
-        is_elsewhere = main is not None and torch.accelerator.current_stream(device) != main
-        if isinstance(module, torch.jit.ScriptModule) or is_elsewhere:
+        if isinstance(module, torch.jit.ScriptModule) or (main and torch.accelerator.current_stream(device) != main):
             for each in gathers:
                 finish(*each)
-        for parameter in module._parameters.values():
-            if type(parameter) is _ArrivingParameter:
-                _arrivals[id(parameter)]()
+        _arrive(module._parameters.values())
 
     hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
     try:
@@ -293,8 +291,8 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
         yield
     finally:
         hook.remove()
-        for buffer, works in gathers:
-            finish(buffer, works)
+        for buffer, _ in gathers:
+            _arrive(buffer.parameters)
 
 
 def wait_for_gather(works: Iterable[Work]) -> None:
@@ -452,7 +450,7 @@ class ShardOptimizer:
     ) -> None:
         self._optimizer_class, self._defaults, self._elementwise = optimizer_class, defaults, elementwise
         self._segments: list[Segment] = []
-        self._shards = [buffer.written_shard_of(rank) for buffer in buffers]
+        self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
             whole.parameter: parameter
             for buffer in buffers
