@@ -145,14 +145,12 @@ def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event
 
     Without ``timing``, it is for waits of the host: on CUDA, no stream of ``torch.accelerator`` may wait for it.
     """
-    if device.type == "cuda" and not timing:
-        # The host sleeps while it waits, otherwise it would take a core, which the loader may need. torch.Event ignores
-        # `blocking` on CUDA. CUDA's own class has it, and takes only streams of CUDA's own class.
-        event: torch.Event = _reused((device, "blocking"), partial(torch.cuda.Event, blocking=True))
-        event.record(torch.cuda.current_stream(device))
-    else:
-        event = _reused((device, timing), partial(torch.Event, device, enable_timing=timing))
-        event.record(torch.accelerator.current_stream(device))
+    # With `blocking` the host sleeps while it waits; otherwise it takes a core, which the loader may need. torch.Event
+    # ignores that on CUDA. CUDA's own class does not, but accepts only streams of CUDA's own class.
+    sleeps = device.type == "cuda" and not timing
+    make = partial(torch.cuda.Event, blocking=True) if sleeps else partial(torch.Event, device, enable_timing=timing)
+    event: torch.Event = _reused((device, timing), make)
+    event.record(torch.cuda.current_stream(device) if sleeps else torch.accelerator.current_stream(device))
     return event
 
 

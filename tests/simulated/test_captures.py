@@ -44,8 +44,9 @@ def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path, monkeypatch):
                 for _ in range(6):
                     step()
                 torch.sim.synchronize()
-                with torch.sim.capturing():
+                with torch.sim.counting() as counts, torch.sim.capturing():
                     step()
+                assert counts.device_to_host_bytes == 0  # a replay would write to a buffer that serves again
                 torch.sim.synchronize()
                 num_steps = watch.num_steps
                 step()

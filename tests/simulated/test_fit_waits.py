@@ -1,6 +1,7 @@
 """What a step of `fit` costs the host on a device: where it waits, and behind what; and that nothing else changes."""
 
 import math
+from contextlib import ExitStack
 from operator import gt, lt
 
 import pytest
@@ -61,26 +62,49 @@ def test_a_step_waits_only_when_its_first_forward_is_queued(on_sim, strategy):
         for name, (task, settings, _) in STEPS.items():
             if settings.get("overlap_optimizer") and strategy != "ddp":
                 continue
+            parts = []  # of the last step: until its first forward is queued, and the rest
+
+            compute = task.get("loss", mean_loss)
+
+            def loss(model, batch, compute=compute, parts=parts):
+                result = compute(model, batch)
+                if len(parts) == 1:
+                    parts[0][0].close()
+                    parts.append(counting())
+                return result
+
             devices = [world.device]
-            loop = Trainer(make_task(**task), Settings(**settings), world, strategy=strategy, devices=devices)
+            task = make_task(**{**task, "loss": loss})
+            loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=devices)
             for _ in range(5):
                 loop.step()
-            with torch.sim.counting() as counts:
-                loop.step()
+            parts.append(counting())
+            loop.step()
+            parts[1][0].close()
             loop.settle()
             loop.close()
-            found[name] = [(wait.kind, wait.queued > 0, wait.line) for wait in counts.waits], counts.segments
+            before, after = (counts for _, counts in parts)
+            found[name] = (
+                [(wait.kind, wait.line) for wait in before.waits],
+                [(wait.kind, wait.queued > 0, wait.line) for wait in after.waits],
+                before.segments + after.segments,
+            )
         return found
 
     for found in on_sim(1 if strategy == "single" else 2)(run):
-        for name, (waits, segments) in found.items():
-            *before, (kind, has_work, line) = waits
-            assert (kind, has_work, segments) == ("event", True, 0), (name, waits)
+        for name, (before, after, segments) in found.items():
+            assert (before, segments) == ([], 0), name
+            *of_engine, (kind, has_work, line) = after
+            assert (kind, has_work) == ("event", True), (name, after)
             assert line.endswith(f" {STEPS[name][2]}"), (name, line)
             # Of the engine: whether other ranks gave weights in the last step. Over before the gradient is.
-            assert all(kind == "event" and has_work and "_post_forward" in line for kind, has_work, line in before), (
-                name
-            )
+            assert all(kind == "event" and has_work and "_post_forward" in at for kind, has_work, at in of_engine), name
+
+
+def counting():
+    """Count from here until the first of the two is closed."""
+    stack = ExitStack()
+    return stack, stack.enter_context(torch.sim.counting())
 
 
 def test_gradients_are_read_beside_backward(on_sim):

@@ -558,6 +558,11 @@ class _Exchange(Work):
             received[rank].copy_(sent[rank])
         self._works, self._group, self._result = start_exchange(group, sent, received, rank), group, result
         self._tensors = sent, received  # kept alive until then
+        self._future: Future[None] = Future()
+
+    def get_future(self) -> Future[None]:
+        """Return a future that is done after `wait`, as nothing else notices that the exchange is complete."""
+        return self._future
 
     def is_completed(self) -> bool:
         """Return whether all transfers are complete."""
@@ -570,6 +575,8 @@ class _Exchange(Work):
             wait_for_transfer(work, self._group)
         result, self._result = self._result, lambda: None
         result()
+        if not self._future.done():
+            self._future.set_result(None)
         return True
 
 

@@ -633,8 +633,8 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     with strategy ``dp``, it trains in this process. The task is sent to the ranks by cloudpickle. The trained weights
     are in the files of ``checkpoint`` and ``export``, and `Task.after` is called with the model on rank zero.
 
-    With a folder for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C stop the run after the current step and save; the result
-    contains the reason.
+    With a folder for checkpoints, SIGTERM, SIGUSR1 and Ctrl-C stop the run after the current step, with devices after
+    the next one, and save; the result contains the reason.
 
     Collective for strategies with a process for each device: every rank. Blocks until the training ends.
 
