@@ -53,6 +53,7 @@ def run(call: Call) -> Reply:
     random.seed(1000 + call.rank)
     if hasattr(torch, "sim"):
         torch.sim.take_errors()
+        torch.sim.forget_contexts()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(call.warnings)

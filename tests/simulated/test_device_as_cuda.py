@@ -164,6 +164,18 @@ def test_a_rank_with_more_than_one_context_fails(on_sim):
         on_sim(2)(run)
 
 
+def leave(world):
+    tensor, side = torch.ones(64, device="sim"), torch.Stream("sim")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        tensor * 2
+
+
+def test_a_call_leaves_nothing_on_the_device_to_the_next_in_its_worker(sim_ranks):
+    sim_ranks(1)(leave)
+    assert sim_ranks(1)(lambda world: torch.zeros(64, device="sim").sum().item()) == [0.0]
+
+
 # --- Waits of the host
 
 

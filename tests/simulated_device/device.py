@@ -226,7 +226,7 @@ def contexts():
 
 
 def forget_contexts():
-    """Have no context, and no current device in this thread, as a new process."""
+    """Have no context, no current device in this thread, and nothing on its way, as a new process."""
     native.forget_contexts()
 
 

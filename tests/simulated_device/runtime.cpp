@@ -1266,6 +1266,12 @@ void forget_contexts() {
   for (auto& has : state().has_context)
     has = false;
   state().contexts.clear();
+  auto& host = state().streams[HOST].clock;
+  for (auto& stream : state().streams) { // what was launched before is over
+    const auto clock = stream.clock;
+    merge(host, clock);
+    stream.pending.clear();
+  }
   driver_device = 0;
   target_device = -1;
 }

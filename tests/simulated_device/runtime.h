@@ -192,7 +192,7 @@ void set_check(Check mode);
 void set_patience(double seconds);
 std::vector<std::string> take_errors();
 std::map<int, PlacePtr> contexts(); // where each was opened
-void forget_contexts(); // and be on device 0, as a new process is
+void forget_contexts(); // and be on device 0 with nothing launched, as a new process is
 void begin_capture(int stream);
 void end_capture(bool failed);
 bool is_capturing(int stream);
