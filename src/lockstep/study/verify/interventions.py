@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.accelerator import default_device
 from lockstep.train.settings import Settings, StrategyName
 
 # One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
@@ -290,9 +291,9 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     # A generator of the task's own must not advance: how often would again depend on the division.
     if isinstance(kwargs.get("generator"), torch.Generator):
         kwargs = {**kwargs, "generator": None}
-    # Without a list it is the state of every device, with a warning where there are several.
+    # Without a list it is the state of every device, with a warning where there are several; torch 2.11 assumes CUDA.
     here = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    with torch.random.fork_rng(here):
+    with torch.random.fork_rng(here, device_type=default_device().type):
         torch.manual_seed(0)
         if name.endswith("_"):  # one number of that distribution: more are drawn another way from 16 on
             return args[0].copy_(func(args[0].new_empty(1), *args[1:], **kwargs))
