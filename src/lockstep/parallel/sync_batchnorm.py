@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
-from lockstep.comm.collectives import Group, all_gather_rows, all_reduce, default_group, is_initialized
+from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 
@@ -196,7 +196,7 @@ class StatisticsExchange:
 
     def _gather(self, vector: Tensor, *, check: bool) -> Tensor:
         try:
-            rows = all_gather_rows(self._marked(vector), group=self._group)
+            rows = all_gather(self._marked(vector), group=self._group)
         except RuntimeError as error:
             raise self._error("forward", error) from error
         if check and any(number != self._place.number for number in rows[:, -1].tolist()):

@@ -194,10 +194,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _begin_writing(self, buffers: Sequence[FlatBuffer]) -> None:
         """Prepare writing to this rank's shard of buffers that the ranks share. Collective: every rank."""
         common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
-        if common:
-            collectives.all_reduce(
-                torch.zeros(1), group=self.process_group
-            )  # another rank may still read what this one is about to change
+        if common:  # another rank may still read what this one is about to change
+            collectives.all_reduce(torch.zeros(1), group=self.process_group)
         for memory, shard in common:
             memory.publish(*shard)
 
