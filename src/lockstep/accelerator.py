@@ -76,23 +76,20 @@ def check_float64(device: torch.device, name: str) -> None:
         )
 
 
-def start_thread(
-    target: Callable[..., object], *, name: str, device: torch.device | None, args: tuple[Any, ...] = ()
-) -> threading.Thread:
+def start_thread(target: Callable[[], object], *, name: str, device: torch.device | None) -> threading.Thread:
     """Start a daemon thread in which ``device`` is the current one; see [Note: streams and threads].
 
     Args:
-        target: Called with ``args`` in the thread.
+        target: Called in the thread.
         name: Of the thread.
         device: Has an index. Nothing is done for the CPU and for ``None``.
-        args: The arguments of ``target``.
     """
 
     def run() -> None:
         if device is not None and device.type != "cpu":
             torch.accelerator.set_device_index(device)
             _stay_out_of_captures(device)
-        target(*args)
+        target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

@@ -269,8 +269,7 @@ class Trainer:
                 self.settle()
                 if self._in_backward:  # parameters are updated as soon as their bucket is reduced
                     self._set_rates()
-                for part in parts:
-                    losses.append(part.value.detach())
+                losses.extend(part.value.detach() for part in parts)
                 metrics.add(parts)
                 if is_last:
                     metrics.start_sum(
@@ -305,11 +304,8 @@ class Trainer:
         if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
             self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
             norm = self._gradients.norm()
-            factor = None
-            if not self._in_backward:
-                if sums.divisor is not None or self.scaler is not None:
-                    factor = self._unscale_factor(sums.divisor)
-                norm = norm if factor is None else norm * factor.to(norm)
+            factor = None if self._in_backward else self._unscale_factor(sums.divisor)
+            norm = norm if factor is None else norm * factor.to(norm)
             copy = HostCopy(norm)  # before the update, so that reading it does not wait for the update
             if not self._in_backward:
                 self._finish_gradient(norm, factor)  # also if it is not used: the device would be idle in a wait
@@ -369,13 +365,9 @@ class Trainer:
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
         """Compute a micro-batch again, to the same bits, and return its losses."""
-        losses: list[Tensor] = []
-
-        def after_forward(parts: list[step_parts.Part]) -> None:
-            losses.extend(part.value.detach() for part in parts)
-
-        self._compute(micro, index, StepTimer(self.device), after_forward, sync=False)
-        return losses
+        parts: list[step_parts.Part] = []
+        self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
+        return [part.value.detach() for part in parts]
 
     @property
     def _own_optimizer(self) -> Optimizer:

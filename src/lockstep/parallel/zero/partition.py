@@ -109,7 +109,6 @@ class FlatBuffer:
     def __init__(
         self, members: Sequence[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None
     ) -> None:
-        members = sorted(members, key=lambda member: member[0].nbytes % ALIGNMENT_BYTES > 0)  # stable
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
         memory = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
@@ -185,7 +184,7 @@ def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Alloca
                 size_bytes = 0
             parts[-1].append((parameter, whole))
             size_bytes += parameter.nbytes
-    return [FlatBuffer(part, allocate, num_ranks=num_ranks) for part in parts]
+    return [FlatBuffer(_aligned(part), allocate, num_ranks=num_ranks) for part in parts]
 
 
 def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
@@ -205,9 +204,13 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
             loads[rank] += member[1].numel
         for owner, mine in enumerate(owned):
             if mine:
-                ordered = sorted(mine, key=lambda member: member[1])
+                ordered = _aligned(sorted(mine, key=lambda member: member[1]))
                 buffers.append(FlatBuffer(ordered, allocate, num_ranks=num_ranks, owner=owner))
     return buffers
+
+
+def _aligned(members: Sequence[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: member[0].nbytes % ALIGNMENT_BYTES > 0)  # stable
 
 
 def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
@@ -342,10 +345,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 
-_REFUSED = {
-    torch.optim.LBFGS: "works with all parameters together",
-    torch.optim.SparseAdam: "is for sparse gradients",
-}
+_REFUSED = {torch.optim.LBFGS: "works with all parameters together", torch.optim.SparseAdam: "is for sparse gradients"}
 
 # torch's optimizers on the CPU pass over a parameter once for each operation, a dozen times in Adam. For a segment of
 # millions of elements each pass reads from memory. So on CPUs segments are split so that value, gradient and state fit
