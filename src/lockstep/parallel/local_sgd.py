@@ -167,7 +167,8 @@ class Fragment:
         """Write outer - local to the tensors to reduce. Blocks until the device is done, if they are on the host."""
         sources: list[Any] = list(self.local)
         if self._is_offloaded:
-            torch._foreach_copy_(self.gradients, sources, non_blocking=True)
+            for gradient, local in zip(self.gradients, sources, strict=True):
+                gradient.copy_(local, non_blocking=True)
             for device in {local.device for local in self.local}:
                 synchronize(device)
             sources = self.gradients
