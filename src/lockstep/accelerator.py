@@ -28,18 +28,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep import activity
 from lockstep.errors import ConfigurationError
-
-T = TypeVar("T")
-
-# The number of cudaStreamCaptureModeRelaxed.
-_RELAXED = 2
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -81,23 +76,20 @@ def check_float64(device: torch.device, name: str) -> None:
         )
 
 
-def start_thread(
-    target: Callable[..., object], *, name: str, device: torch.device | None, args: tuple[Any, ...] = ()
-) -> threading.Thread:
+def start_thread(target: Callable[[], object], *, name: str, device: torch.device | None) -> threading.Thread:
     """Start a daemon thread in which ``device`` is the current one; see [Note: streams and threads].
 
     Args:
-        target: Called with ``args`` in the thread.
+        target: Called in the thread.
         name: Of the thread.
         device: Has an index. Nothing is done for the CPU and for ``None``.
-        args: The arguments of ``target``.
     """
 
     def run() -> None:
         if device is not None and device.type != "cpu":
             torch.accelerator.set_device_index(device)
             _stay_out_of_captures(device)
-        target(*args)
+        target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
@@ -122,22 +114,19 @@ _pools: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
 _pools_lock = threading.Lock()
 
 
-def _count_references(pool: deque[Any]) -> int:
-    return sys.getrefcount(pool[-1])
+# The sys.getrefcount of an object that only its pool refers to, called in the same way as below.
+_UNUSED = next(map(sys.getrefcount, deque([object()])))
 
 
-_UNUSED = _count_references(deque([object()]))
-
-
-def _reused(kind: Hashable, make: Callable[[], T]) -> T:
+def _reused(kind: Hashable, make: Callable[[], Any]) -> Any:
     """Return an object of ``kind`` that nothing refers to any more, or a new one; see the note above."""
     with _pools_lock:
         pool = _pools[kind]
-        pool.rotate(-1)  # the oldest
-        if not pool or _count_references(pool) != _UNUSED:
+        is_unused = next(map(sys.getrefcount, pool), None) == _UNUSED  # the oldest
+        pool.rotate(-1)
+        if not is_unused:
             pool.append(make())
-        found: T = pool[-1]
-        return found
+        return pool[-1]
 
 
 def recorded_event(device: torch.device, *, timing: bool = False) -> torch.Event:
@@ -225,7 +214,8 @@ def _stay_out_of_captures(device: torch.device) -> None:
     if device.type == "cuda" and torch.version.cuda is not None:
         with suppress(OSError, AttributeError):  # loaded by torch already, unless it is linked statically
             runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+            relaxed = ctypes.c_int(2)  # the number of cudaStreamCaptureModeRelaxed
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def is_capturing(device: torch.device) -> bool:

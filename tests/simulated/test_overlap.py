@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep.comm.collectives import all_gather_rows, broadcast_coalesced
+from lockstep.comm.collectives import all_gather, broadcast_coalesced
 from lockstep.parallel.dp import replicas
 from lockstep.parallel.dp.replicas import coalesced_copies
 from lockstep.parallel.zero import partition
@@ -300,9 +300,9 @@ def test_weights_are_packed_in_chunks(on_sim):
 
 def kernels_of_a_gather(world):
     vector = torch.full((5,), 1.0 + world.rank, device=world.device)
-    all_gather_rows(vector, group=world.group)
+    all_gather(vector, group=world.group)
     with torch.sim.counting() as counts:
-        rows = all_gather_rows(vector, group=world.group)
+        rows = all_gather(vector, group=world.group)
     assert rows.tolist() == [[1.0 + rank] * 5 for rank in range(world.world_size)]
     layer = lockstep.SyncBatchNorm(4).to(world.device)
     layer(torch.randn(3, 4, device=world.device))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def current_device_of_a_thread(world):
         accelerator.synchronize(event)
         seen.append((text, torch.accelerator.current_device_index()))
 
-    thread = accelerator.start_thread(note, name="noting", device=world.device, args=("here",))
+    thread = accelerator.start_thread(partial(note, "here"), name="noting", device=world.device)
     thread.join()
     assert (thread.name, thread.daemon) == ("noting", True)
     accelerator.start_thread(lambda: seen.append("cpu"), name="cpu", device=torch.device("cpu")).join()
@@ -53,7 +54,7 @@ def test_reading_the_record_of_collectives_opens_no_context_on_another_device(on
 
 def leave_apart(world):
     seen = set()
-    watcher = accelerator.start_thread(watch, name="watcher", device=None, args=(seen,))
+    watcher = accelerator.start_thread(partial(watch, seen), name="watcher", device=None)
     time.sleep(1.5 * (world.rank == 0))  # it evaluates, or uploads a checkpoint
     came = time.monotonic()
     world.close()

@@ -333,16 +333,11 @@ def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return chunks
 
 
-def all_gather(tensor: Tensor, *, group: Group) -> list[Tensor]:
-    """Return every rank's ``tensor``, by rank.
+def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
+    """Return every rank's ``tensor``, by rank, as the rows of one.
 
     Collective: every rank, in the same order, with the same shape and dtype. Blocks until complete.
     """
-    return list(all_gather_rows(tensor, group=group))
-
-
-def all_gather_rows(tensor: Tensor, *, group: Group) -> Tensor:
-    """Return every rank's ``tensor`` as the rows of one; the rest as `all_gather`."""
     rows = tensor.new_empty((group.size(), *tensor.shape))
     options = dist.distributed_c10d.AllgatherOptions()
     if tensor.is_cpu or not has_all_gather(group, tensor.device):
@@ -364,7 +359,7 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
     """
     data = _to_bytes(value, device)
     # All ranks send as many bytes as the longest value has: backends require equal sizes.
-    lengths = [int(length) for length in all_gather(torch.tensor([data.numel()], device=device), group=group)]
+    lengths = all_gather(torch.tensor([data.numel()], device=device), group=group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     gathered = all_gather(padded, group=group)
@@ -387,8 +382,8 @@ def all_gather_different(
     """
     text = json.dumps(value if compared is None else compared)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    digests = all_gather(torch.tensor([digest], device=device), group=group)
-    if len(set(map(int, digests))) == 1:  # all ranks see the same digests and take the same branch
+    digests = all_gather(torch.tensor([digest], device=device), group=group).flatten().tolist()
+    if len(set(digests)) == 1:  # all ranks see the same digests and take the same branch
         return [value]
     return all_gather_object(value, group=group, device=device)
 
@@ -646,7 +641,7 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
     torch.save(state, buffer)
     mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
     del buffer  # as large as the state, and not needed while it travels
-    sizes = [int(size) for size in all_gather(torch.tensor([mine.numel()], device=device), group=group)]
+    sizes = all_gather(torch.tensor([mine.numel()], device=device), group=group).flatten().tolist()
     keeps = to is None or to == group.rank()
     states = []
     for rank, size in enumerate(sizes):  # one by one: only a rank that keeps them needs memory for more than one

@@ -107,7 +107,8 @@ class LogDeduplicator:
 
     def add(self, rank: int, text: str, now_s: float) -> list[str]:
         """Add a line; return the lines to show now."""
-        key = _key_of(text)
+        # What is compared: the line without torch's rank prefix, and without times in its log.
+        key = _GLOG_PREFIX.sub(r"[\1 ", _TORCH_PREFIX.sub("", _last_state(text)))
         if rank != self._first:
             self._held[rank].append(_Held(now_s, text, key))
             return self.due(now_s)
@@ -144,11 +145,6 @@ class LogDeduplicator:
 def _last_state(text: str) -> str:
     """Return the last state of a line: each state of a progress bar begins with a carriage return."""
     return text.rstrip("\r").rpartition("\r")[2]
-
-
-def _key_of(text: str) -> str:
-    """Return the part of a line to compare: without torch's rank prefix, and without times in its log."""
-    return _GLOG_PREFIX.sub(r"[\1 ", _TORCH_PREFIX.sub("", _last_state(text)))
 
 
 # The pipes.

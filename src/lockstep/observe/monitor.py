@@ -280,10 +280,7 @@ def monitor(
         model, nn.Module, "model", "not an nn.Module.\nGive the model that is called in training, or a list."
     )
     optimizers: list[Optimizer] = _listed(
-        optimizer,
-        Optimizer,
-        "optimizer",
-        "not a torch.optim.Optimizer.\nGive the optimizer, or a list, or omit it.",
+        optimizer, Optimizer, "optimizer", "not a torch.optim.Optimizer.\nGive the optimizer, or a list, or omit it."
     )
     for number, each in enumerate(optimizers):  # some libraries wrap them
         inner = getattr(each, "optimizer", None)

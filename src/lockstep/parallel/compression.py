@@ -470,7 +470,7 @@ class _Pipeline:
         self._numbers = itertools.count()
         self._queues = [SimpleQueue[Any]() for _ in range(3)]
         for queue, following in itertools.zip_longest(self._queues, self._queues[1:]):
-            start_thread(_drive, name="lockstep-compression", device=device, args=(queue, following))
+            start_thread(partial(_drive, queue, following), name="lockstep-compression", device=device)
         # Ends the threads when the group is freed, and before the interpreter ends.
         weakref.finalize(self, self._queues[0].put, None)
 

@@ -325,15 +325,10 @@ class PeriodicAveraging:
         is_offloaded = cpu_offload and self._device.type != "cpu"
         self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for each in local]
         group = cpu_group(self._group) if is_offloaded else self._group
+        numels = [each.numel() for each in local]
+        parts = [slice(part.start, part.stop) for part in cut_fragments(numels, schedule.fragments)]
         self._fragments = [
-            Fragment(
-                self._names[part.start : part.stop],
-                local[part.start : part.stop],
-                self._outer[part.start : part.stop],
-                group,
-                compression,
-            )
-            for part in cut_fragments([each.numel() for each in local], schedule.fragments)
+            Fragment(self._names[part], local[part], self._outer[part], group, compression) for part in parts
         ]
         self._sums = [each for fragment in self._fragments for each in fragment.compressed]
         self.outer_optimizer = outer_optimizer(self._outer)

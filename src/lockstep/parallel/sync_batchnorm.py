@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
-from lockstep.comm.collectives import Group, all_gather_rows, all_reduce, default_group, is_initialized
+from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 
@@ -164,22 +164,32 @@ class StatisticsExchange:
         """
         if self._layer in _compared:
             return
-        rows = self._gather(torch.tensor([num_channels], device=device), check=True)
+        rows = self.gather(torch.tensor([num_channels], device=device), check=True)
         on_rank = [int(each) for each in rows.flatten().tolist()]
         if any(each != num_channels for each in on_rank):
             channels = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(on_rank))
             raise self._error("forward", f"it has different numbers of channels: {channels}.")
         _compared.add(self._layer)
 
-    def gather(self, vector: Tensor) -> Tensor:
+    def gather(self, vector: Tensor, *, check: bool = False) -> Tensor:
         """Return every rank's ``vector`` as the rows of a matrix.
 
-        Collective: every rank. Blocks until complete (on CUDA: the current stream waits).
+        Collective: every rank. Blocks until complete (on CUDA: the current stream waits, or the host with ``check``).
+
+        Args:
+            vector: Of the same size on every rank.
+            check: Whether to check on devices, too, that all ranks run this layer.
 
         Raises:
             CollectiveError: Other ranks run another layer, or ended, or did not take part in time.
         """
-        return self._gather(vector, check=vector.is_cpu)
+        try:
+            rows = all_gather(self._marked(vector), group=self._group)
+        except RuntimeError as error:
+            raise self._error("forward", error) from error
+        if (check or vector.is_cpu) and any(number != self._place.number for number in rows[:, -1].tolist()):
+            raise self._error("forward", _ANOTHER_LAYER)
+        return rows[:, :-1]
 
     def sum(self, vector: Tensor) -> Tensor:
         """Return the sum of every rank's ``vector``, in this rank's unit. Collective: as `gather`."""
@@ -193,15 +203,6 @@ class StatisticsExchange:
         if vector.is_cpu and float(marked[-1]) / self._group.size() != self._place.number:
             raise self._error("backward", _ANOTHER_LAYER)
         return marked[:-1] if unit == 1 else marked[:-1] / unit
-
-    def _gather(self, vector: Tensor, *, check: bool) -> Tensor:
-        try:
-            rows = all_gather_rows(self._marked(vector), group=self._group)
-        except RuntimeError as error:
-            raise self._error("forward", error) from error
-        if check and any(number != self._place.number for number in rows[:, -1].tolist()):
-            raise self._error("forward", _ANOTHER_LAYER)
-        return rows[:, :-1]
 
     def _marked(self, vector: Tensor) -> Tensor:
         return torch.cat([vector, vector.new_full((1,), self._place.number)])

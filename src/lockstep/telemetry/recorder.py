@@ -80,7 +80,7 @@ class StepRecorder:
             period_s: Seconds between two rounds.
         """
         self._then = then or self._then
-        self._thread = start_thread(self._run, name="lockstep-recorder", device=self._device, args=(period_s,))
+        self._thread = start_thread(lambda: self._run(period_s), name="lockstep-recorder", device=self._device)
 
     def _run(self, period_s: float) -> None:
         wait_s = min(_FIRST_S, period_s)

@@ -112,9 +112,8 @@ class BadSamples:
     def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
         self.pending = []
         # Every rank reads the whole stream, so all report the same sample.
-        bad = sorted(
-            {sample for samples in ranks for sample in samples}, key=lambda sample: (sample.step, sample.sample)
-        )
+        different = {sample for samples in ranks for sample in samples}
+        bad = sorted(different, key=lambda sample: (sample.step, sample.sample))
         if not bad:
             return
         if not self.skip or any(sample.others for sample in bad):

@@ -235,18 +235,13 @@ class Trainer:
     def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
         timer = StepTimer(self.device)
-        if self.settings.on_nan == "skip":
-            self.nonfinite.begin_step()
+        self.nonfinite.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
         # Replicas that train independently only communicate when they exchange parameters.
         group = self.group if self._sync and self.strategy.agrees(step) else None
         loss_group = None if self.strategy.sums_losses or not self._sync else self.strategy.step_group
         metrics = step_parts.StepMetrics(
-            self.device,
-            loss_group,
-            dtype=self._sum_dtype,
-            has_counts=self._has_counts,
-            only_means=self._in_backward,
+            self.device, loss_group, dtype=self._sum_dtype, has_counts=self._has_counts, only_means=self._in_backward
         )
         self.bad_samples.num_in_step = num_read = num_samples = 0
         computed: Computed = []
@@ -271,18 +266,14 @@ class Trainer:
             def after_forward(
                 parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last
             ) -> None:
-                if self.device.type != "cpu":
-                    self.settle()
+                self.settle()
                 if self._in_backward:  # parameters are updated as soon as their bucket is reduced
                     self._set_rates()
-                for part in parts:
-                    losses.append(part.value.detach())
+                losses.extend(part.value.detach() for part in parts)
                 metrics.add(parts)
                 if is_last:
                     metrics.start_sum(
-                        len(self.bad_samples.pending),
-                        stop=self.stop_requested(),
-                        failed=self.failure_seen(),
+                        len(self.bad_samples.pending), stop=self.stop_requested(), failed=self.failure_seen()
                     )
 
             try:
@@ -294,8 +285,7 @@ class Trainer:
             self.batches.prefetch()
             timer.lap("data_wait")
         self._has_counts = metrics.has_counts
-        if self.device.type != "cpu":
-            self.settle()  # DataParallel of a process without samples runs no forward
+        self.settle()  # DataParallel of a process without samples runs no forward
 
         # Agree. The sums contain the loss of the global batch, and the flags of the ranks.
         if ranges.now:
@@ -314,11 +304,8 @@ class Trainer:
         if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
             self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
             norm = self._gradients.norm()
-            factor = None
-            if not self._in_backward:
-                if sums.divisor is not None or self.scaler is not None:
-                    factor = self._unscale_factor(sums.divisor)
-                norm = norm if factor is None else norm * factor.to(norm)
+            factor = None if self._in_backward else self._unscale_factor(sums.divisor)
+            norm = norm if factor is None else norm * factor.to(norm)
             copy = HostCopy(norm)  # before the update, so that reading it does not wait for the update
             if not self._in_backward:
                 self._finish_gradient(norm, factor)  # also if it is not used: the device would be idle in a wait
@@ -343,18 +330,14 @@ class Trainer:
             timer.lap("communication")
 
         # Record.
-        reports_norm = self.settings.clip is not None or self.scaler is not None
-        grad_norm = norm if reports_norm else None
+        grad_norm = None if self.settings.clip is None and self.scaler is None else norm
         record = StepRecord(step, num_samples, sums.loss, grad_norm, updated, sums.count, timer)
         self.num_steps_done += 1
         every, done = self.settings.check_replicas, self.num_steps_done
         # Also after the first step, so that an error can name the last step after which the replicas were equal.
         known = self._alike_after
-        if (
-            group is not None
-            and every
-            and (known is None or done // every > known // every or done == self.plan.num_steps)
-        ):
+        is_due = every and (known is None or done // every > known // every or done == self.plan.num_steps)
+        if group is not None and is_due:
             self.check_replicas()
         return record
 
@@ -382,13 +365,9 @@ class Trainer:
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
         """Compute a micro-batch again, to the same bits, and return its losses."""
-        losses: list[Tensor] = []
-
-        def after_forward(parts: list[step_parts.Part]) -> None:
-            losses.extend(part.value.detach() for part in parts)
-
-        self._compute(micro, index, StepTimer(self.device), after_forward, sync=False)
-        return losses
+        parts: list[step_parts.Part] = []
+        self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
+        return [part.value.detach() for part in parts]
 
     @property
     def _own_optimizer(self) -> Optimizer:

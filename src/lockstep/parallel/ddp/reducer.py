@@ -411,9 +411,9 @@ class Reducer:
         self._num_awaited = 1
         if self.before_launch is not None:  # buckets would disturb the order of collectives in layers
             return
-        for other in self._sharers:  # it may still launch the bucket that has one of these gradients
-            if other.is_collecting:
-                return
+        # Another wrapper may still launch the bucket that has one of these gradients.
+        if any(other.is_collecting for other in self._sharers):
+            return
         buckets = self.bucket_set.buckets if self.bucket_set.is_rebuilt else []  # the first step only observes
         for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
             num_missing = len(bucket.members - self._received)
@@ -595,8 +595,7 @@ class Reducer:
         Raises:
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
         """
-        counts: Tensor | None = None
-        messages: Tensor | None = None
+        counts = messages = None
         carrier = self.weights.carrier(buckets) if self.reduction.sums_payloads else None
         for bucket in buckets if carrier is None else [carrier]:
             self._wait_for(bucket)

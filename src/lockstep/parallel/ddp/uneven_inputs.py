@@ -203,7 +203,7 @@ class SyncLayerShadow:
         # Reading the rows makes the host wait for the device, but only in steps where some rank may have no batch.
         mine = torch.tensor([event, number], device=self._device)
         try:
-            rows = torch.stack(all_gather(mine, group=self._group)).tolist()
+            rows = all_gather(mine, group=self._group).tolist()
         except RuntimeError as error:
             raise CollectiveError(
                 f"Rank {self._group.rank()}: waiting for what the SyncBatchNorm layers of the other ranks do next "

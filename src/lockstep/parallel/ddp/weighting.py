@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.accelerator import HostCopy, is_capturing, upload, widest_dtype
 from lockstep.comm.collectives import Group, all_reduce
-from lockstep.errors import CollectiveError, ConfigurationError
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 
 _RANKS_PER_NUMBER = 8
@@ -473,13 +473,7 @@ class Weights:
     def _exchange(self, message: Sequence[float]) -> Tensor:
         """Return the sum of all messages. Collective: every rank. Blocks until complete; on a device its stream."""
         sums = upload(message, widest_dtype(self.device), self.device)
-        try:
-            all_reduce(sums, group=self._group)
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"Rank {self._group.rank()}: the exchange of the ranks' weights failed: {error}\n"
-                "Another rank probably ended or ran no backward; look at the first error of the job."
-            ) from error
+        all_reduce(sums, group=self._group)
         return sums
 
     def _conclude(self, messages: Tensor) -> float:

@@ -194,10 +194,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _begin_writing(self, buffers: Sequence[FlatBuffer]) -> None:
         """Prepare writing to this rank's shard of buffers that the ranks share. Collective: every rank."""
         common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
-        if common:
-            collectives.all_reduce(
-                torch.zeros(1), group=self.process_group
-            )  # another rank may still read what this one is about to change
+        if common:  # another rank may still read what this one is about to change
+            collectives.all_reduce(torch.zeros(1), group=self.process_group)
         for memory, shard in common:
             memory.publish(*shard)
 
@@ -380,18 +378,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 members.append((parameter, ShardRange(len(members), 0, parameter.numel(), group)))
         self._buffers: list[FlatBuffer] = []
         self._laid_for: Sequence[Bucket] | None = None
-        how = (self.world_size, self._allocate)
-        if not self.is_elementwise:
-            self._buffers = partition.partition_by_parameter(members, *how)
-        else:
-            if self._reducer is not None:
-                self._laid_for = self._reducer.bucket_set.buckets
-                member_of = {id(parameter): (parameter, whole) for parameter, whole in members}
-                for bucket in self._laid_for:
-                    inside = [member_of[id(parameter)] for parameter in bucket.parameters]
-                    self._buffers.append(FlatBuffer(inside, self._allocate, num_ranks=self.world_size))
-            laid = {id(parameter) for buffer in self._buffers for parameter in buffer.parameters}
-            self._buffers += partition.partition_evenly([each for each in members if id(each[0]) not in laid], *how)
+        member_of = {id(parameter): (parameter, whole) for parameter, whole in members}
+        if self._reducer is not None:  # then it is element-wise
+            self._laid_for = self._reducer.bucket_set.buckets
+            for bucket in self._laid_for:
+                inside = [member_of.pop(id(parameter)) for parameter in bucket.parameters]
+                self._buffers.append(FlatBuffer(inside, self._allocate, num_ranks=self.world_size))
+        divide = partition.partition_evenly if self.is_elementwise else partition.partition_by_parameter
+        self._buffers += divide(list(member_of.values()), self.world_size, self._allocate)
         self._shard = ShardOptimizer(
             self._optimizer_class,
             self._defaults,
@@ -445,12 +439,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
-        described = (
-            self._optimizer_class.__name__
-            + ", shard_gradients" * self._shard_gradients
-            + f", param groups of {', '.join(str(len(group['params'])) for group in self.param_groups)} parameters"
-        )
-        check_arguments_agree(described, group=group, device=device)
+        described = self._optimizer_class.__name__ + ", shard_gradients" * self._shard_gradients
+        sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
+        check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
 
     # --- Uneven inputs
 

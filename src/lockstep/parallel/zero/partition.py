@@ -107,12 +107,7 @@ class FlatBuffer:
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        allocate: Allocate,
-        *,
-        num_ranks: int,
-        owner: int | None = None,
+        self, members: Sequence[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None
     ) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
@@ -350,10 +345,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     }
 )
 
-_REFUSED = {
-    torch.optim.LBFGS: "works with all parameters together",
-    torch.optim.SparseAdam: "is for sparse gradients",
-}
+_REFUSED = {torch.optim.LBFGS: "works with all parameters together", torch.optim.SparseAdam: "is for sparse gradients"}
 
 # torch's optimizers on the CPU pass over a parameter once for each operation, a dozen times in Adam. For a segment of
 # millions of elements each pass reads from memory. So on CPUs segments are split so that value, gradient and state fit

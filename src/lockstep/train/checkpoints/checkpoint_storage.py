@@ -234,8 +234,7 @@ def plan_slabs(sizes_bytes: Sequence[int]) -> tuple[list[int], list[tuple[int, i
     slabs: list[int] = []
     free: list[int] = []
     places, left = [(0, 0)] * len(padded), sum(padded)
-    for index in sorted(range(len(padded)), key=padded.__getitem__, reverse=True):
-        size = padded[index]
+    for index, size in sorted(enumerate(padded), key=lambda each: each[1], reverse=True):
         slab = next((each for each, room in enumerate(free) if room >= size), len(free))
         if slab == len(free):
             slabs.append(1 << max((size - 1).bit_length(), left.bit_length() - 1, _LEAST_SLAB))
