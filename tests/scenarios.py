@@ -426,6 +426,20 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
     "compiled": partial(compiled, backend="aot_eager"),
     "one context": one_context,
 }
+ALIKE = (
+    "torch's gradients, float32",
+    "torch's gradients, bf16 autocast",
+    "torch's gradients, mlp",  # as without no_sync
+    "torch's gradients, cnn",
+    "weights, mlp",
+    "zero",
+    "zero, sharded gradients",
+    "compression, bf16",
+    "compression, int4",
+    "captured, mlp",
+    "one context",  # as with a record and checkpoints
+)
+"""Repeat what another scenario does, with another model or dtype."""
 SLOW = ("compiled",)
 """Takes seconds where nothing else has imported the compiler."""
 

@@ -176,6 +176,23 @@ def test_a_call_leaves_nothing_on_the_device_to_the_next_in_its_worker(sim_ranks
     assert sim_ranks(1)(lambda world: torch.zeros(64, device="sim").sum().item()) == [0.0]
 
 
+def empty_the_cache(world):
+    side = torch.Stream("sim")
+    with side:
+        address = torch.ones(2**16, device="sim").data_ptr()
+    torch.accelerator.empty_cache()
+    given = torch.ones(2**16, device="sim")
+    assert given.data_ptr() == address
+    with side:
+        torch.ones(2**16, device="sim")
+    return given.sum().item()
+
+
+def test_memory_of_an_emptied_cache_belongs_to_whom_it_is_given(sim_ranks):
+    """And not to the stream that had it before, whose next allocation does not reuse it."""
+    assert sim_ranks(1)(empty_the_cache) == [2.0**16]
+
+
 # --- Waits of the host
 
 

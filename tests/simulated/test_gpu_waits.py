@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from bench import gpu_waits
 
 
@@ -10,8 +12,11 @@ def test_waits(on_sim, tmp_path):
     names = ["plain", "ddp-zero1"]
 
     def run(world):
-        gpu_waits.measure(names, "sim", str(tmp_path))
-        gpu_waits.check(names, "sim", str(tmp_path))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(gpu_waits, "WARM_UP_STEPS", 4)
+            monkeypatch.setattr(gpu_waits, "STEPS", 4)
+            gpu_waits.measure(names, "sim", str(tmp_path))
+            gpu_waits.check(names, "sim", str(tmp_path))
 
     on_sim(2)(run)
     for name in names:

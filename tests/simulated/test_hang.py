@@ -13,6 +13,7 @@ import pytest
 
 from tests import simulated_device
 from tests.distributed.commands import lockstep
+from tests.models import soak
 
 SCRIPT = """\
 import os, signal, sys, time
@@ -67,10 +68,11 @@ EXPECTED = {
     f"rank 0 waits for its device ({at('lockstep.fit(')}) for N s [step N]\n",
     "loop": f"rank 1 is in pause ({at('sleep(90)')}) for N s; rank 0 waits for its device ({at('item()')}) for N s\n",
 }
+QUICK = ["stopped", "loop"]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(tmp_path_factory, request):
     if reason := simulated_device.missing():
         pytest.skip(reason)
     simulated_device.build()
@@ -82,12 +84,13 @@ def outcomes(tmp_path_factory):
     def start(mode):
         return mode, lockstep("run", "--devices", "2", "--watchdog", "6", str(script), mode, timeout=90, env=environ)
 
+    modes = {item.callspec.params["mode"] for item in request.session.items if item.path == request.path}
     with ThreadPoolExecutor(3) as pool:  # they mostly sleep
-        return dict(pool.map(start, EXPECTED))
+        return dict(pool.map(start, modes))
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", EXPECTED)
+@pytest.mark.parametrize("mode", [*QUICK, *soak(["asleep"])])
 def test_a_rank_that_others_wait_for_on_their_devices_is_named(outcomes, mode):
     done = outcomes[mode]
     assert done.code == 83, done.err

@@ -7,17 +7,17 @@ import torch
 
 from lockstep.study.verify.interventions import Watch
 from tests.models import soak
-from tests.scenarios import SCENARIOS, SLOW, one_context
+from tests.scenarios import ALIKE, SCENARIOS, SLOW, one_context
 
-QUICK = [name for name in SCENARIOS if name not in SLOW]
+QUICK = [name for name in SCENARIOS if name not in SLOW + ALIKE]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, *soak(ALIKE)])
 def test_two_devices(on_sim, name):
     on_sim(2)(SCENARIOS[name])
 
 
-@pytest.mark.parametrize("name", soak(QUICK))
+@pytest.mark.parametrize("name", soak([*QUICK, *ALIKE]))
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_other_numbers_of_devices(on_sim, num_devices, name):
     on_sim(num_devices)(SCENARIOS[name])

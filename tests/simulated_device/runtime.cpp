@@ -627,6 +627,8 @@ std::string unsafe_reuse(int stream) {
     tick(stream);
     auto& mine = state().streams[stream];
     for (auto* freed : std::exchange(mine.freed, {})) {
+      if (freed->live || freed->stream != stream)
+        continue; // given out since: by another thread meanwhile, or from an emptied cache, for which the device has waited
       for (const auto& access : freed->accesses)
         if (!freed->recorded.count(access.stream) && !is_after(mine.clock, access))
           bad = access, block = *freed;
