@@ -4,6 +4,8 @@ import gc
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -11,6 +13,14 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+
+
+def free_port() -> int:
+    """Return a port below those of which the system gives one to a connection of another test in the meantime."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", SystemRandom().randrange(20_000, 32_000))) as probe:
+            port: int = probe.getsockname()[1]
+            return port
 
 
 @pytest.fixture
@@ -23,8 +33,7 @@ def on_sim(sim_ranks: Callable[..., Any]) -> Callable[..., Any]:
 
     def ranks(num_ranks: int, *, several_devices: bool = False) -> Callable[..., list[Any]]:
         def run(fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **options: Any) -> list[Any]:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
+            port = free_port()
             pool_ranks = sim_ranks(num_ranks, warnings="default")
             given = port, several_devices, fn, args, options
             results: list[Any] = pool_ranks(with_device, *given, timeout=timeout)
