@@ -134,8 +134,9 @@ def test_every_rank_writes_its_shards_and_any_number_of_ranks_reads_them(ranks, 
     shards = sorted(path.glob("shard-*"))
     assert len(shards) == (1 if kind == "plain" else 3)
     if kind != "plain":
-        sizes = [shard.stat().st_size for shard in shards]
-        assert max(sizes) < 0.6 * sum(sizes), "no rank has written all"
+        # Of a file of safetensors: without the header, which has the names of the tensors.
+        sizes = [len(data) - 8 - int.from_bytes(data[:8], "little") for data in map(Path.read_bytes, shards)]
+        assert max(sizes) < (0.6 if kind == "fsdp" else 0.4) * sum(sizes), "no rank has written all"
     for num_ranks, other in readers:
         for found in ranks(num_ranks)(load_sharded, path, other, in_store):
             assert found == saved

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import defaultdict, deque
 from itertools import groupby
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
+from lockstep import accelerator
 from lockstep.comm.collectives import all_gather, broadcast_coalesced
 from lockstep.parallel.dp import replicas
 from lockstep.parallel.dp.replicas import coalesced_copies
@@ -403,3 +405,29 @@ def test_compression_waits_once_for_each_bucket_and_in_its_own_thread(on_sim):
         assert synchronizations == 0
         assert num_waits <= 8
         assert threads <= {"lockstep-compression"}
+
+
+def finish_on_another_stream(world):
+    """Finish a bucket beside backward, as `fit` does, before another of the same size is sent."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(3))).to(world.device)
+    wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=0.001, compression="int8")
+    for _ in range(2):
+        wrapped(torch.ones(2, 32, device=world.device)).sum().backward()
+    reduction, buckets = wrapped.reducer.reduction, wrapped.reducer.bucket_set.buckets
+    assert len({bucket.payload.shape for bucket in buckets}) == 1
+    beside = torch.Stream(world.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "_pools", defaultdict(deque))  # without what the steps above have left
+        for bucket in buckets:
+            future = reduction.start(bucket, alone=False)
+            future.wait()
+            with beside:
+                reduction.finish(bucket, future)
+        kept = [each for pool in accelerator._pools.values() for each in pool if isinstance(each, torch.Tensor)]
+    assert not kept
+    torch.accelerator.current_stream(world.device).wait_stream(beside)
+
+
+def test_memory_of_the_host_is_not_written_while_a_bucket_is_copied_back_from_it(on_sim):
+    """Nor is it kept: torch's allocator has it again when the copy is over."""
+    on_sim(2)(finish_on_another_stream)

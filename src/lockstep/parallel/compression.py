@@ -53,7 +53,7 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from lockstep.accelerator import HostCopy, is_capturing, start_thread
+from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
 from lockstep.comm.collectives import (
     Group,
     Work,
@@ -634,9 +634,10 @@ class CompressedMean(BucketReduction):
             self._stream = self._stream or torch.Stream(bucket.spec.device)
             self._stream.wait_stream(torch.accelerator.current_stream(bucket.spec.device))
             with self._stream:
-                copy = HostCopy(bucket.payload)
-            self._on_host[bucket] = copy.value
-            before.append(copy.read)
+                # New memory, which torch's allocator reuses only when the copy back, on any stream, is over.
+                host = torch.empty_like(bucket.payload, device="cpu", pin_memory=True)
+                self._on_host[bucket] = host.copy_(bucket.payload, non_blocking=True)
+                before.append(partial(synchronize, recorded_event(bucket.spec.device)))
         if self._messages is None:
             self._messages = cpu_group(self._group)
         exchange = partial(self._reduce, bucket, self._on_host.get(bucket, bucket.payload), before)
