@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep import activity, torch_internals
+from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -24,6 +24,7 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.module_io import hook_tensors
+from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 
 class Phase(Enum):
@@ -285,7 +286,7 @@ class Reducer:
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
         # A forward within backward, as in checkpointing, is a part of the step.
-        if torch_internals.current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
         if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
             self._abandon_step()
@@ -356,7 +357,7 @@ class Reducer:
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._queued_close = weakref.ref(close)
-        torch_internals.queue_callback(close)
+        queue_callback(close)
         self._notify(Event.BACKWARD)
         self.weights.check_last_step()
         if self.weights.window is not None:
@@ -495,7 +496,7 @@ class Reducer:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
-                    for optimizer in torch_internals.in_backward_optimizers(parameter):
+                    for optimizer in in_backward_optimizers(parameter):
                         optimizer.step()
                     parameter.grad = None
                 # Now that gradients are settled, new buckets can adopt them.
@@ -686,7 +687,7 @@ def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Paramet
     ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
     gradient arrives, before it has been averaged.
     """
-    ours = [parameter for parameter in parameters if torch_internals.in_backward_optimizers(parameter)]
+    ours = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
     for parameter in ours:
         for handle in in_backward_hooks(parameter):
             handle.remove()
