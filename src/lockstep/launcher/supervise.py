@@ -441,7 +441,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks as torch does, but as `_RankProcesses`."""
         spec, workers, envs = worker_group.spec, worker_group.workers, self._environments(worker_group)
-        torch_internals.prepare_ranks_of_agent(self, envs)
+        torch_internals.prepare_elastic_ranks(self, envs)
         # Before the lines of each rank, with --tee.
         prefix = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
         names = {"role_name": spec.role, "hostname": socket.gethostname()}
