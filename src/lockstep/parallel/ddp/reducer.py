@@ -23,7 +23,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.weighting import Weights
+from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.parallel.module_io import hook_tensors
 
 
@@ -692,3 +692,38 @@ def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Paramet
         for handle in in_backward_hooks(parameter):
             handle.remove()
     return ours
+
+
+def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: float | Tensor | None = None) -> None:
+    """Run ``loss.backward()`` with the weight ``mean_over`` for each wrapped model that it reaches.
+
+    ``loss`` is a mean, unlike the ``total`` of a `lockstep.Loss`, which is a sum.
+
+    It is short for ``model.weight(mean_over)`` on every ``DistributedDataParallel`` that takes part, and
+    ``loss.backward()``; see `DistributedDataParallel.weight`. Call it once per micro-batch.
+
+    Collective: every rank, if the backward is synchronised; it blocks as that backward does.
+
+    Args:
+        loss: A scalar: the mean loss of this rank's micro-batch; it may be scaled by a ``GradScaler``.
+        mean_over: The number of samples or tokens that the loss is the mean of: a finite number, 0 or more, or a tensor
+            with no dimensions.
+        count: The former name of ``mean_over``.
+
+    Raises:
+        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank,
+            on a device from the next ``forward``: some ranks gave a weight and others did not; names the latter.
+    """
+    weight = check_weight(count if mean_over is None else mean_over)
+    reducers = [reducer for reducer in live_reducers() if reducer.has_run]
+    for reducer in reducers:
+        reducer.set_weight(weight)
+    try:
+        loss.backward()
+    finally:
+        num_left_out = sum(reducer.discard_weight() for reducer in reducers)
+    if num_left_out == len(reducers):
+        raise ConfigurationError(
+            "The backward reached no model that is wrapped in DistributedDataParallel, so mean_over had no effect.\n"
+            "Compute the loss with the wrapped model, not with its .module, or call loss.backward()."
+        )
