@@ -16,10 +16,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.variable import Variable
 from torch.futures import Future
 
-from lockstep import activity
+from lockstep import activity, torch_internals
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -244,7 +243,7 @@ class Reducer:
                 requires_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._inbox.append))
-                self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
+                self._hook_dicts.append(self._hooks[-1].hooks_dict_ref())
                 parameter.requires_grad_(requires_grad)
             self._watch(range(len(self._hooks)))
             weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -320,7 +319,7 @@ class Reducer:
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
         # A forward within backward, as in checkpointing, is a part of the step.
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.current_graph_task_id() != -1:
             return
         if self._step is not None:  # it has failed, otherwise it would be closed
             self._abandon_step()
@@ -389,7 +388,7 @@ class Reducer:
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._step, self._is_armed = Step(weakref.ref(close), is_opened_by_output=arrived is None), False
-        Variable._execution_engine.queue_callback(close)
+        torch_internals.queue_callback(close)
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
@@ -522,7 +521,7 @@ class Reducer:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
-                    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                    for optimizer in torch_internals.in_backward_optimizers(parameter):
                         optimizer.step()
                     parameter.grad = None
                 # Now that gradients are settled, new buckets can adopt them.
@@ -730,7 +729,7 @@ def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Paramet
     ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
     gradient arrives, before it has been averaged.
     """
-    ours = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    ours = [parameter for parameter in parameters if torch_internals.in_backward_optimizers(parameter)]
     for parameter in ours:
         for handle in in_backward_hooks(parameter):
             handle.remove()
