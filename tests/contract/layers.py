@@ -8,7 +8,7 @@ LAYERS = [
     {"errors", "activity", "run_folder"},
     {"env"},
     {"torch_internals"},
-    {"accelerator"},
+    {"accelerator", "containers"},
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
