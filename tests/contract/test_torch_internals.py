@@ -97,6 +97,7 @@ def test_lists_of_tensors(kind):
     assert [each.sum().item() for each in a] == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")  # of torch 2.11
 def test_storages_and_sparse_tensors():
     tensor = torch.ones(3)
     address = internals.storage_address(tensor)
@@ -217,7 +218,7 @@ def test_groups():
         assert whole.tolist() == part.tolist() == [1, 1]
         mesh = dist.init_device_mesh("cpu", (1,))
         assert internals.root_mesh(mesh) is mesh
-        assert all("entries" in json.loads(text) for text in internals.flight_records())
+        assert all(isinstance(json.loads(text), dict) for text in internals.flight_records())
     finally:
         internals.abort_process_group()
     assert internals.default_timeout(dist.Backend("gloo")) == timedelta(minutes=30)
