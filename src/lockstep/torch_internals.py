@@ -403,3 +403,30 @@ def prepare_elastic_ranks(agent: Any, envs: dict[int, dict[str, str]]) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def matches_machine_hostname(host: str) -> bool:
+    """Return whether torch finds that a host is this machine.
+
+    Raises:
+        socket.gaierror: The name of this machine does not resolve.
+    """
+    return bool(_matches_machine_hostname()(host))
+
+
+_matches_machine_hostname = _late(
+    "torch.distributed.elastic.rendezvous.utils._matches_machine_hostname",
+    "a machine hosts the store of --rdzv-endpoint if that is one of its addresses, though another may do so already.",
+    lambda _host: False,
+)
+
+
+def stop_heartbeats(handler: Any) -> None:
+    """End the keepalives of a dynamic rendezvous. Without the method: each one that fails is logged."""
+    getattr(handler, "_stop_heartbeats", _nothing)()
+
+
+def is_removed(handler: Any) -> bool:
+    """Return whether the machines of a dynamic rendezvous go on without this one. Without its state: False."""
+    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    return state is not None and getattr(handler, "_this_node", None) not in state.participants
