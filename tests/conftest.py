@@ -4,45 +4,23 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import forking, simulated_device
-from tests.distributed import commands
 from tests.pool import Pool, Ranks
-from tests.pool_process import Templates
 
 if TYPE_CHECKING:
     import torch  # not at once: the process that only distributes the tests does not need it
 
-forking.install(commands.connection_for_children, for_single_ranks=True)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Have all sessions of pytest-xdist fork their workers off the same processes."""
-    if not hasattr(node.config, "pool_templates"):
-        node.config.pool_templates = Templates()
-        node.config.add_cleanup(node.config.pool_templates.close)
-    node.workerinput["pool_templates"] = node.config.pool_templates.paths
+forking.install(forking.connection_to_server, for_single_ranks=True)
 
 
 @pytest.fixture(scope="session")
-def pool_templates(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Where the processes listen that workers of a pool are forked off."""
-    if given := getattr(request.config, "workerinput", None):
-        yield given["pool_templates"]
-        return
-    templates = Templates()
-    yield templates.paths
-    templates.close()
-
-
-@pytest.fixture(scope="session")
-def ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
+def ranks() -> Iterator[Callable[..., Ranks]]:
     """Give ``ranks(n)(fn, *args)``: run ``fn(world, *args)`` on each of ``n`` ranks; see tests/pool.py."""
-    pool = Pool(pool_templates)
+    pool = Pool()
     try:
         yield pool.ranks
     finally:
@@ -75,12 +53,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> "Callable[[int], list[torch.device]
 
 
 @pytest.fixture(scope="session")
-def sim_ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
+def sim_ranks() -> Iterator[Callable[..., Ranks]]:
     """As ``ranks``, but with the simulated accelerator, in workers of its own; see tests/simulated_device."""
     if reason := simulated_device.missing():
         pytest.skip(reason)
     simulated_device.build()  # here, where it may take its time
-    pool = Pool(pool_templates, simulated=True)
+    pool = Pool(simulated=True)
     try:
         yield pool.ranks
     finally:

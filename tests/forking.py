@@ -1,30 +1,36 @@
 """Have processes that a test starts forked off one that has imported torch, instead of new interpreters.
 
 An interpreter that imports torch and makes its first optimizer has spent more than four seconds of a core; tests start
-hundreds. What `subprocess` would start as a new interpreter (``python -m lockstep``, a script of a test) is forked here
-as `lockstep.launcher.fork_server` forks ranks.
+hundreds. What `subprocess` would start as a new interpreter (``python -m lockstep``, a script of a test, a worker of
+the pool) is forked by the launcher's fork server (`lockstep.launcher.fork_server`), as ranks are. What such a process
+starts itself is forked off a copy of it that is made before it has any threads.
 
-Forked processes hash strings alike. Workers of the pool are interpreters of their own, so that an order that depends on
-a set differs between the ranks there, as it does for users.
+Started as ``python -m tests.forking FD`` this is a server. Forked processes hash strings alike. A session of tests has
+two servers, so that an order that depends on a set differs between neighbouring ranks of the pool, as for users.
 """
 
 import atexit
 import functools
+import gc
 import os
 import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from importlib import import_module
+from pathlib import Path
 
 from lockstep.launcher import bootstrap, fork_server
 
-# An environment variable: the folder of a forked process, and what it calls first.
-PLACE = "FORKED_PLACE"
+# Environment variables: the folder of a forked process, and what it calls first; and which server it is forked off.
+PLACE, SERVER = "FORKED_PLACE", "FORKED_SERVER"
 # Environment variables that lockstep.cli and torch._dynamo set when they are imported. The server has imported both;
 # the tests' own process does so at some point, and what it starts after that can be forked all the same.
 SET_BY_IMPORTS = ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")
+MODULES = ("tests.pool_worker", "lockstep.cli", "lockstep.launcher.cli", "lockstep.train.fit")  # what nearly all need
 
 interpreter = fork_server._interpreter
 _execute_child = subprocess.Popen._execute_child
@@ -58,8 +64,21 @@ class WhenNeeded:
         return getattr(self._make(), name)
 
 
+@functools.cache
+def connection_to_server(number):
+    """Start a server, which ends with this process, and return the socket to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        words = [sys.executable, "-m", "tests.forking", str(theirs.fileno())]
+        folder = Path(__file__).parents[1]
+        process = subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=folder)
+    atexit.register(process.wait, 10)
+    atexit.register(ours.close)
+    return ours
+
+
 def install(connect, *, for_single_ranks=False):
-    """Have `subprocess`, and `lockstep.launch`, ask the server behind ``connect()``, which returns the socket to it.
+    """Have `subprocess`, and `lockstep.launch`, ask the server behind ``connect(number)``, the socket to it.
 
     Args:
         connect: Called when something is started for the first time.
@@ -68,40 +87,22 @@ def install(connect, *, for_single_ranks=False):
     before = dict(os.environ)
 
     @functools.cache
-    def server():
-        return Server(connect(), before)
+    def server(number=0):
+        return Server(connect(number), before)
 
-    def execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        stdin_read,
-        stdin_write,
-        stdout_read,
-        stdout_write,
-        stderr_read,
-        stderr_write,
-        *others,
-    ):
+    def execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, *others):
         args = args if isinstance(args, str | os.PathLike) else [os.fspath(word) for word in args]
-        pipes = (stdin_read, stdin_write, stdout_read, stdout_write, stderr_read, stderr_write)
+        _creationflags, _shell, *pipes = others[:8]
         process = None
         if executable is None and not pass_fds and _can_fork(args):
             environ = dict(os.environ if env is None else env)
             environ[PLACE] = pickle.dumps((cwd, preexec_fn)).hex()
-            standard = [own if fd == -1 else fd for own, fd in enumerate((stdin_read, stdout_write, stderr_write))]
-            process = server().fork(args[1:], environ, standard, new_session=others[-2])
+            standard = [own if fd == -1 else fd for own, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
+            forks = server(int(environ.pop(SERVER, 0)))
+            process = forks.fork(args[1:], environ, standard, new_session=others[-2])
         if process is None:
-            settings = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
-            return _execute_child(self, args, executable, preexec_fn, *settings, *pipes, *others)
+            given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo)
+            return _execute_child(self, *given, *others)
         self.pid = process.pid
         self._child_created = True
         self._close_pipe_fds(*pipes)
@@ -115,13 +116,46 @@ def install(connect, *, for_single_ranks=False):
 def _can_fork(args):
     if not isinstance(args, list) or args[0] != sys.executable or len(args) < 2:
         return False
-    return args[1].endswith(".py") or args[1:3] == ["-m", "lockstep"]
+    return args[1].endswith(".py") or args[1:3] in (["-m", "lockstep"], ["-m", "tests.pool_worker"])
+
+
+# --- the server, and what is forked off it ----------------------------------------------------------------------------
+
+
+def serve(connection):
+    """Serve one process; returns neither here nor in those forked for it."""
+    words = fork_server.serve(connection)
+
+    def program():
+        take_place()
+        if words[:2] == ["-m", "tests.pool_worker"]:
+            sys.modules["tests.pool_worker"].main(*words[2:])
+            return
+        # Of the commands only `rehearse` starts something else than ranks.
+        if words[0] != "-u" and (words[1:2] != ["lockstep"] or words[2:3] == ["rehearse"]):
+            prepare_children()
+        start(words)
+
+    end(program)
+
+
+def prepare_children():
+    """Have what this process starts forked off a copy of it; the copy, and what is forked off it, do not return."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        serve(theirs)
+    theirs.close()
+    install(lambda _: ours)
 
 
 def start(words):
-    """Be ``python WORDS``: a script or a rank."""
+    """Be ``python WORDS``: the command, a script or a rank."""
     if words[1:2] == [bootstrap.__file__]:
         fork_server.become_rank(words)
+    if words[:2] == ["-m", "lockstep"]:
+        sys.argv = ["lockstep", *words[2:]]
+        sys.exit(sys.modules["lockstep.cli"].main(words[2:]))
     sys.argv = words
     sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
     runpy.run_path(words[0], run_name="__main__")
@@ -154,3 +188,12 @@ def end(program):
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked for processes
+    for module in MODULES:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # what was imported stays where it is, in all that are forked
+    import_module("tests.forking").serve(socket.socket(fileno=int(sys.argv[1])))

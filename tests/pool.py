@@ -4,39 +4,234 @@
 hang or die are replaced before the next call.
 """
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from tests.pool_gather import Gathering
-from tests.pool_messages import Call, Outcome
-from tests.pool_process import PoolError, Worker
-
-__all__ = ["Pool", "PoolError", "Ranks"]
+from tests import forking
 
 TESTS = Path(__file__).parent
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+"""Without it Gloo connects through whatever address the host's name has, if it has one."""
 MAX_WORKERS = 4
 # For each function that it pickles, it would look through all modules for those that a worker may have to import. What
 # tests use of packages is imported there: the worker is forked off a process that has done so.
 cloudpickle.cloudpickle._find_imported_submodules = lambda code, dependencies: []
 START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 10.0
+RELEASE_S = 2.0
+"""After the first error, how long before the ranks that failed are ended: what they hold open holds up the others."""
+GRACE_S = 10.0
+"""After the first error, how long the others may go on."""
+
+
+READY = "ready"
+"""Waits for its first call."""
+IDLE = "idle"
+"""Has torn its process group down and waits for the next call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function to run on one rank; ``payload`` is the cloudpickled ``(fn, args)``."""
+
+    payload: bytes
+    rank: int
+    world_size: int
+    store_path: str
+    group_timeout_s: float
+    warnings: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a call ended; ``payload`` is the cloudpickled result or, if it failed, the exception."""
+
+    failed: bool
+    payload: bytes
+    trace: str
+    ended_at: float
+    """``time.monotonic()``, which all processes of a machine share: the smallest one failed first."""
+
+
+class PoolError(AssertionError):
+    """A rank did not answer; names the ranks and carries what they wrote."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a rank, or the error that it raised."""
+
+    rank: int
+    result: Any
+    error: BaseException | None
+    ended_at: float
+
+
+class Worker:
+    """One process and the pipe to it; ready after a moment, or when what it is forked off has imported torch."""
+
+    def __init__(self, rank: int, folder: Path, *, simulated: bool = False) -> None:
+        self.log_path = folder / f"worker-{time.monotonic_ns()}.log"
+        self.log_start = 0
+        self.connection, theirs = Pipe()
+        # Neighbouring ranks are forked off different processes: see tests/forking.py.
+        own = {"OMP_NUM_THREADS": "1", forking.SERVER: str(rank % 2), **LOOPBACK}
+        words = [sys.executable, "-m", "tests.pool_worker", str(os.getpid()), *(["simulated"] if simulated else [])]
+        with theirs, self.log_path.open("wb") as log:
+            pipes = {"stdin": theirs.fileno(), "stdout": log, "stderr": log}
+            self.process = subprocess.Popen(words, env={**os.environ, **own}, start_new_session=True, **pipes)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def await_start(self, deadline: float) -> None:
+        """Wait until the worker can be called.
+
+        Raises:
+            PoolError: It did not get that far before ``deadline``.
+        """
+        with contextlib.suppress(OSError, EOFError):
+            started = self.connection.poll(max(0.0, deadline - time.monotonic()))
+            if started and self.connection.recv() == READY:
+                return
+        raise PoolError(f"a worker of the pool did not start\n{self.log()}")
+
+    def mark_log(self) -> None:
+        """Forget what was written so far."""
+        self.log_start = self.log_path.stat().st_size
+
+    def log(self) -> str:
+        """Return what was written since the mark."""
+        return self.log_path.read_bytes()[self.log_start :].decode(errors="replace").strip()
+
+    def dump_stacks(self) -> None:
+        """Have the worker write the stack of each of its threads to its log."""
+        self.process.send_signal(signal.SIGQUIT)
+
+    def kill(self) -> None:
+        """End the process and its children, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its children too, also if it has ended
+        self.process.wait(END_TIMEOUT_S)
+        self.connection.close()
+
+
+class Gathering:
+    """The replies of the ranks of one call; ``workers`` are the ranks in their order.
+
+    A rank is busy until it has replied and torn its process group down.
+    """
+
+    def __init__(self, workers: list[Worker], timeout_s: float, *, patient: bool) -> None:
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.patient = patient
+        self.outcomes: dict[int, Outcome] = {}
+        self.busy = {worker.connection: rank for rank, worker in enumerate(workers)}
+        self.deadline = time.monotonic() + timeout_s
+        self.release_at: float | None = None
+
+    def all(self) -> list[Outcome]:
+        """Return the outcomes by rank; those of ranks that outlived an error by too much are missing.
+
+        Raises:
+            PoolError: A rank died, or did not finish in time although no other failed.
+        """
+        while self.busy:
+            until = self.deadline if self.release_at is None else min(self.deadline, self.release_at)
+            for connection in wait(list(self.busy), max(0.0, until - time.monotonic())):
+                self._receive(connection)
+            if self.release_at is not None and time.monotonic() >= self.release_at:
+                self._end_failed()
+            if self.busy and time.monotonic() >= self.deadline:
+                self._give_up()
+                break
+        return [self.outcomes[rank] for rank in sorted(self.outcomes)]
+
+    def _receive(self, connection: Connection) -> None:
+        rank = self.busy[connection]
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            status = self.workers[rank].process.wait(END_TIMEOUT_S)
+            raise PoolError(
+                f"rank {rank} of {len(self.workers)} died with exit status {status}{self._logs()}"
+            ) from None
+        if message == IDLE:
+            del self.busy[connection]
+            return
+        self.outcomes[rank] = open_reply(message, rank, self.workers)
+        if message.failed and self.release_at is None:
+            self.release_at = time.monotonic() + RELEASE_S
+            if not self.patient:
+                self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
+
+    def _end_failed(self) -> None:
+        """If ranks have not replied, end those that failed, as a failed process would have ended by itself.
+
+        Gloo closes its sockets only when nothing refers to the group any more, and much can: a hook, a compiled graph.
+        """
+        self.release_at = None
+        if len(self.outcomes) == len(self.workers):
+            return
+        for rank, outcome in self.outcomes.items():
+            if outcome.error is not None:
+                self.busy.pop(self.workers[rank].connection, None)
+                self.workers[rank].kill()
+
+    def _give_up(self) -> None:
+        """End the busy ranks; if another failed, its error is the likely cause and worth more than a timeout."""
+        stuck = sorted(self.busy.values())
+        for rank in stuck:
+            self.workers[rank].dump_stacks()
+        time.sleep(0.5)
+        logs = self._logs()
+        for rank in stuck:
+            self.workers[rank].kill()
+        failed = [outcome.error for outcome in self.outcomes.values() if outcome.error is not None]
+        if not failed:
+            raise PoolError(f"ranks {stuck} of {len(self.workers)} did not finish within {self.timeout_s:g} s{logs}")
+        for error in failed:
+            error.add_note(f"--- ranks {stuck} were still running and have been ended{logs}")
+
+    def _logs(self) -> str:
+        logs = {rank: worker.log() for rank, worker in enumerate(self.workers)}
+        return "".join(f"\n--- rank {rank} wrote:\n{log}" for rank, log in logs.items() if log)
+
+
+def open_reply(reply: Reply, rank: int, workers: list[Worker]) -> Outcome:
+    """Unpickle a reply; an error gets the rank's traceback and output as a note."""
+    value = cloudpickle.loads(reply.payload)
+    if not reply.failed:
+        return Outcome(rank, value, None, reply.ended_at)
+    log = workers[rank].log()
+    wrote = f"\n--- rank {rank} wrote:\n{log}" if log else ""
+    value.add_note(f"--- raised by rank {rank} of {len(workers)}:\n{reply.trace.rstrip()}{wrote}")
+    return Outcome(rank, None, value, reply.ended_at)
 
 
 class Pool:
     """Up to `MAX_WORKERS` persistent workers, started when first needed.
 
     Args:
-        templates: Where the processes listen that workers are forked off; see `Templates`.
         simulated: Have each worker load the simulated accelerator; the rank r is on ``sim:r``.
     """
 
-    def __init__(self, templates: list[str], *, simulated: bool = False) -> None:
-        self._templates = templates
+    def __init__(self, *, simulated: bool = False) -> None:
         self._simulated = simulated
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
         self._workers: list[Worker] = []
@@ -54,8 +249,7 @@ class Pool:
         for rank in range(num_ranks):
             if rank < len(self._workers) and self._workers[rank].is_alive:
                 continue
-            template = self._templates[rank % len(self._templates)]
-            fresh.append(Worker(template, Path(self._folder.name), simulated=self._simulated))
+            fresh.append(Worker(rank, Path(self._folder.name), simulated=self._simulated))
             self._workers[rank : rank + 1] = fresh[-1:]
         deadline = time.monotonic() + START_TIMEOUT_S
         for worker in fresh:

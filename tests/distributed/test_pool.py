@@ -136,9 +136,9 @@ def test_warnings_are_errors_unless_allowed(ranks):
 
 
 @pytest.fixture
-def own_pool(pool_templates):
+def own_pool():
     """A pool whose workers this test may break."""
-    pool = Pool(pool_templates)
+    pool = Pool()
     yield pool
     pool.close()
 
@@ -171,11 +171,11 @@ def test_timeout_names_the_stuck_ranks_and_shows_where_they_are(own_pool):
 
 
 @pytest.mark.soak
-def test_killed_session_leaves_no_worker(pool_templates):
+def test_killed_session_leaves_no_worker():
     code = (
         "import os, time\n"
         "from tests.pool import Pool\n"
-        f"print(*Pool({pool_templates}).ranks(2)(lambda world: os.getpid()), flush=True)\n"
+        "print(*Pool().ranks(2)(lambda world: os.getpid()), flush=True)\n"
         "time.sleep(60)\n"
     )
     session = subprocess.Popen(

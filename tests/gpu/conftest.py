@@ -30,9 +30,9 @@ def _needs_cuda() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(pool_templates: list[str]) -> Iterator[Callable[..., Ranks]]:
+def ranks() -> Iterator[Callable[..., Ranks]]:
     """As in the other tests, on any number of GPUs, and with warnings as above."""
-    pool = Pool(pool_templates)
+    pool = Pool()
     try:
         yield partial(pool.ranks, warnings="default")
     finally:
