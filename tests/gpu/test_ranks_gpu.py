@@ -1,10 +1,10 @@
-"""`tests.scenarios` on all GPUs of this machine over NCCL: a world of one on one GPU, real ranks on several."""
+"""The scenarios of tests/distributed on all GPUs over NCCL: a world of one on one GPU, real ranks on several."""
 
 import pytest
 import torch
 
 from lockstep.errors import LockstepError
-from tests.scenarios import LOST, SCENARIOS, launch_losing, one_context, resume_on_fewer, run_in_turn
+from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing, one_context, resume_on_fewer, run_in_turn
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,7 +34,7 @@ def test_all_gpus(failures, name):
 
 def test_compiled_by_the_inductor(on_gpus):
     pytest.importorskip("triton")
-    from tests.scenarios import compiled
+    from tests.distributed.test_scenarios import compiled
 
     on_gpus(compiled, "inductor")
 

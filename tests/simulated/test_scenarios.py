@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lockstep.study.verify.interventions import Watch
+from tests.distributed.test_scenarios import ALIKE, SCENARIOS, SLOW, one_context
 from tests.models import soak
-from tests.scenarios import ALIKE, SCENARIOS, SLOW, one_context
 
 QUICK = [name for name in SCENARIOS if name not in SLOW + ALIKE]
 
