@@ -39,26 +39,20 @@ $(DEVELOPED): $(INSTALLED)
 demo: $(INSTALLED)  ## Train on real data, verify the run, then compare one device, both engines and torch's own (DEVICES=2)
 	@tools/demo.sh
 
-PYTEST = $(BIN)/python -m pytest --ignore tests/contract --durations 10
+PYTEST = $(BIN)/python -m pytest --ignore tests/contract
 
-# The tests that fail run once more, alone: on a busy machine some wait in vain for a core. If they pass, the run passes and
-# names them at its end.
 test: setup  ## Run the tests but the contracts, three files at a time on two cores; TORCH=2.11.0 with that release
 	@# While the simulated device is compiled, the other core compiles what the tests import: else each worker would.
 	@[ -d tests/__pycache__ ] || $(PYTEST) --collect-only -qq >/dev/null & \
 		$(BIN)/python -c 'from tests.simulated_device import build, missing; missing() or build()'; built=$$?; wait; exit $$built
-	@rm -f .pytest_cache/v/cache/lastfailed
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder \
-		|| { [ $$? = 1 ] && failed=$$(grep '"' .pytest_cache/v/cache/lastfailed) && echo "Those that failed run again, alone." \
-		&& $(PYTEST) --last-failed --last-failed-no-failures none --maxfail 5 \
-		&& printf 'These failed and passed only alone; find out why:\n%s\n' "$$failed"; }
+	@$(BIN)/python tools/test.py --ignore tests/contract --durations 10
 
 soak: setup  ## Run random programs and random faults for MINUTES=30, half of the time each
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[integrations]'
 	SOAK_MINUTES=$$(( $(MINUTES) / 2 )) $(BIN)/python -m pytest -m soak -n 2 --dist loadfile --durations 10
 	$(BIN)/python bench/chaos.py --minutes $$(( $(MINUTES) / 2 )) --seed $$(date +%s)
 
-check: setup  ## Run the gates: lint, format, types, and the contracts (layers, sizes, names, flags, documentation)
+check: setup docs  ## Run the gates: pages, lint, format, types, and the contracts (layers, sizes, names, flags, documentation)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -65,6 +65,13 @@ def sim_ranks() -> Iterator[Callable[..., Ranks]]:
         pool.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that may fail without a reason."""
+    for item in items:
+        if (marker := item.get_closest_marker("flaky")) and not marker.args:
+            raise pytest.UsageError(f'{item.nodeid}: give the reason: @pytest.mark.flaky("the reason")')
+
+
 def pytest_collection_finish() -> None:
     """Leave what has been imported out of all later collections."""
     gc.freeze()

@@ -45,6 +45,7 @@ def train(world, wrap, folder, *, accumulate=1, slow_rank=None):
     return [parameter.tolist() for parameter in model.parameters()]
 
 
+@pytest.mark.flaky("compares waits with a sleep of 20 ms, which a rank without a core exceeds")
 @pytest.mark.parametrize("engine", ["torch-ddp", "ddp"])
 def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, tmp_path, engine):
     def both(world):

@@ -33,7 +33,6 @@ pytestmark = [
 ]  # most of it goes into Ray's start
 
 
-
 def run_jobs(folder, names, **env):
     """Return what came of the jobs, by name; in a process of its own, as Ray leaves threads behind."""
     done = subprocess.run(

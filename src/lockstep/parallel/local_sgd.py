@@ -377,7 +377,7 @@ class PeriodicAveraging:
         Collective: every rank. Blocks until it is done.
 
         Raises:
-            As `step`.
+            LockstepError: As `step`.
         """
         self._apply_due(0)
         # Without new steps there is nothing to exchange, and outer momentum must not move the parameters.
