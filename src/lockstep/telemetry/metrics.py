@@ -1,7 +1,6 @@
 """The metrics of a run: their names and meanings, and snapshots with the values of all ranks."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
@@ -9,7 +8,6 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from lockstep.telemetry import step_times
-from lockstep.telemetry.record import Event
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
@@ -169,7 +167,6 @@ class Snapshot:
         time: Unix time of rank zero's host.
         counts: The task's word for what it counts, such as tokens.
         ranks: The ranks that have reported, in order.
-        events: The events since the last snapshot.
         event_counts: The number of events of each kind in this session.
         evaluation: The results of the last evaluation.
         is_last: Whether the run has ended.
@@ -193,7 +190,6 @@ class Snapshot:
     )
     counts: str = "tokens"
     ranks: tuple[RankFigures, ...] = ()
-    events: tuple[Event, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     is_last: bool = False
@@ -261,26 +257,3 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
             found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
     found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def evaluations(snapshot: Snapshot) -> Iterator[tuple[Event, dict[str, float]]]:
-    """Yield the evaluations since the last snapshot, with their results by the names in sinks."""
-    for event in snapshot.events:
-        if event.metrics:
-            yield event, {EVALUATION.name_of(name): value for name, value in event.metrics.items()}
-
-
-class SnapshotSink(ABC):
-    """Gets snapshots on rank zero, about once a second, in a thread of its own.
-
-    Must not use CUDA or collectives. If it blocks, snapshots are dropped, and training continues. If it raises, it gets
-    no more snapshots, and a warning is printed.
-    """
-
-    @abstractmethod
-    def update(self, snapshot: Snapshot) -> None:
-        """Handle ``snapshot``; the last one of a run has ``is_last``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write the remaining data. Called once, also after an error of `update`."""
