@@ -258,7 +258,7 @@ class _Machine:
     def prepare_status(self) -> None:
         def make(rank: int) -> Recorder:
             recorder = Recorder(Place(rank, self.size), [torch.device("cpu")], Snapshot(num_steps=100))
-            keys = StatusKeys(self.worlds[rank], self.size)
+            keys = StatusKeys(rank, self.size)
             recorder.subscribe([self.snapshot] if rank == 0 else [], keys)
             return recorder
 

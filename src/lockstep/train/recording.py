@@ -105,7 +105,7 @@ class RunRecord:
     def deliver(self, display: Subscriber | None, sinks: Iterable[Subscriber] = ()) -> None:
         """Start to measure, and to pass figures and events to ``display`` and ``sinks`` if this is rank zero."""
         shown = [*([] if display is None else [display]), *sinks] if self._world.is_rank_zero else []
-        self._recorder.subscribe(shown, StatusKeys(self._world, self._num_ranks))
+        self._recorder.subscribe(shown, StatusKeys(self._world.rank, self._num_ranks))
         self._recorder.start()
 
     def step(self, done: StepRecord) -> None:
