@@ -39,7 +39,7 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     beside = compare_with_baseline(view, single(tmp_path / "one"))
     assert beside.loss_note == (
         "Over 30 steps, the losses of this run and of that on one device begin with the same value and differ by at "
-        "most 1e-06 (relative), in step 8."
+        "most 1e-07 of the first loss, in step 8."
     )
     assert beside.scaling == "1.82 times as fast as one device, 91% of linear"
     assert sentences(view, beside)[0] == (
@@ -51,11 +51,11 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         compare_with_baseline(slow, beside.view).scaling
         == "1.25 times as fast as one device, 62% of linear (80% is good)"
     )
-    other = double(tmp_path / "wrong", loss=0.1)
+    other = double(tmp_path / "wrong", loss=0.15)
     other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
     assert compare_with_baseline(other, beside.view).loss_note == (
-        "Over 30 steps, the losses of this run and of that on one device differ by 5.00% in step 1 (lockstep verify "
-        "finds the cause), by at most 28.57%, in step 8."
+        "Over 30 steps, the losses of this run and of that on one device differ by 5.00% of the first loss in step 1 "
+        "(lockstep verify finds the cause), by at most 7.50% of the first loss, in step 8."
     )
     same = compare_with_baseline(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
     assert same.loss_note == (

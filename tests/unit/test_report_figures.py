@@ -100,8 +100,8 @@ def test_three_sentences(tmp_path):
     slow = write_run(tmp_path / "slow", [steps(exposed_s=0.011), steps(forward_s=0.013)])
     assert sentences(view_run(slow)) == (
         "digits trains 3,048 samples/s on 2 CPU processes, 21.0 ms a step.",
-        "Of a step, 90% is computing (well used): 62% forward, 24% backward, 5% data wait, 5% exchange; "
-        "the others wait 10.0 ms in each step for rank 1 (forward).",
+        "Of a step, 91% is computing (well used): 62% forward, 24% backward, 5% optimizer; the rest is 5% data wait, "
+        "5% exchange; the others wait 10.0 ms in each step for rank 1 (forward).",
         "Change first: Rank 1 is slow in forward (13.0 ms where 3.0 ms is usual), and the others wait for it: making "
         "rank 1 as fast as the others (check its machine, its data and other programs there) would give about 1.91 "
         "times the throughput.",
@@ -116,13 +116,22 @@ def test_a_run_without_cores_is_not_called_well_used(tmp_path):
     view = view_run(write_run(tmp_path / "run", [lines, lines], [about]))
     assert view.figures.critical.core_wait_s == pytest.approx(0.089)
     assert sentences(view)[1:] == (
-        "Of a step, 89% is waiting for a core, as other programs use 1.7 of 2 cores: 89% waiting for a core, 5% "
-        "backward, 3% forward, 1% data wait.",
+        "Of a step, 89% is waiting for a core, as other programs use 1.7 of 2 cores; the rest is 5% backward, 3% "
+        "forward, 1% data wait, 1% exchange, 1% optimizer.",
         "Change first: The ranks wait for a core during 89% of the step, as other programs use 1.7 of 2 cores: "
         "stopping them, or reserving cores for the run (taskset), would give at most 9.09 times the throughput.",
     )
     alone = view_run(write_run(tmp_path / "late", [steps(exposed_s=0.09), [*steps(core_wait_s=0.089), machine]]))
     assert sentences(alone)[1].endswith("the others wait 89.0 ms in each step for rank 1 (waiting for a core).")
+
+
+def test_the_parts_add_up_to_what_computes_and_the_rest_follows(tmp_path):
+    parts = {"forward_s": 0.010, "backward_s": 0.043, "optimizer_s": 0.006, "core_wait_s": 0.039, "exposed_s": 0.001}
+    view = view_run(write_run(tmp_path / "run", [steps(**parts, total_s=0.1, interval_s=0.1)]))
+    assert sentences(view)[1] == (
+        "Of a step, 59% is computing: 43% backward, 10% forward, 6% optimizer; the rest can be gained: 39% waiting for "
+        "a core, 1% data wait, 1% exchange."
+    )
 
 
 def test_nothing_to_change_is_said(tmp_path):

@@ -93,6 +93,14 @@ def test_the_page_tells_verdict_advice_events_and_how_to_repeat_it(page):
         assert words.count(text) >= 1, text
 
 
+def test_each_advice_stands_once(tmp_path):
+    lines = [*steps(exposed_s=0.030), event_line("checkpoint", "saved", 10, 0.2)]
+    view = view_run(write_run(tmp_path / "run", [lines, lines]))
+    words = " ".join(Outline(render(view)).words)
+    assert len(view.advice) == 3 and "What else to change" in words
+    assert [words.count(advice.text) for advice in view.advice] == [1, 1, 1]
+
+
 def test_no_text_of_a_record_becomes_markup(tmp_path):
     settings = {"strategy": HOSTILE, HOSTILE: HOSTILE}
     provenance = {"when": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": {"cpu": HOSTILE}, "commits": {}}

@@ -271,6 +271,7 @@ class MachineSampler:
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "workers_rss_bytes": workers_rss,
             "num_workers": len(self._workers),
+            "num_threads": torch.get_num_threads(),
             "cpu_percent": self._process.cpu_percent(),
             "workers_cpu_percent": workers_cpu,
             **cores,

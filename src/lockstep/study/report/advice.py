@@ -98,8 +98,8 @@ def advise(facts: Facts) -> list[Advice]:
     """
     if facts.step_s <= 0:
         return []
-    if facts.critical.is_starved and _cores(facts).gain >= WORTH:
-        return [_cores(facts)]  # the other times of such a run do not show what could be gained
+    if facts.critical.is_starved:  # the other times of such a run do not show what could be gained
+        return [advice for advice in [_cores(facts)] if advice is not None]
     found = [advice for rule in _RULES if (advice := rule(facts)) is not None and advice.gain >= WORTH]
     found += [advice for advice in _pauses(facts) if advice.gain >= WORTH]
     return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
@@ -124,14 +124,13 @@ _DIVIDED_SHARE = 0.2
 _HANDOVER_S = 0.0003
 
 
-def who_has_the_cores(cores: Cores | None, num_ranks: int) -> tuple[str, str]:
-    """Return why ranks waited for cores, and what to do about it."""
+def who_has_the_cores(cores: Cores | None) -> tuple[str, str]:
+    """Return why ranks waited for cores, and what to do about it; empty if there is nothing to do."""
     if cores is None or not cores.total:
         return "other programs use the cores", "stopping other programs, or a higher quota,"
-    most, least = max(cores[2:]), 0.1 * cores.total
+    most, least = max(cores.others, cores.stolen, cores.throttled), 0.1 * cores.total
     if most < least:
-        fewer = f"fewer ranks (--devices {num_ranks - 1}), or " if num_ranks > 1 else ""
-        return f"the ranks have more threads than the {cores.total:g} cores", f"{fewer}fewer threads (--threads 1)"
+        return _crowded(cores)
     # Other programs keep nobody from cores that are idle.
     idle = cores.total - cores.ranks - cores.others - cores.stolen
     if cores.throttled == most or min(cores.throttled, idle) > least:
@@ -143,9 +142,25 @@ def who_has_the_cores(cores: Cores | None, num_ranks: int) -> tuple[str, str]:
     return f"{who} {most:.1f} of {cores.total:g} cores", change
 
 
-def _cores(facts: Facts) -> Advice:
+def _crowded(cores: Cores) -> tuple[str, str]:
+    """Return the same for ranks that have the cores to themselves."""
+    num, threads = cores.num_ranks, cores.threads
+    if threads and num * threads <= cores.total:
+        return f"loaders and other threads of the ranks use the {cores.total:g} cores, too", ""
+    ways = []
+    # In a record of an earlier version, the number of threads is unknown.
+    if 0 < (fitting := int(cores.total // threads) if threads else num - 1) < num:
+        ways.append(f"fewer ranks (--devices {fitting})")
+    if threads != 1:
+        ways.append(f"fewer threads (--threads {max(1, int(cores.total // num))})")
+    return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
+
+
+def _cores(facts: Facts) -> Advice | None:
     # At most, as ranks that run at the same time compete for memory.
-    why, change = who_has_the_cores(facts.cores, facts.num_ranks)
+    why, change = who_has_the_cores(facts.cores)
+    if not change:
+        return None
     cause = f"The ranks wait for a core during {facts.share(facts.critical.core_wait_s)} of the step, as {why}"
     return Advice(cause, change, facts.gain(facts.critical.core_wait_s), bound="at most")
 
@@ -197,7 +212,7 @@ def _too_small(facts: Facts) -> Advice | None:
     cause = f"{why}: computing is {facts.share(critical.computing_s)} of the step on {facts.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
     alone, bound = ("--devices 1 --threads 1", "at least") if facts.device == "cpu" else ("--devices 1", "about")
-    return Advice(cause, f"one device ({alone}), or a larger global batch,", facts.step_s / alone_s, bound=bound)
+    return Advice(cause, f"one device ({alone})", facts.step_s / alone_s, bound=bound)
 
 
 def _optimizer(facts: Facts) -> Advice | None:

@@ -384,7 +384,8 @@ def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
 class Cores(NamedTuple):
     """The cores available to a process (0 if unknown), and those used by the ranks, other programs and the hypervisor.
 
-    ``throttled`` is the number of cores withheld by a quota.
+    ``throttled`` is the number of cores withheld by a quota. ``num_ranks`` is the number of ranks of the machine, and
+    ``threads`` that of the threads with which each of them computes (0 if unknown).
     """
 
     total: float
@@ -392,6 +393,8 @@ class Cores(NamedTuple):
     others: float
     stolen: float
     throttled: float
+    num_ranks: int = 1
+    threads: float = 0
 
 
 def find_cores(run: Recorded) -> Cores | None:
@@ -407,8 +410,10 @@ def find_cores(run: Recorded) -> Cores | None:
         return None
     beside = [record for record in run.ranks.values() if record.host == waiting.host]
     ranks = sum(mean(each, "cpu_percent") + mean(each, "workers_cpu_percent") for each in beside)
-    total = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
-    return Cores(float(total) if total.isdecimal() else 0.0, ranks, max(0.0, busy - ranks), stolen, throttled)
+    text = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
+    total = float(text) if text.isdecimal() else 0.0
+    threads = max(line.figures.get("num_threads", 0.0) for record in beside for line in record.machine)
+    return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)
 
 
 # Timelines of all ranks on one clock.

@@ -144,11 +144,12 @@ def _gaps(view: View) -> str:
 
 
 def _advice(view: View) -> str:
-    if not view.advice:
+    others = view.advice[1:_MOST_ADVICE]  # the first one is a part of the summary above
+    if not others:
         return ""
     how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
-    listed = items([advice.text for advice in view.advice[:_MOST_ADVICE]])
-    return f'<h2>What to change</h2><p class="soft">{how}measured here.</p><ol class="advice">{listed}</ol>'
+    listed = items([advice.text for advice in others])
+    return f'<h2>What else to change</h2><p class="soft">{how}measured here.</p><ol class="advice">{listed}</ol>'
 
 
 def _folded(tables: Sequence[Table]) -> str:
