@@ -22,8 +22,8 @@ FROZEN = {
     "tokens_per_s",
     "timeline": "step time spans buckets waited_from waited_until",
     "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers num_threads "
-    "cpu_percent workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load gpu_percent "
-    "gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
+    "cpu_percent workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load "
+    "gpu_percent gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
     "num_devices device_s energy_j",
     "event": "event step time seconds text metrics",
 }

@@ -367,7 +367,7 @@ def _usage(run: Recorded, until: float = math.inf) -> Usage:
 
 def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
     """Return the name of the loss; and for each value the time, the loss, and the number of steps done."""
-    ends = [(event.time + (event.seconds or 0.0), event.loss, event.step) for event in run.events]
+    ends = [(event.time + (event.seconds or 0.0), event.metrics.get("loss"), event.step) for event in run.events]
     if evaluated := [(end, loss, step) for end, loss, step in ends if loss is not None]:
         return "evaluated loss", evaluated
     known = [step for step in run.zero.steps if step.loss is not None]

@@ -91,14 +91,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Event:
-    """A line of kind ``event``; the loss is that of an evaluation."""
+    """A line of kind ``event``; the metrics are those of an evaluation, by name."""
 
     event: str
     step: int
     time: float
     seconds: float | None
     text: str
-    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def _number(line: Line, name: str) -> float | None:
@@ -155,8 +155,8 @@ def _event(line: Line) -> Event:
     if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
         raise ValueError("there is no such event")
     step, text = int(_given(line, "step")), str(line.get("text", ""))[:2000]
-    loss = _number(line.get("metrics") or {}, "loss")
-    return Event(line["event"], step, _given(line, "time"), _amount(line, "seconds"), text, loss)
+    metrics = {str(name): float(value) for name, value in (line.get("metrics") or {}).items() if value is not None}
+    return Event(line["event"], step, _given(line, "time"), _amount(line, "seconds"), text, metrics)
 
 
 # The folder of a run as data, with a list of missing or broken parts.
