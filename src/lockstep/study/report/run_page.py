@@ -26,8 +26,8 @@ from lockstep.study.report.view import BaselineComparison, View, by_words, compa
 
 STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
-.gaps ul, .advice { margin: .25rem 0; padding-left: 1.25rem; }
-.advice li { margin: .3rem 0; }
+.gaps h2 { margin: 0; }
+section li { margin: .3rem 0; }
 .verdict > li:nth-child(3) { border-left: .25rem solid #0072B2; padding-left: .75rem; }
 @media (max-width: 30rem) { figure { padding: .75rem .5rem; } figcaption, .note { padding: 0 .25rem; } }
 details { margin: .5rem 0; }
@@ -111,14 +111,16 @@ def render(view: View, baseline: BaselineComparison | None = None, costs: Sequen
     """
     with drawing.drawing_style(11.0):  # on a phone they are scaled down
         plots = draw(view, baseline)
-    body = f"""{_gaps(view)}
-{_advice(view)}
+    how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
+    others = [advice.text for advice in view.advice[1:_MOST_ADVICE]]  # the first one is a part of the summary above
+    body = f"""{_listing("What is missing in this record", view.run.gaps, "gaps")}
+{_listing("What else to change", others, note=f"{how}measured here.")}
 <h2 id="figures">Figures</h2>
 <div class="plots">
 {"".join(plots)}
 </div>
 {_folded(figure_tables(view))}
-{f"<h2>What it used</h2><ul>{items(costs)}</ul>" if costs else ""}
+{_listing("What it used", costs)}
 <h2>The run</h2>
 {_folded(about_tables(view, baseline))}
 {_commands(view)}
@@ -132,20 +134,10 @@ for it.</p>
     return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body, STYLE)
 
 
-def _gaps(view: View) -> str:
-    if not view.run.gaps:
+def _listing(heading: str, texts: Sequence[str], look: str = "", note: str = "") -> str:
+    if not texts:
         return ""
-    heading = "What is missing in this record"
-    return f'<section class="gaps"><strong>{heading}</strong><ul>{items(view.run.gaps)}</ul></section>'
-
-
-def _advice(view: View) -> str:
-    others = view.advice[1:_MOST_ADVICE]  # the first one is a part of the summary above
-    if not others:
-        return ""
-    how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
-    listed = items([advice.text for advice in others])
-    return f'<h2>What else to change</h2><p class="soft">{how}measured here.</p><ol class="advice">{listed}</ol>'
+    return f'<section class="{look}"><h2>{heading}</h2><p class="soft">{note}</p><ul>{items(texts)}</ul></section>'
 
 
 def _folded(tables: Sequence[Table]) -> str:
