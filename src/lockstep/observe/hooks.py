@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.observe.steps import Steps
 from lockstep.parallel.module_io import find_tensors
-from lockstep.telemetry.run_record import Reduction
+from lockstep.telemetry.step_times import Reduction
 
 Fail = Callable[[Exception], None]
 

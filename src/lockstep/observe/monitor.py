@@ -25,7 +25,8 @@ from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_att
 from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
 from lockstep.observe.steps import Step
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.run_record import Number, num_restarts
+from lockstep.telemetry.record import num_restarts
+from lockstep.telemetry.step_times import Number
 
 # --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
 #

@@ -21,8 +21,8 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import PARTS, html_page, html_table, items
 from lockstep.study.report.figures import bars_of, find_costs
-from lockstep.study.report.run_reader import Step, Timeline
 from lockstep.study.report.view import BaselineComparison, View, by_words, compare_with_baseline, sentences, view_run
+from lockstep.telemetry.record import StepLine, Timeline
 
 STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
@@ -258,7 +258,7 @@ MOST_POINTS = 240
 
 def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     """Return the drawings for which there are figures."""
-    found = dict.fromkeys(name for event in view.run.events for name in event.metrics if name != "loss")
+    found = dict.fromkeys(name for event in view.run.events for name in event.metrics or {} if name != "loss")
     metrics = list(found)[:_MOST_METRICS]
     plots = [
         _parts(view),
@@ -272,7 +272,7 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     return [plot for plot in plots if plot is not None]
 
 
-def _rate(step: Step) -> float:
+def _rate(step: StepLine) -> float:
     return step.samples / step.lasted_s if step.lasted_s else math.nan
 
 
@@ -315,7 +315,7 @@ def _curve(
     baseline: BaselineComparison | None,
     heading: str,
     label: str,
-    read: Callable[[Step], float | None] = lambda _: None,
+    read: Callable[[StepLine], float | None] = lambda _: None,
     *,
     metric: str = "",
 ) -> str | None:
@@ -326,7 +326,8 @@ def _curve(
         steps, events = each.run.zero.steps, each.run.events
         curves[name] = [(step.step + 1.0, value) for step in steps if (value := read(step)) is not None]
         evaluated = "evaluation" if len(views) == 1 else f"{name}, evaluation"
-        curves[evaluated] = [(float(event.step), event.metrics[metric]) for event in events if metric in event.metrics]
+        found = [(float(event.step), (event.metrics or {}).get(metric)) for event in events]
+        curves[evaluated] = [(step, value) for step, value in found if value is not None]
     figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
     words = []
     for (name, points), look in zip(curves.items(), _LOOKS, strict=False):
