@@ -66,9 +66,9 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.errors import WorldSizeMismatch
 from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart
-from lockstep.telemetry.aggregator import Aggregator, RankMetrics, SinkThread
+from lockstep.telemetry.aggregator import Aggregator, RankMetrics, SinkThread, SnapshotSink
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.heartbeat import Heartbeat
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog

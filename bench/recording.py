@@ -23,8 +23,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
+from lockstep.telemetry.aggregator import SnapshotSink
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.recorder import PERIOD_S
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings

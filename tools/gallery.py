@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.text import Text
 
 import lockstep
+from lockstep.telemetry.aggregator import SnapshotSink
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.record import Event
 from lockstep.train.task import load_task
 

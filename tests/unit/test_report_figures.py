@@ -2,8 +2,9 @@
 
 import pytest
 
-from lockstep.study.report.figures import bars_of, find_figures, find_window
+from lockstep.study.report.figures import bars_of, find_window
 from lockstep.study.report.view import sentences, view_run
+from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.record import read_run
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
 
@@ -21,7 +22,7 @@ def test_the_rank_that_waits_least_waits_for_the_wire_and_the_others_for_it(tmp_
     assert (found.by_rank[1].wire_s, found.by_rank[1].peers_s) == pytest.approx((0.001, 0.0))
     assert found.critical == found.by_rank[1]
     assert found.last_share == {0: 0.0, 1: 1.0}
-    assert (found.straggler.rank, found.straggler.phase) == (1, "forward")
+    assert (found.straggler.rank, found.straggler.part) == (1, "forward")
     assert found.straggler.lost_s == pytest.approx(0.010)
     assert found.step_s == pytest.approx(0.021)
     assert found.samples_per_s == pytest.approx(64 / 0.021)
@@ -42,7 +43,7 @@ def test_a_slow_rank_is_found_where_all_are_disturbed(tmp_path):
     one = [step_line(n, forward_s=0.003 + noise[n], exposed_s=0.011) for n in range(60)]
     other = [step_line(n, forward_s=0.013 + noise[n], exposed_s=0.001) for n in range(60)]
     found = figures(tmp_path, one, other).straggler
-    assert (found.rank, found.phase) == (1, "forward")
+    assert (found.rank, found.part) == (1, "forward")
     assert (found.lost_s, found.took_s - found.usual_s) == pytest.approx((0.010, 0.010))
     rarely = [line if n % 5 < 2 else step_line(n, forward_s=0.003, exposed_s=0.011) for n, line in enumerate(other)]
     assert figures(tmp_path / "rarely", one, rarely).straggler is None
@@ -61,13 +62,13 @@ def test_time_between_steps_is_other(tmp_path):
     assert found.critical.total_s == pytest.approx(found.step_s)
     quick, late = steps(interval_s=0.025, exposed_s=0.013), steps(interval_s=0.025, exposed_s=0.001)
     slow = figures(tmp_path, quick, late).straggler
-    assert (slow.rank, slow.phase, slow.lost_s) == (1, "other", pytest.approx(0.012))
+    assert (slow.rank, slow.part, slow.lost_s) == (1, "other", pytest.approx(0.012))
 
 
 def test_an_engine_that_does_not_tell_what_it_waits_for_has_no_such_parts(tmp_path):
     found = figures(tmp_path, steps(exposed_s=None), steps(exposed_s=None, forward_s=0.004))
     assert (found.knows_waits, found.straggler) == (False, None)
-    assert [parts.wire_s + parts.peers_s for parts in found.by_rank.values()] == [0.0, 0.0]
+    assert [parts.part("wire", "peers") for parts in found.by_rank.values()] == [0.0, 0.0]
     assert found.critical.forward_s == pytest.approx(0.004)
 
 

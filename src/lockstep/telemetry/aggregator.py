@@ -2,15 +2,16 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from lockstep.comm.store import StatusKeys
-from lockstep.telemetry.metrics import RankFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
 from lockstep.telemetry.record import Event, guarded
 from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
 
@@ -18,7 +19,7 @@ from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
 
 # What a rank waited for others is only known with the figures of all.
 _MEANS = tuple(name for name in TIMES if name != "peers_s")
-_FIGURES = frozenset(each.name for each in fields(RankFigures))
+_FIGURES = frozenset(each.name.removeprefix("rank/") for each in RANK_METRICS)
 
 
 class Sums:
@@ -45,7 +46,7 @@ class Sums:
                 self._counts[name] += 1
 
     def means(self) -> dict[str, Any]:
-        """Return the means by the names of `RankFigures`; empty if there was no step."""
+        """Return the means by the names of `RANK_METRICS`; empty if there was no step."""
         if not self.num_steps:
             return {}
         means = {name: self._sums[name] / count if count else None for name, count in self._counts.items()}
@@ -104,6 +105,7 @@ class RankMetrics:
     def machine(self, line: Mapping[str, Any]) -> None:
         """Set the figures of the machine to those of a line of kind ``machine``."""
         before, self._machine = self._machine, {name: line[name] for name in line if name in _FIGURES}
+        self._who["link_peer"] = line.get("link_peer")
         sent, sent_before = self._machine.get("sent_bytes"), before.get("sent_bytes")
         if sent is not None and sent_before is not None and self.num_done > self._sampled_at:
             self._step_sent = (sent - sent_before) / (self.num_done - self._sampled_at)
@@ -116,42 +118,34 @@ class RankMetrics:
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         self._means = new.means() or self._means
         self._last |= new.rates()
-        who = {**self._who, "step": self.num_done, "num_steps": new.num_steps, "step_sent_bytes": self._step_sent}
-        figures = RankFigures(**who, **self._means, **self._machine)
+        values = {"age_s": 0.0, **self._means, **self._machine, "step_sent_bytes": self._step_sent}
+        figures = RankFigures(**self._who, step=self.num_done, num_steps=new.num_steps, values=values)
         return figures, {**self._last, "events": tuple(events)}
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps without the first, unless it is the only one."""
-        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, **self._whole.means())
-
-
-def decode(note: Mapping[str, Any]) -> RankFigures:
-    """Return the figures that a rank posted as a dictionary.
-
-    Raises:
-        TypeError: A name or a type is wrong.
-    """
-    figures = RankFigures(**note)
-    # Otherwise a text in place of a number would fail later, in the thread of the live view.
-    for name, value in asdict(figures).items():
-        kind = str if name in ("host", "device", "link_peer") else int | float
-        if not isinstance(value, kind) and (value is not None or name in ("rank", "step", "num_steps")):
-            raise TypeError(f"{name} is {value!r}")
-    return figures
-
-
-def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
-    """Return ``ranks`` with ``peers_s``: by how much each waited longer than the rank that waited least.
-
-    All ranks leave a reduction together, so the last rank waits only for the transfer; see stragglers.py.
-    """
-    ranks = tuple(ranks)
-    # Ranks whose engine does not measure the waiting keep None.
-    least_s = min((each.exposed_s for each in ranks if each.exposed_s is not None), default=0.0)
-    return tuple(each if each.exposed_s is None else replace(each, peers_s=each.exposed_s - least_s) for each in ranks)
+        means = self._whole.means()
+        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, values=means)
 
 
 # --- displays and sinks, which must not delay or fail training --------------------------------------------------------
+
+
+class SnapshotSink(ABC):
+    """Gets snapshots on rank zero, about once a second, in a thread of its own.
+
+    Must not use CUDA or collectives. If it blocks, snapshots are dropped, and training continues. If it raises, it gets
+    no more snapshots, and a warning is printed.
+    """
+
+    @abstractmethod
+    def update(self, snapshot: Snapshot) -> None:
+        """Handle ``snapshot``; the last one of a run has ``is_last``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write the remaining data. Called once, also after an error of `update`."""
+
 
 # Seconds that the end of a run waits for a sink.
 CLOSE_S = 10.0
@@ -296,5 +290,5 @@ class Aggregator:
             if rank not in self._seen or number != self._seen[rank][0]:
                 self._seen[rank] = number, now_s
             if figures.rank == rank:
-                found.append(replace(figures, age_s=now_s - self._seen[rank][1]))
+                found.append(replace(figures, values={**figures.values, "age_s": now_s - self._seen[rank][1]}))
         return found

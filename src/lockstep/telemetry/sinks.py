@@ -25,8 +25,9 @@ from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
-from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
+from lockstep.telemetry import figures
+from lockstep.telemetry.aggregator import SnapshotSink
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import guarded
 
 Plain = str | int | float | bool
@@ -78,11 +79,13 @@ class MetricsSink(SnapshotSink):
 
     def news(self, snapshot: Snapshot) -> Iterator[tuple[int, float, dict[str, float]]]:
         """Yield step, Unix time and values by name of what is new in ``snapshot``; evaluations come first."""
-        for event, values in metrics.evaluations(snapshot):  # first, as services refuse decreasing steps
-            yield event.step, event.time, values
+        for event in snapshot.events:  # first, as services refuse decreasing steps
+            if event.metrics:
+                values = {figures.EVALUATION.name_of(name): value for name, value in event.metrics.items()}
+                yield event.step, event.time, values
         if snapshot.step > self._last_step:
             self._last_step = snapshot.step
-            yield snapshot.step, snapshot.time, metrics.scalars(snapshot)
+            yield snapshot.step, snapshot.time, figures.scalars(snapshot)
 
 
 @final
@@ -189,20 +192,20 @@ class Prometheus(MetricsSink):
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of the last snapshot, without unknown values."""
-        yield from _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
+        yield from _family("lockstep_run_info", "what the run is", [(self._info, 1.0)])
         snapshot = self._snapshot
         if snapshot is None:
             return
-        yield from _family(metrics.UPDATED, "when these figures were taken", [({}, snapshot.time)])
+        yield from _family("lockstep_updated_timestamp_seconds", "when these figures were taken", [({}, snapshot.time)])
         names = ("rank", "host", "device")
         where = [({name: str(getattr(each, name)) for name in names}, 1.0) for each in snapshot.ranks]
-        yield from _family(metrics.RANK_INFO, "where a rank computes", where)
-        for metric in metrics.METRICS:
+        yield from _family("lockstep_rank_info", "where a rank computes", where)
+        for metric in figures.METRICS:
             yield from _family(metric.prometheus, metric.meaning, [({}, metric.read(snapshot))], metric.scale)
-        for metric in metrics.RANK_METRICS:
+        for metric in figures.RANK_METRICS:
             by_rank = [({"rank": str(each.rank)}, metric.read(each)) for each in snapshot.ranks]
             yield from _family(metric.prometheus, metric.meaning, by_rank, metric.scale)
-        for metric, values in ((metrics.EVALUATION, snapshot.evaluation), (metrics.EVENT_COUNT, snapshot.event_counts)):
+        for metric, values in ((figures.EVALUATION, snapshot.evaluation), (figures.EVENT_COUNT, snapshot.event_counts)):
             yield from _family(metric.prometheus, metric.meaning, [({metric.label: n}, v) for n, v in values.items()])
 
 

@@ -25,10 +25,10 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
+from lockstep.telemetry.aggregator import SnapshotSink
+from lockstep.telemetry.figures import EVALUATION, Snapshot, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
 from lockstep.telemetry.record import EventName, kind_of
-from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep

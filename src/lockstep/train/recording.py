@@ -22,10 +22,11 @@ from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.telemetry import aggregator, record, stragglers
+from lockstep.telemetry import aggregator, figures, record
+from lockstep.telemetry.aggregator import SnapshotSink
 from lockstep.telemetry.cost import Price, Usage
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import summary
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import EventName, RunFolder
 from lockstep.telemetry.recorder import PERIOD_S, StepRecorder, has_timeline
@@ -136,7 +137,7 @@ class RunRecord:
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
 
-    def compare_ranks(self, reporter: stragglers.StragglerReporter) -> None:
+    def compare_ranks(self, reporter: figures.StragglerReporter) -> None:
         """Report a straggler, a rank for which the others wait in each step. Called after each recorded step.
 
         Collective after some steps, the same on every rank: every rank of the group. Then it blocks until the device
@@ -146,15 +147,15 @@ class RunRecord:
         group = self._trainer.group
         if group is not self._trainer.strategy.step_group:  # between exchanges ranks do not wait for each other
             group = None
-        if group is None or self._last is None or not stragglers.is_looked_at(number):
+        window = figures.window_of(number)
+        if group is None or self._last is None or number not in window:
             return
         self._window.append(self._last)
-        if stragglers.ends_window(number):
+        if number == window[-1]:
             synchronize(self._device)
-            mine = asdict(stragglers.pace_of([_times_of(step) for step in self._window]))
+            pace = figures.pace_of([_times_of(step) for step in self._window])
             self._window.clear()
-            paces = all_gather_object(mine, group=group, device=self._device)
-            reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
+            reporter.judge(dict(enumerate(all_gather_object(pace, group=group, device=self._device))))
 
     def _numbers(self, done: StepRecord) -> dict[str, Number]:
         """Return loss, norm and count of a step, with the state of their copies to the host."""
@@ -204,7 +205,7 @@ class RunRecord:
         self._stop()
         mine = asdict(self._metrics.whole_run()), asdict(self._sampler.used)
         gathered, used = zip(*all_gather_object(mine, group=group, device=device), strict=True)
-        known = aggregator.with_waits(map(aggregator.decode, gathered))
+        known = figures.with_waits(map(figures.decode, gathered))
         done = self._metrics.num_done
         whole = Snapshot(step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
         total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -19,10 +19,11 @@ from typing_extensions import override
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
-from lockstep.study.drawing import PARTS, html_page, html_table, items
+from lockstep.study.drawing import html_page, html_table, items
 from lockstep.study.report.figures import bars_of, find_costs
-from lockstep.study.report.view import BaselineComparison, View, by_words, compare_with_baseline, sentences, view_run
+from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
 from lockstep.telemetry.record import StepLine, Timeline
+from lockstep.telemetry.step_times import PARTS
 
 STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
@@ -195,13 +196,13 @@ def _by_rank(view: View) -> Table:
     figures = view.figures
     peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
-    columns = [*PARTS, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    labels = [part.label for part in PARTS.values()]
+    columns = [*labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
     rows = []
     for rank in sorted(view.run.ranks):
         cells = [""] * (len(PARTS) + 2)
         if figures is not None and rank in figures.by_rank:
-            parts = figures.by_rank[rank]
-            cells = [f"{seconds * 1e3:.2f}" for seconds in (*by_words(parts).values(), parts.total_s)]
+            cells = [f"{figures.by_rank[rank].part(name) * 1e3:.2f}" for name in (*PARTS, "total")]
             cells.append(f"{figures.last_share[rank]:.0%}")
         peaks = _values(view, rank, peak)
         cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
@@ -285,10 +286,10 @@ def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
 def _parts(view: View) -> str | None:
     if view.figures is None:
         return None
-    rows = {f"rank {rank}": by_words(view.figures.by_rank[rank]) for rank in shown_ranks(view)}
+    rows = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
     note = ""
     if len(rows) > 1:
-        rows = {"critical": by_words(view.figures.critical), **rows}
+        rows = {"critical": view.figures.critical.parts(), **rows}
         note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
     return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, note)
 
@@ -302,7 +303,7 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 # The looks of a run in curves: its steps, its evaluations; then those of the run that it is compared with.
-_LOOKS = (
+_LOOKS: tuple[dict[str, Any], ...] = (
     {"color": drawing.BLUE, "linestyle": "-"},
     {"color": drawing.GREEN, "linestyle": "-", "marker": "o", "markersize": 4},
     {"color": drawing.VERMILION, "linestyle": "--"},
@@ -350,13 +351,8 @@ def _curve(
 
 # The timeline as a drawing: a lane for each rank, with its phases above and its buckets below.
 
-PHASES = {
-    "data_wait": ("data wait", drawing.PURPLE),
-    "forward": ("forward", drawing.SKY),
-    "backward": ("backward", drawing.BLUE),
-    "waiting": ("waiting", drawing.VERMILION),
-    "optimizer": ("optimizer", drawing.GREEN),
-}
+# The transfer and waiting for ranks, which the timeline of a rank cannot tell apart.
+_WAITING = replace(PARTS["peers"], label="waiting")
 
 NOTE = (
     "What each rank did when. Hatched is waiting; the thin lines below a bar are buckets of gradients, from ready over "
@@ -393,13 +389,12 @@ def draw_timeline(view: View) -> str | None:
 
 def _draw_lane(axes: Any, row: int, timeline: Timeline, zero: float) -> None:
     for phase, begin_s, end_s in bars_of(timeline, zero):
-        label, colour = PHASES[phase]
-        look = {"hatch": "////" if phase == "waiting" else "", "edgecolor": drawing.TEXT, "linewidth": 0.4}
-        axes.barh(row - 0.17, (end_s - begin_s) * 1e3, 0.42, begin_s * 1e3, color=colour, label=label, **look)
+        part = _WAITING if phase == "waiting" else PARTS[phase]
+        drawing.draw_bar(axes, row - 0.17, part, begin_s, end_s, height=0.42)
     for bucket in timeline.buckets:
         # Three levels in turn, since consecutive buckets overlap in time.
         levels = [row + 0.13 + 0.12 * (bucket.number % 3)] * 2
         moments = (bucket.ready_s, bucket.sent_s, bucket.done_s)
         ready_ms, sent_ms, done_ms = ((timeline.time - zero + moment) * 1e3 for moment in moments)
         axes.plot([ready_ms, sent_ms], levels, color=drawing.TEXT, linewidth=1.0, linestyle=":")
-        axes.plot([sent_ms, done_ms], levels, color=drawing.VERMILION, linewidth=2.4, label="bucket")
+        axes.plot([sent_ms, done_ms], levels, color=drawing.GREEN, linewidth=2.4, label="bucket")

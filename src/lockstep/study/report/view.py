@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.study.drawing import PARTS
 from lockstep.study.links import format_megabytes
 from lockstep.study.report.advice import Advice, advise, find_facts, who_has_the_cores
-from lockstep.study.report.figures import (
-    Figures,
-    Network,
-    Parts,
-    bars_of,
-    find_cores,
-    find_figures,
-    find_network,
-    find_window,
-)
-from lockstep.telemetry import step_times
+from lockstep.study.report.figures import Network, bars_of, find_cores, find_network, find_window
+from lockstep.telemetry.figures import Figures, find_figures, largest_part
 from lockstep.telemetry.live_view import rate
 from lockstep.telemetry.record import Recorded, Timeline, kind_of, read_run
-from lockstep.telemetry.step_times import milliseconds
+from lockstep.telemetry.step_times import PARTS, milliseconds
 
 
 @dataclass(frozen=True)
@@ -186,33 +176,29 @@ def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None)
     return f"{text}."
 
 
-def by_words(parts: Parts) -> dict[str, float]:
-    """Return the seconds of a step by the label of the part."""
-    return dict(zip(PARTS, astuple(parts), strict=True))
-
-
 def _where(view: View, figures: Figures) -> str:
     network, critical, total_s = view.network, figures.critical, figures.critical.total_s or 1.0
-    percents = {name: round(100 * seconds / total_s) for name, seconds in by_words(critical).items()}
-    named = ["waiting for a core"] if critical.is_starved else ["forward", "backward", "optimizer"]
+    percents = {name: round(100 * seconds / total_s) for name, seconds in critical.parts().items()}
+    is_starved = largest_part(critical) == "core_wait"
+    named = ["core_wait"] if is_starved else ["forward", "backward", "optimizer"]
     # The sum of the rounded parts, so that what is printed adds up; less than half a percent is noise.
-    share = sum(percents[name] for name in named)
+    share = sum(percents.get(name, 0) for name in named)
 
     def listed(*, is_named: bool) -> str:
         largest = sorted(filter(percents.get, percents), key=lambda name: -percents[name])
-        return ", ".join(f"{percents[name]}% {name}" for name in largest if (name in named) == is_named)
+        return ", ".join(f"{percents[name]}% {PARTS[name].label}" for name in largest if (name in named) == is_named)
 
-    if critical.is_starved:
+    if is_starved:
         text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(find_cores(view.run))[0]}"
     else:
         text = f"Of a step, {share}% is computing{' (well used)' * (share >= GOOD_BUSY)}: {listed(is_named=True)}"
     if rest := listed(is_named=False):
-        is_lost = share < GOOD_BUSY and not critical.is_starved
+        is_lost = share < GOOD_BUSY and not is_starved
         text += f"; the rest {'can be gained:' if is_lost else 'is'} {rest}"
     slow = figures.straggler
     if slow is not None:
-        phase = step_times.PARTS[slow.phase].doing
-        text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({phase})"
+        where = PARTS[slow.part].doing
+        text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({where})"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
         text += "; backward includes waiting for other ranks, which this engine does not measure"
     if network is not None and network.link is not None:
