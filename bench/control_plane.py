@@ -66,8 +66,8 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.errors import WorldSizeMismatch
 from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.heartbeat import Heartbeat
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 import lockstep
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.task import load_task

@@ -10,7 +10,7 @@ from lockstep.launcher.failure_report import ERROR_HINTS
 from lockstep.study.doctor import examine  # noqa: F401  # its imports fill the table of checks
 from lockstep.study.doctor.findings import CHECKS
 from lockstep.telemetry import record
-from lockstep.telemetry.metrics import ALL_METRICS
+from lockstep.telemetry.figures import ALL_METRICS
 from lockstep.train.settings import FitSettings, settings_of
 
 PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"

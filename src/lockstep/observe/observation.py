@@ -27,8 +27,8 @@ from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Hooks, Step, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import compiled_call
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import EventName, num_restarts
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
@@ -177,7 +177,7 @@ class Observation:
         self._recorder = recorder = Recorder(
             place,
             [device],
-            Snapshot(num_steps=0, world_size=place.num_ranks),
+            Snapshot(world_size=place.num_ranks),
             first_step=first_step,
             run_dir=run_dir,
             facts=self._facts,

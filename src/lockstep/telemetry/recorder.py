@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ from lockstep.accelerator import start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for
 from lockstep.comm.store import StatusKeys
-from lockstep.telemetry.aggregator import decode, with_waits
-from lockstep.telemetry.metrics import RankFigures, Snapshot
+from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
 from lockstep.telemetry.record import (
     Downsampler,
     Event,
@@ -152,7 +151,7 @@ class Delivery:
 
 # The times whose means a rank reports; what it waited for others is only known with the figures of all.
 _MEANS = tuple(name for name in TIMES if name != "peers_s")
-_FIGURES = frozenset(each.name for each in fields(RankFigures))
+_FIGURES = frozenset(each.name.removeprefix("rank/") for each in RANK_METRICS)
 
 
 class Sums:
@@ -178,7 +177,7 @@ class Sums:
                 self._times[name] = total + value, count + 1
 
     def means(self) -> dict[str, Any]:
-        """Return the means by the names of `RankFigures`; empty if there was no step."""
+        """Return the means by the names of `RANK_METRICS`; empty if there was no step."""
         if not self.num_steps:
             return {}
         means = {name: total / count for name, (total, count) in self._times.items()}
@@ -229,6 +228,7 @@ class RankMeans:
     def machine(self, line: Line) -> None:
         """Set the figures of the machine to those of a line of kind ``machine``."""
         before, self._machine = self._machine, {name: line[name] for name in line if name in _FIGURES}
+        self._who["link_peer"] = line.get("link_peer")
         sent, sent_before = self._machine.get("sent_bytes"), before.get("sent_bytes")
         if sent is not None and sent_before is not None and self.num_done > self._sampled_at:
             self._step_sent = (sent - sent_before) / (self.num_done - self._sampled_at)
@@ -240,12 +240,13 @@ class RankMeans:
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         self._means = new.means() or self._means
         self._last |= new.rates()
-        counts: dict[str, Any] = {"step": self.num_done, "num_steps": new.num_steps, "step_sent_bytes": self._step_sent}
-        return RankFigures(**self._who, **counts, **self._means, **self._machine), dict(self._last)
+        values = {"age_s": 0.0, **self._means, **self._machine, "step_sent_bytes": self._step_sent}
+        return RankFigures(**self._who, step=self.num_done, num_steps=new.num_steps, values=values), dict(self._last)
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps without the first, unless it is the only one."""
-        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, **self._whole.means())
+        means = self._whole.means()
+        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, values=means)
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------
@@ -574,5 +575,5 @@ class Recorder:
             if rank not in self._seen or number != self._seen[rank][0]:
                 self._seen[rank] = number, now_s
             if figures.rank == rank:
-                found.append(replace(figures, age_s=now_s - self._seen[rank][1]))
+                found.append(replace(figures, values={**figures.values, "age_s": now_s - self._seen[rank][1]}))
         return found

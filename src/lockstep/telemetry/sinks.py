@@ -23,8 +23,8 @@ from typing_extensions import override
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
-from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry import figures
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Event, guarded, how_called
 from lockstep.telemetry.recorder import Place, Subscriber
 
@@ -107,14 +107,14 @@ class MetricsSink(Subscriber):
     @override
     def event(self, event: Event) -> None:
         if event.metrics:
-            values = {metrics.EVALUATION.name_of(name): value for name, value in event.metrics.items()}
+            values = {figures.EVALUATION.name_of(name): value for name, value in event.metrics.items()}
             self.write(values, event.step, event.time)
 
     @override
     def update(self, snapshot: Snapshot) -> None:
         if snapshot.step > self._last_step:  # services refuse decreasing steps
             self._last_step = snapshot.step
-            self.write(metrics.scalars(snapshot), snapshot.step, snapshot.time)
+            self.write(figures.scalars(snapshot), snapshot.step, snapshot.time)
 
 
 @final
@@ -227,20 +227,20 @@ class Prometheus(MetricsSink):
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of the last snapshot, without unknown values."""
-        yield from _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
+        yield from _family("lockstep_run_info", "what the run is", [(self._info, 1.0)])
         snapshot = self._snapshot
         if snapshot is None:
             return
-        yield from _family(metrics.UPDATED, "when these figures were taken", [({}, snapshot.time)])
+        yield from _family("lockstep_updated_timestamp_seconds", "when these figures were taken", [({}, snapshot.time)])
         names = ("rank", "host", "device")
         where = [({name: str(getattr(each, name)) for name in names}, 1.0) for each in snapshot.ranks]
-        yield from _family(metrics.RANK_INFO, "where a rank computes", where)
-        for metric in metrics.METRICS:
+        yield from _family("lockstep_rank_info", "where a rank computes", where)
+        for metric in figures.METRICS:
             yield from _family(metric.prometheus, metric.meaning, [({}, metric.read(snapshot))], metric.scale)
-        for metric in metrics.RANK_METRICS:
+        for metric in figures.RANK_METRICS:
             by_rank = [({"rank": str(each.rank)}, metric.read(each)) for each in snapshot.ranks]
             yield from _family(metric.prometheus, metric.meaning, by_rank, metric.scale)
-        for metric, values in ((metrics.EVALUATION, snapshot.evaluation), (metrics.EVENT_COUNT, snapshot.event_counts)):
+        for metric, values in ((figures.EVALUATION, snapshot.evaluation), (figures.EVENT_COUNT, snapshot.event_counts)):
             yield from _family(metric.prometheus, metric.meaning, [({metric.label: n}, v) for n, v in values.items()])
 
 

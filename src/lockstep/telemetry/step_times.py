@@ -106,9 +106,9 @@ class StepTimes:
         """The rank's own work: the time without exposed communication, the sum of `OWN_PARTS`."""
         return sum(map(self.part, OWN_PARTS))
 
-    def part(self, name: str) -> float:
-        """Return the seconds of a part in `PARTS`, or of `PHASES`; 0 if unknown."""
-        return getattr(self, f"{name}_s") or 0.0
+    def part(self, *names: str) -> float:
+        """Return the seconds of parts in `PARTS`, or of another time, by name; 0 if unknown."""
+        return sum(getattr(self, f"{name}_s") or 0.0 for name in names)
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts that are known, by name and in order."""

@@ -25,11 +25,10 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
+from lockstep.telemetry.figures import EVALUATION, Snapshot, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.metrics import EVALUATION, Snapshot
 from lockstep.telemetry.record import Event, EventName, kind_of
 from lockstep.telemetry.recorder import Subscriber
-from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
@@ -248,7 +247,9 @@ class Display(Subscriber):
             self._live.update(snapshot)
         elif self._has_lines:
             now_s = time.perf_counter()
-            if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
+            # The loss of a script may be unknown.
+            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
                 self._shown_at = now_s
                 self.log(live_view.line(snapshot))
 
