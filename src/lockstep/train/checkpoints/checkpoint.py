@@ -295,12 +295,12 @@ def _how_to_make_room(path: Path) -> str:
     folder = path.parent
     found = sorted(each for each in folder.iterdir() if _NAME.fullmatch(each.name))
     sizes = {each.name: format_bytes(sum(file.stat().st_size for file in each.iterdir())) for each in found}
-    held = ", ".join(f"{name} ({size})" for name, size in sizes.items()) or "no checkpoints"
+    held = f", and {folder} holds {', '.join(f'{name} ({size})' for name, size in sizes.items())}" if sizes else ""
     # What a run resumes from stays.
     old = [each.path.name for each in find_checkpoints(folder) if each.problem is None][1:]
     which = f"Remove {', '.join(sorted(old))}, or keep fewer (--keep N): the next start removes the others first."
     return (
-        f" The disk has {format_bytes(shutil.disk_usage(folder).free)} free, and {folder} holds {held}.\n"
+        f" The disk has {format_bytes(shutil.disk_usage(folder).free)} free{held}.\n"
         f"{which if old else 'Make room on the disk, or write to another one.'}"
     )
 
@@ -404,7 +404,7 @@ class Checkpoints:
                 try:
                     parts = _read_alike(self.folder / name)
                     if self.world.is_rank_zero:
-                        # Before the first save, for which there may be no room otherwise; the one that was loaded stays.
+                        # Before the first save, for which there may be no room; the one that was loaded stays.
                         with contextlib.suppress(OSError, CheckpointError):
                             self._remove_old(find_checkpoints(self.folder))
                     return {**parts["state"], **{part: parts[part] for part in _TOP_LEVEL if part in parts}}
