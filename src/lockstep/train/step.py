@@ -371,19 +371,22 @@ class Seeds:
 
     def __init__(self, seed: int, devices: Sequence[torch.device], shares: range) -> None:
         self._seed, self._devices, self._shares = seed, devices, shares
+        self._on_device = devices[0].type != "cpu"  # the generator of the CPU belongs to the process
 
     def all(self, *purpose: int, device: torch.device | None = None) -> None:
         """Seed all generators for ``purpose``, the same on every rank."""
         value = mix(self._seed, *purpose)
         seed_cpu(value)
-        seed_device(device or self._devices[0], value)
+        if self._on_device:
+            seed_device(device or self._devices[0], value)
 
     def forward(self, micro: MicroBatch, index: int) -> None:
         """Seed the generators for a micro-batch; different for each step, micro-batch and share."""
         position = (self._seed, FORWARD, micro.step, index)
         seed_cpu(mix(*position, self._shares.start))
-        for share, device in zip(self._shares, self._devices, strict=False):
-            seed_device(device, mix(*position, share))
+        if self._on_device:
+            for share, device in zip(self._shares, self._devices, strict=False):
+                seed_device(device, mix(*position, share))
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------

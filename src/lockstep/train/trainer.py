@@ -252,7 +252,8 @@ class Trainer:
                 self.nonfinite.begin_step()
             self.optimizer.zero_grad(set_to_none=True)
             # Replicas that train independently only communicate when they exchange parameters.
-            group = self.group if self._sync and self.strategy.agrees(step) else None
+            communicates = self._sync and (not self.strategy.exchanges or self.strategy.agrees(step))
+            group = self.group if communicates else None
             computed, metrics = self._accumulate(timer, group)
 
             timer.begin("communication")
