@@ -195,6 +195,8 @@ def _check_target(args: argparse.Namespace) -> str:
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
+    if args.min_devices is not None and not args.max_restarts:
+        raise ConfigurationError("--min-devices needs --max-restarts.\nAdd --max-restarts N, or omit --min-devices.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:

@@ -32,7 +32,7 @@ from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
@@ -566,6 +566,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
             resumed from: before the next one is written, and at the end.
     """
+    check_task(task, settings)
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
@@ -605,7 +606,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         place_of(settings.checkpoint),
         world,
         fresh=settings.resume is False,
-        keep=settings.keep,
+        keep=settings.keep or Checkpoints.keep,
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
@@ -661,6 +662,7 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     # Imported here, because the import is slow.
     from lockstep.launcher.api import launch, raising_task_errors
 
+    check_task(task, settings)
     check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():
