@@ -13,6 +13,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from typing import Any
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 
 # Kinds of files, one per rank: its current activity, its current step, its Python stacks, the exception that ended it,
-# and the Python stack at a fatal signal.
+# its normal end, and the Python stack at a fatal signal.
 HEARTBEAT = "heartbeat"
 STEP = "step"
 STACKS = "stacks"
 FAILURE = "failure"
+ENDED = "ended"
 CRASH = "crash"
 # Of a rank of `lockstep.launch`: the result or the exception of its function.
 RESULT, ERROR = "result", "error"
@@ -62,13 +64,47 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
-# Failures: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
+# Ends: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
 
 
-def write_failure(folder: str | os.PathLike[str], rank: int | str, failure: dict[str, Any]) -> None:
-    """Write why a rank failed: ``message``, ``type`` and other fields of the launcher's report."""
-    with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
-        replace_file(rank_file(folder, FAILURE, rank), json.dumps(failure))
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why and where the program of a rank ended: by an exception, or normally.
+
+    Attributes:
+        message: The last line of its traceback, such as ``ValueError: boom``; empty if it ended normally.
+        error_type: The name of the exception's class.
+        trace: Its whole traceback, which begins with the user's code.
+        where: File and line of the exception, in the user's code; empty if the program ran to its end.
+        time_ns: When the exception was raised, or the program ended, in nanoseconds since the epoch.
+        step: The step of ``fit``, counted from 0.
+        phase: The phase of that step.
+        num_steps: Number of optimizer steps done.
+        pid: The process.
+        has_joined: Whether the process was in a process group.
+    """
+
+    message: str = ""
+    error_type: str = ""
+    trace: str = ""
+    where: str = ""
+    time_ns: int = 0
+    step: int | None = None
+    phase: str = ""
+    num_steps: int = 0
+    pid: int = 0
+    has_joined: bool = False
+
+    def write(self, folder: str | os.PathLike[str], rank: int | str) -> None:
+        """Write it for the launcher. A failure stays if the program, which caught it, then ends normally."""
+        with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
+            replace_file(rank_file(folder, FAILURE if self.message else ENDED, rank), json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str], rank: int | str, kind: str = FAILURE) -> "FailureRecord | None":
+        """Return the record of a rank that failed, or of kind `ENDED`; ``None`` if there is none."""
+        content = read_object(rank_file(folder, kind, rank))
+        return cls(**content) if content else None
 
 
 # Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
@@ -135,7 +171,7 @@ def forget_ranks(folder: Path) -> None:
 
     A signal's request to stop also applies to the next ranks.
     """
-    for kind in (HEARTBEAT, STEP, FAILURE, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
+    for kind in (HEARTBEAT, STEP, FAILURE, ENDED, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
         for path in rank_files(folder, kind).values():
             path.unlink(missing_ok=True)
     if not is_stopped_by_signal(folder):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -220,8 +220,8 @@ class LogTail:
         """Queue whole lines of the launcher for standard error. Takes no lock, so signal handlers can call it."""
         self._unwritten.append(("stderr", text))
 
-    def settle(self) -> None:
-        """Show all output so far, after the ranks have ended."""
+    def settle(self, traces: Mapping[int, str] | None = None) -> None:
+        """Show all output so far, after the ranks have ended; add their tracebacks, by rank, to their files."""
         with self._lock:
             self._read()
             for key in self._selector.get_map().values():
@@ -229,6 +229,9 @@ class LogTail:
                     self._take(key.data, "\n")
             self._take_due(final=True)
             self._write()
+            for rank, trace in (traces or {}).items():
+                for line in trace.splitlines():
+                    self._keep(rank, line)
 
     def __enter__(self) -> LogTail:
         self._thread.start()

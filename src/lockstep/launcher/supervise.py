@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -43,7 +43,7 @@ from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
-from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
+from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
 from lockstep.launcher.fork_server import forked_ranks
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
 from lockstep.launcher.output import LogTail
@@ -122,9 +122,9 @@ def supervise(
         elif job.num_restarts_left and awaited:
             log(f"{text}\nThe ranks are started again.")
             # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+            message = "JobHangs: it kept the others waiting; the report is above"
             for rank, pid in awaited.items():
-                run_folder.write_failure(job.folder, rank, failure)
+                run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid).write(job.folder, rank)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         else:
@@ -154,7 +154,7 @@ def supervise(
             # killed.
             failures = error.failures
             stopped = None if hangs else stop.outcome({failure.exitcode for failure in failures.values()})
-            exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+            exits = job.exits(failures)
             hang = "\n".join(hangs)
             raise stopped or job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes) from None
         except SignalException as error:
@@ -245,6 +245,13 @@ class Job:
     num_restarts_left: int = 0
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
     ended_at_ns: Mapping[int, int] = field(default_factory=dict)
+
+    def exits(self, failures: Mapping[int, ProcessFailure]) -> list[RankExit]:
+        """Return how the ranks have ended; show all their output, and keep the tracebacks beside it."""
+        exits = rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
+        if self.log_tail is not None:
+            self.log_tail.settle({exit.rank: exit.record.trace for exit in exits})
+        return exits
 
 
 _SIGNALS_OF_ELASTIC = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -451,8 +458,7 @@ class _Agent(LocalElasticAgent):
             self._pcontext.close()
             # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
-        job = self.job
-        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+        exits = self.job.exits(failures)
         first = first_failure(exits) if failures else None
         was_killed = first is not None and first.exit_code < 0
         # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
@@ -464,8 +470,6 @@ class _Agent(LocalElasticAgent):
             spec.local_world_size -= 1
         fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
         number = spec.max_restarts - self._remaining_restarts
-        if self.job.log_tail is not None:
-            self.job.log_tail.settle()
         text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
             # Our loops count a step from 0 while it runs; other loops count the steps that are done.

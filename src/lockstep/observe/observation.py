@@ -26,7 +26,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.observe.hooks import Hooks, compiled_call, num_samples
 from lockstep.observe.steps import Step, Steps
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
+from lockstep.run_folder import FailureRecord, current_run_folder
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
@@ -346,8 +346,8 @@ def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
 def _failure() -> str | None:
     """Return the error that ended this rank, as written by the launcher's bootstrap; None without an error."""
     folder = current_run_folder()
-    failure = {} if folder is None else read_object(rank_file(folder, FAILURE, os.environ["RANK"]))
-    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
+    failure = None if folder is None else FailureRecord.read(folder, os.environ["RANK"])
+    return failure.message.splitlines()[0] if failure else None
 
 
 def _leave_to_parent(steps: weakref.ref[Steps]) -> None:
