@@ -456,3 +456,27 @@ def active_ddp_module() -> Any:
 def set_active_ddp_module(module: Any) -> None:
     """Make torch.compile split graphs at the buckets of ``module``; None: of none. Without it: it does not split."""
     nn.parallel.DistributedDataParallel._active_ddp_module = module
+
+
+# --- torch elastic ----------------------------------------------------------------------------------------------------
+
+
+def prepare_elastic_ranks(agent: Any, envs: dict[int, dict[str, str]]) -> None:
+    """Set LOCAL_RANK in the environments of ranks, and start what torchrun's environment variables ask for.
+
+    These are the file timer (TORCHELASTIC_ENABLE_FILE_TIMER), the health check (TORCHELASTIC_HEALTH_CHECK_PORT) and the
+    CUDA_VISIBLE_DEVICES of ``--virtual-local-rank``. Without the methods of `LocalElasticAgent`: nothing of these.
+
+    Args:
+        agent: Starts the ranks.
+        envs: What is added to the environment of each rank, by its number on this machine; changed in place.
+    """
+    for local_rank, environ in envs.items():
+        environ["LOCAL_RANK"] = str(local_rank)
+        getattr(agent, "_set_local_rank_env", _nothing)(environ, local_rank, agent.get_worker_group().spec)
+    getattr(agent, "_setup_local_watchdog", _nothing)(envs=envs)
+    getattr(agent, "_setup_healthcheck", _nothing)()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

@@ -18,7 +18,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -200,13 +199,11 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._inner is None or self._is_ending() or self._inner.shutdown()
 
 
-rendezvous_handler_registry.register(LOCAL_BACKEND, lambda parameters: RendezvousPerRestart(parameters.run_id))
-
-
-def rendezvous_per_restart(
-    handler: RendezvousHandler, is_ending: Callable[[], bool], config: LaunchConfig
-) -> RendezvousHandler:
-    """Return ``handler``, created from ``config``, in a `RendezvousPerRestart`, if machines may come and go."""
+def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> RendezvousHandler:
+    """Return torch's handler for ``config``, in a `RendezvousPerRestart` if machines may come and go."""
+    if config.rdzv_backend == LOCAL_BACKEND:
+        return RendezvousPerRestart(config.run_id)
+    handler = _new_handler(config)
     if not isinstance(handler, DynamicRendezvousHandler):
         return handler
     os.environ[_NO_SHARING] = "1"  # for this run: the launcher restores its environment
@@ -226,6 +223,10 @@ def _reopen(config: LaunchConfig) -> RendezvousHandler:
         LockstepError: No store answered in time.
     """
     _await_host(*_address(config), config.rdzv_configs, may_be_here=False)
+    return _new_handler(config)
+
+
+def _new_handler(config: LaunchConfig) -> RendezvousHandler:
     where = config.rdzv_backend, config.rdzv_endpoint, config.run_id
     sizes = config.min_nodes, config.max_nodes
     return get_rendezvous_handler(RendezvousParameters(*where, *sizes, config.local_addr, **config.rdzv_configs))
