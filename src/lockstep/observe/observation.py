@@ -23,14 +23,15 @@ from lockstep.activity import one_line
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, device_for, is_initialized
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import Hooks, compiled_call, num_samples
-from lockstep.observe.steps import Step, Steps
+from lockstep.observe.steps import Hooks, Step, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.run_folder import FailureRecord, current_run_folder
+from lockstep.telemetry.instrument import compiled_call
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.record import EventName, RunFolder, num_restarts
 from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import Event, Reduction, RunFolder, num_restarts
+from lockstep.telemetry.step_times import Reduction
 
 # --- the engine that exchanges the gradients of a script --------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class Observation:
             self._event("remark", text, self.steps.num_done)
             sys.stderr.write(f"lockstep: {text}\n")
 
-    def _event(self, event: Event, text: str, num_done: int) -> None:
+    def _event(self, event: EventName, text: str, num_done: int) -> None:
         self._recorder.event(event, text, step=num_done)
 
     @property
