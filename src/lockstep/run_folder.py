@@ -5,12 +5,15 @@ renamed, or written in one piece. The folder is removed after the run: nothing i
 """
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import json
 import os
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -236,6 +239,80 @@ class TerminalRegion:
 def erase_rows(rows: int) -> str:
     """Return the escape codes that erase this number of rows above the cursor, and move the cursor to the first."""
     return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""
+
+
+# Records and logs: files in a folder that the user chose. Nothing of an earlier run is erased.
+
+# How long to wait for the lock of a run that has just ended: its loader processes, which were forked with the file
+# open, notice within 5 s that their rank is gone.
+_HANDOVER_S = 6.0
+
+
+def open_locked(path: Path, *, wait_s: float = _HANDOVER_S) -> int:
+    """Open a file for appending, locked until this process closes it or ends; return its descriptor.
+
+    The folder is created if it does not exist. Blocks at most ``wait_s`` for a run that is about to end.
+
+    Raises:
+        OSError: It cannot be opened; a BlockingIOError if another run writes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + wait_s
+    while True:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(file)
+                text = "another run, which has not ended, writes there"
+                raise BlockingIOError(errno.EWOULDBLOCK, text, str(path)) from None
+            time.sleep(0.05)
+        except OSError:
+            return file  # a file system without locks
+        else:
+            with contextlib.suppress(FileNotFoundError):  # it may have been moved while this process waited
+                if os.path.samestat(os.fstat(file), path.stat()):
+                    return file
+        os.close(file)
+
+
+def open_record(path: Path, *, fresh: bool) -> int:
+    """Open a rank's file of a record as `open_locked` does; if the run begins, keep that of an earlier run aside."""
+    file = open_locked(path)
+    if not fresh or os.fstat(file).st_size == 0:
+        return file
+    _keep_aside(path)
+    os.close(file)
+    return open_locked(path)
+
+
+def keep_rest_aside(folder: Path, world_size: int) -> None:
+    """Keep what else there is of an earlier run's record aside, when the ranks have opened their files; on rank zero.
+
+    Args:
+        folder: Of the record.
+        world_size: The number of ranks of the run that begins.
+    """
+    own = {f"rank-{rank}.jsonl" for rank in range(world_size)}
+    rest = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in own]
+    rest += [path for path in (folder / "run.json",) if path.exists()]  # last, as it has the name of the run
+    for earlier in {_keep_aside(path) for path in rest}:
+        print(f"lockstep: the record of an earlier run is now in {earlier}", file=sys.stderr, flush=True)
+
+
+def _keep_aside(path: Path) -> Path:
+    """Move a file of an earlier run's record into the folder ``earlier-RUN`` beside it; return that folder."""
+    run = "run"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open() as lines:
+        # The ranks move their files at the same time, and the first one then moves run.json.
+        sessions = read_object(path.parent / "run.json").get("sessions") or [json.loads(lines.readline())]
+        run = sessions[0]["run"].replace(os.sep, "-")
+    names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(1)))
+    folder = next(each for name in names if not (each := path.parent / f"earlier-{name}").joinpath(path.name).exists())
+    folder.mkdir(exist_ok=True)
+    path.rename(folder / path.name)
+    return folder
 
 
 # Secrets: command lines are kept in records, which users share.

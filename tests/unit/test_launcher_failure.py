@@ -273,8 +273,8 @@ def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
 def test_a_reason_on_the_second_line_is_not_cut_off():
     message = "CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up:\nit read too much\nat x"
     exits = [raised(1, "ValueError: boom", 10), raised(0, message, 20, error_type="CollectiveError")]
-    line = "rank 0 (PID 70): CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up: it read too much"
-    assert failure_report(exits, range(2)).endswith(f"{line} (/x/train.py:0)")
+    line = "CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up: it read too much"
+    assert failure_report(exits, range(2)).endswith(f"rank 0 (PID 70): {line} (/x/train.py:0)")
 
 
 @pytest.mark.parametrize("hint", ERROR_HINTS, ids=lambda hint: hint[0][0])
