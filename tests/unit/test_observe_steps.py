@@ -55,7 +55,7 @@ class Loop:
         self.rest(seconds)
         self.steps.own_work_done()
         self.rest(waits)
-        self.steps.backward_ends([])
+        self.steps.backward_ends(None)
 
     def update(self, key=MAIN, seconds=0.25, **how):
         self.steps.optimizer_begins(key)
@@ -257,7 +257,7 @@ def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(loop):
             loop.rest(1.0)
             loop.steps.optimizer_within(0.3)
         loop.steps.own_work_done()
-        loop.steps.backward_ends([])
+        loop.steps.backward_ends(None)
     lines = loop.lines()
     assert [parts(line) for line in lines] == [[1.0, 2.5, 3.0, 0.0, 0, 6.5]] * 2
     assert [line["learning_rate"] for line in lines] == [0.3, 0.3]
