@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep.telemetry import figures
-from lockstep.telemetry.aggregator import RankMetrics
 from lockstep.telemetry.figures import Spread, scalars, with_waits
+from lockstep.telemetry.recorder import RankMeans
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import MetricsSink
 from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
@@ -94,8 +94,8 @@ def test_prometheus_names_are_by_its_rules():
 
 
 def test_every_figure_of_a_rank_is_given():
-    rank = RankMetrics(0, host="here", device="cpu")
-    rank.add_step(StepMarks(0, 0.0, 0.0, 0.0, 1.0), StepTimes(**dict.fromkeys(TIMES, 0.001)))
+    rank = RankMeans(0, "cpu")
+    rank.add(StepMarks(0, 0.0, 0.0, 0.0, 1.0), StepTimes(**dict.fromkeys(TIMES, 0.001)))
     rank.machine(MachineSampler([torch.device("cpu")])())
     (given,) = with_waits([rank.read()[0]])
     assert set(given.values) == {metric.name.removeprefix("rank/") for metric in figures.RANK_METRICS}
@@ -153,9 +153,11 @@ def test_a_step_of_which_nothing_is_known_has_no_shares():
 
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     scores = {"loss": 0.5, "top 5/accuracy": 0.75}
-    found = snapshot(9, event("evaluation", 8, metrics=scores), event("remark", 9))
-    (*evaluated, _) = MetricsSink.news(SimpleNamespace(_last_step=8), found)
-    assert evaluated == [(8, 1e9 + 8, {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75})]
+    written = []
+    sink = SimpleNamespace(write=lambda *found: written.append(found))
+    for each in (event("evaluation", 8, metrics=scores), event("remark", 9)):
+        MetricsSink.event(sink, each)
+    assert written == [({"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}, 8, 1e9 + 8)]
 
 
 def test_a_session_that_said_neither_end_nor_stop_has_failed():

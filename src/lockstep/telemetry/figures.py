@@ -19,7 +19,7 @@ from operator import attrgetter, itemgetter
 from statistics import fmean, median, median_low, quantiles
 from typing import Any, NamedTuple
 
-from lockstep.telemetry.record import Event, Recorded, StepLine
+from lockstep.telemetry.record import Recorded, StepLine
 from lockstep.telemetry.step_times import OWN_PARTS, PARTS, StepTimes, combine, milliseconds
 
 # --- metrics: what displays and sinks show of a run -------------------------------------------------------------------
@@ -144,7 +144,6 @@ class Snapshot:
         time: Unix time of rank zero's host.
         counts: The task's word for what it counts, such as tokens.
         ranks: The ranks that have reported, in order.
-        events: The events since the last snapshot.
         event_counts: The number of events of each kind in this session.
         evaluation: The results of the last evaluation.
         is_last: Whether the run has ended.
@@ -166,7 +165,6 @@ class Snapshot:
     num_skipped_steps: int = 0
     counts: str = "tokens"
     ranks: tuple[RankFigures, ...] = ()
-    events: tuple[Event, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     is_last: bool = False

@@ -17,10 +17,10 @@ from rich.text import Text
 from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
-from lockstep.telemetry.aggregator import SnapshotSink
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Subscriber
 from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # --- as text: pure functions of the figures of the ranks --------------------------------------------------------------
@@ -247,15 +247,19 @@ def _event(event: Event) -> Text:
 PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
 
 
-class LiveView(SnapshotSink):
+class LiveView(Subscriber):
     """Shows the last snapshot and the last events, and redraws them in place."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
 
     @override
+    def event(self, event: Event) -> None:
+        if event.event not in PRINTED_EVENTS:
+            self._events.append(event)
+
+    @override
     def update(self, snapshot: Snapshot) -> None:
-        self._events += [event for event in snapshot.events if event.event not in PRINTED_EVENTS]
         width, height = self._size()
         self._show(picture(snapshot, list(self._events), width=width, height=height))
 

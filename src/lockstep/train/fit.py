@@ -25,10 +25,10 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
-from lockstep.telemetry.aggregator import SnapshotSink
 from lockstep.telemetry.figures import EVALUATION, Snapshot, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.record import EventName, kind_of
+from lockstep.telemetry.record import Event, EventName, kind_of
+from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
@@ -215,7 +215,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 @final
-class Display(SnapshotSink):
+class Display(Subscriber):
     """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
 
     Args:
@@ -235,6 +235,11 @@ class Display(SnapshotSink):
         """Print a log line."""
         if not self._silent:
             print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
+
+    @override
+    def event(self, event: Event) -> None:
+        if self._live is not None:
+            self._live.event(event)
 
     @override
     def update(self, snapshot: Snapshot) -> None:

@@ -1,0 +1,432 @@
+"""Every private name of torch that the package relies on, once: what for, and what happens without it.
+
+A name that this torch lacks is reported in one line, when it is first needed. Then a feature is degraded, or raises a
+clear error where anything else would be wrong; no import fails. ``tests/contract/test_torch_internals.py`` goes through
+all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
+"""
+
+import functools
+import itertools
+import operator
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigurationError
+
+INSTEAD: dict[str, Any] = {}
+"""By the private name: what stands in for it."""
+
+
+def _late(path: str, without: str, instead: Any = None) -> Callable[[], Any]:
+    """Return a function that returns the object at ``path``, or ``instead``. It imports torch's module when called."""
+    INSTEAD[path] = instead
+
+    @functools.cache
+    def find() -> Any:
+        try:
+            return pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            print(f"lockstep: torch {torch.__version__} has no {path}: {without}", file=sys.stderr, flush=True)
+            return instead
+
+    return find
+
+
+def _now(path: str, without: str, instead: Any = None) -> Any:
+    """Return the object at ``path``, or ``instead``."""
+    return _late(path, without, instead)()
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise ConfigurationError(
+        f"This cannot work with torch {torch.__version__}, which lacks what a line above names.\n"
+        "Use a version of torch that Lockstep knows: 2.11 to 2.14."
+    )
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+# Calls a function when the running backward ends, unless it fails. Outside of backward: RuntimeError.
+queue_callback: Callable[[Callable[[], None]], None] = _now(
+    "torch.autograd.Variable._execution_engine.queue_callback", "distributed backwards raise an error.", _refuse
+)
+
+
+def _is_in_backward() -> int:
+    try:
+        queue_callback(lambda: None)
+    except RuntimeError:
+        return -1
+    return 0
+
+
+# Returns the number of the running backward of this thread; -1 outside of backward.
+current_graph_task_id: Callable[[], int] = _now(
+    "torch._C._current_graph_task_id", "a backward in a backward counts as a part of it.", _is_in_backward
+)
+
+# In this context, tensors change without a new version, so autograd does not refuse those that it saved.
+unsafe_preserve_version_counter: Callable[[tuple[Tensor, ...]], Any] = _now(
+    "torch.autograd._unsafe_preserve_version_counter",
+    "a backward after two forwards with broadcast buffers may raise an error.",
+    lambda _tensors: nullcontext(),
+)
+
+profiler_enabled: Callable[[], bool] = _now(
+    "torch.autograd._profiler_enabled", "profiles lack the ranges of the engines.", lambda: False
+)
+
+# The number of changes of a tensor in place. Without it: AttributeError when gradients are accumulated.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Return whether autograd calls hooks when it adds to ``weight.grad``. Without the attributes: True, so slower."""
+    return bool(getattr(weight, "_backward_hooks", True) or getattr(weight, "_post_accumulate_grad_hooks", True))
+
+
+def in_backward_optimizers(parameter: nn.Parameter) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that torch's ``_apply_optimizer_in_backward`` gave it. Without the attribute: none."""
+    return getattr(parameter, "_in_backward_optimizers", [])
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _one_by_one(method: str) -> Callable[..., None]:
+    def call(tensors: Sequence[Tensor], *others: Any) -> None:
+        for index, tensor in enumerate(tensors):
+            getattr(tensor, method)(*(each[index] if isinstance(each, list | tuple) else each for each in others))
+
+    return call
+
+
+# Methods of many tensors, in few kernels.
+foreach_copy_, foreach_add_, foreach_mul_, foreach_zero_ = (
+    _now(f"torch._foreach_{each}", "a kernel for each tensor, which is slower.", _one_by_one(each))
+    for each in ("copy_", "add_", "mul_", "zero_")
+)
+
+# Whether ``module.to`` can give the old parameter, the first argument, the storage of the new one, and keep the object.
+has_compatible_shallow_copy_type: Callable[[Tensor, Tensor], bool] = _now(
+    "torch._has_compatible_shallow_copy_type", "modules are moved by swapping tensors.", lambda _old, _new: False
+)
+
+# How many tensors share the storage at an address.
+storage_use_count: Callable[[int], int] = _now(
+    "torch._C._storage_Use_Count",
+    "buckets are allocated anew in each step, as if the script kept its gradients.",
+    lambda _address, calls=iter(itertools.count()): next(calls),  # noqa: B008
+)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of the storage of ``tensor``, for `storage_use_count`. Without the attribute: 0."""
+    return int(getattr(tensor.untyped_storage(), "_cdata", 0))
+
+
+# Of sparse tensors: the public methods refuse those that are not coalesced. Without them: AttributeError.
+nnz, indices_of, values_of = map(operator.methodcaller, ("_nnz", "_indices", "_values"))
+
+# Public constructors warn about invariants in torch 2.11.
+_sparse = _now("torch.ops.aten._sparse_coo_tensor_with_dims", "embeddings with sparse=True raise an error.", _refuse)
+
+
+def empty_sparse(shape: Sequence[int], **options: Any) -> Tensor:
+    """Return a sparse tensor of rows of an embedding, none yet."""
+    return _sparse(1, len(shape) - 1, shape, layout=torch.sparse_coo, **options)  # type: ignore[no-any-return]
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+_LAYERS = "torch.nn.modules"
+_UNKNOWN = "layers of other classes than the usual are not recognised."
+BatchNorm: Any = _now(f"{_LAYERS}.batchnorm._BatchNorm", _UNKNOWN, nn.BatchNorm2d)
+NormBase: Any = _now(f"{_LAYERS}.batchnorm._NormBase", _UNKNOWN, nn.BatchNorm2d)
+LazyNorm: Any = _now(f"{_LAYERS}.batchnorm._LazyNormBase", _UNKNOWN, nn.LazyBatchNorm2d)
+Dropout: Any = _now(f"{_LAYERS}.dropout._DropoutNd", _UNKNOWN, nn.Dropout)
+
+
+def check_batch_norm_input(layer: nn.SyncBatchNorm, input: Tensor) -> None:
+    """Raise torch's errors for an input that ``layer`` cannot normalise. Without these methods: nothing is checked."""
+    for check in ("_check_input_dim", "_check_non_zero_input_channels"):
+        getattr(layer, check, bool)(input)
+
+
+def has_kernel(operation: str, device_type: str) -> bool:
+    """Return whether ``operation`` of ATen runs on devices of this type. Without the functions: on CUDA."""
+    try:
+        key = torch._C._dispatch_key_for_device(device_type)
+        return torch._C._dispatch_has_kernel_for_dispatch_key(operation, key)
+    except AttributeError:
+        return device_type == "cuda"
+
+
+# The dictionaries of a module, which libraries without number use. Without them: AttributeError.
+submodules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer by what ``function`` returns for it. Without the method: AttributeError."""
+    module._apply(function)
+
+
+def replicate_for_data_parallel(module: nn.Module) -> nn.Module:
+    """Return the copy that the class of ``module`` makes for DataParallel, or ``module`` if it has no such method.
+
+    That of ``GraphModule`` is not used: it compiles the graph again, and sharing the class works as well.
+    """
+    plain = [getattr(each, "_replicate_for_data_parallel", None) for each in (nn.Module, torch.fx.GraphModule)]
+    if getattr(type(module), "_replicate_for_data_parallel", None) in plain:
+        return module
+    return module._replicate_for_data_parallel()  # type: ignore[no-any-return]
+
+
+def flat_weights(layer: nn.RNNBase) -> dict[str, Any]:
+    """Return the list that an RNN keeps of its weights, by name. Without it: empty."""
+    return dict(zip(getattr(layer, "_flat_weights_names", ()), getattr(layer, "_flat_weights", ()), strict=True))
+
+
+# Attributes of modules: what is called after ``module.compile()``; the module that ``torch.compile`` was given, also a
+# part of names; and what ``_set_params_and_buffers_to_ignore_for_model`` marks: names, and the tensors themselves.
+COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
+DDP_IGNORED, TENSOR_IGNORED = "_ddp_params_and_buffers_to_ignore", "_ddp_ignored"
+
+# In this context a module has other tensors, by name.
+reparametrize_module: Callable[..., Any] = _now(
+    "torch.nn.utils.stateless._reparametrize_module", "sharded models on the meta device raise an error.", _refuse
+)
+
+# Takes the exception of a thread, to be raised in another with the place in its text.
+ExceptionWrapper: Any = _now("torch._utils.ExceptionWrapper", "DataParallel raises an error.", _refuse)
+
+_TREES = "torch.utils._pytree"
+tree_leaves: Callable[[Any], list[Any]] = _now(f"{_TREES}.tree_leaves", "containers raise an error.", _refuse)
+tree_flatten: Callable[[Any], Any] = _now(f"{_TREES}.tree_flatten", "containers raise an error.", _refuse)
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def leave_frames(function: Callable[..., Any], *, and_callees: bool) -> None:
+    """Make torch.compile run ``function`` as it is: all that it calls as well, or only this frame.
+
+    The public ``torch.compiler.disable`` imports the compiler. That takes seconds, even in scripts that never compile.
+    Without the names: it is used.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        strategy = frames._FrameExecStrategy(skip, skip if and_callees else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
+        torch.compiler.disable(function, recursive=and_callees)
+
+
+def end_graph_at(function: Any) -> None:
+    """Make torch.compile end a graph at each call of ``function``. Without the attribute: it may compile it."""
+    function._torchdynamo_disable = True
+
+
+# --- devices, loaders, the profiler -----------------------------------------------------------------------------------
+
+is_allocator_initialized: Callable[[], bool] = _now(
+    "torch._C._accelerator_isAllocatorInitialized", "the watchdog takes GPU ranks for CPU ranks.", lambda: False
+)
+privateuse1_name: Callable[[], str] = _now(
+    "torch._C._get_privateuse1_backend_name", "no rank is forked.", lambda: "unknown"
+)
+
+
+def is_in_bad_fork(device_type: str) -> bool:
+    """Return whether this process was forked from one that used the device. Without the function: False."""
+    return bool(getattr(torch.get_device_module(device_type), "_is_in_bad_fork", bool)())
+
+
+# The classes of a DataLoader's iterators: their base; the one in this process, and the one with loader processes.
+BaseDataLoaderIter, *LoaderIters = (
+    _now(f"torch.utils.data.dataloader._{each}Iter", "loaders are not watched.", type(each, (), {"__next__": None}))
+    for each in ("BaseDataLoader", "SingleProcessDataLoader", "MultiProcessingDataLoader")
+)
+
+
+def hide_worker_info() -> None:
+    """Make `get_worker_info` return None in this loader process. Without the attribute: streams skip samples."""
+    torch.utils.data._utils.worker._worker_info = None
+
+
+def profile_all_threads() -> Any:
+    """Return the setting with which ``torch.profiler`` traces the threads that exist. Without it: only this one."""
+    return _profiling() and _profiling()(profile_all_threads=True)
+
+
+_profiling = _late("torch._C._profiler._ExperimentalConfig", "a profile of dp lacks the threads of replicas.")
+
+# The class of contexts that see each operation, and its name and arguments. Without them: `verify` does not see any.
+TorchDispatchMode: Any = _now("torch.utils._python_dispatch.TorchDispatchMode", "`verify` has no experiments.", object)
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+
+# --- torch.distributed ------------------------------------------------------------------------------------------------
+
+_C10D = "torch.distributed.distributed_c10d"
+
+default_store: Callable[[], dist.Store] = _now(f"{_C10D}._get_default_store", "process groups raise an error.", _refuse)
+abort_process_group: Callable[[], None] = _now(
+    f"{_C10D}._abort_process_group", "a group that is stuck is left after a time-out.", dist.destroy_process_group
+)
+# By the name of a backend: torch's time limit for its collectives.
+default_timeout: Callable[[str], timedelta] = _now(
+    f"{_C10D}._get_default_timeout", "collectives wait for half an hour.", lambda _: timedelta(minutes=30)
+)
+# The public function is new in torch 2.14, which deprecates the other one.
+set_timeout: Callable[[timedelta], None] = getattr(dist, "set_timeout", None) or _now(
+    f"{_C10D}._set_pg_timeout", "collectives keep the time limit of connecting.", lambda _: None
+)
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of this process. Without torch's table: none, so none is aborted or counted."""
+    return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what serves ``group`` for a device. Without the method: AttributeError."""
+    return group._get_backend(device)
+
+
+def all_gather_single(group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
+    """Call the method of a group, which the public function calls with checks. Without it: AttributeError."""
+    return group._allgather_base(*arguments)
+
+
+def reduce_scatter_single(group: dist.ProcessGroup, *arguments: Any, **more: Any) -> dist.Work:
+    """Call the method of a group, which the public function calls with checks. Without it: AttributeError."""
+    return group._reduce_scatter_base(*arguments, **more)
+
+
+def timeout_of(backend: Any) -> timedelta:
+    """Return the time limit of a backend's operations. Without the attribute: half an hour."""
+    return getattr(backend.options, "_timeout", timedelta(minutes=30))
+
+
+def set_default_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the time limit of a backend's operations. Without the method: it stays that of connecting."""
+    getattr(backend, "_set_default_timeout", bool)(timeout)
+
+
+def group_of(backend: Any, store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+    """Return a group outside of torch's table, which Gloo serves. Without the methods: AttributeError."""
+    group, gloo = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(gloo)
+    group._register_backend(device, gloo, backend)
+    return group
+
+
+def sequence_number(group: Any) -> int:
+    """Return the number of collectives that were called on a group. Without the method, or if it has none: 0."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # groups written in Python may not count
+        return 0
+
+
+def flight_records() -> Iterator[str | bytes]:
+    """Yield torch's records of collectives as JSON: NCCL's, and that of all. Without them: none. Queries events."""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        with suppress(Exception):  # no such function, or no such record
+            yield getattr(sys.modules["torch._C._distributed_c10d"], name)()
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh of which ``mesh`` is a part, or itself. Without the method: itself."""
+    return getattr(mesh, "_get_root_mesh", lambda: mesh)()
+
+
+# Makes the parameters of a tensor-parallel module ones that DDP takes.
+pre_dp_module_transform = _late(
+    "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform", "DDP with tensor parallelism is refused.", _refuse
+)
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+# Return the classes of what `fully_shard` gathers and reduces with.
+fully_shard_all_gather, fully_shard_reduce_scatter = (
+    _late(f"{_FSDP}.Default{each}", "waits in fsdp are not counted.") for each in ("AllGather", "ReduceScatter")
+)
+
+
+# What a ``Join`` has set on a wrapper that is in it. Without the attribute: AttributeError in forward.
+join_config: Callable[[Any], Any] = operator.attrgetter("_join_config")
+
+
+def comm_hooks_of(module: Any) -> Sequence[Any]:
+    """Return the communication hooks of torch's DDP. Without the attribute: none, so `rehearse` may be refused one."""
+    return getattr(module, "_comm_hooks", ())
+
+
+def active_ddp_module() -> Any:
+    """Return the wrapped module at whose buckets torch.compile splits graphs. Without the attribute: None."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+def set_active_ddp_module(module: Any) -> None:
+    """Make torch.compile split graphs at the buckets of ``module``; None: of none. Without it: it does not split."""
+    nn.parallel.DistributedDataParallel._active_ddp_module = module
+
+
+# --- torch elastic ----------------------------------------------------------------------------------------------------
+
+
+def prepare_elastic_ranks(agent: Any, envs: dict[int, dict[str, str]]) -> None:
+    """Set LOCAL_RANK in the environments of ranks, and start what torchrun's environment variables ask for.
+
+    These are the file timer (TORCHELASTIC_ENABLE_FILE_TIMER), the health check (TORCHELASTIC_HEALTH_CHECK_PORT) and the
+    CUDA_VISIBLE_DEVICES of ``--virtual-local-rank``. Without the methods of `LocalElasticAgent`: nothing of these.
+
+    Args:
+        agent: Starts the ranks.
+        envs: What is added to the environment of each rank, by its number on this machine; changed in place.
+    """
+    for local_rank, environ in envs.items():
+        environ["LOCAL_RANK"] = str(local_rank)
+        getattr(agent, "_set_local_rank_env", _nothing)(environ, local_rank, agent.get_worker_group().spec)
+    getattr(agent, "_setup_local_watchdog", _nothing)(envs=envs)
+    getattr(agent, "_setup_healthcheck", _nothing)()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def matches_machine_hostname(host: str) -> bool:
+    """Return whether torch finds that a host is this machine.
+
+    Raises:
+        socket.gaierror: The name of this machine does not resolve.
+    """
+    return bool(_matches_machine_hostname()(host))
+
+
+_matches_machine_hostname = _late(
+    "torch.distributed.elastic.rendezvous.utils._matches_machine_hostname",
+    "a machine hosts the store of --rdzv-endpoint if that is one of its addresses, though another may do so already.",
+    lambda _host: False,
+)
+
+
+def stop_heartbeats(handler: Any) -> None:
+    """End the keepalives of a dynamic rendezvous. Without the method: each one that fails is logged."""
+    getattr(handler, "_stop_heartbeats", _nothing)()
+
+
+def is_removed(handler: Any) -> bool:
+    """Return whether the machines of a dynamic rendezvous go on without this one. Without its state: False."""
+    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    return state is not None and getattr(handler, "_this_node", None) not in state.participants
