@@ -64,7 +64,7 @@ def give(sink, snapshot):
 
 
 def counted(*snapshots):
-    """Yield the snapshots with the counts of all events so far, as the aggregator has them."""
+    """Yield the snapshots with the counts of all events so far, as the recorder has them."""
     counts, evaluation = Counter(), {}
     for each in snapshots:
         for event in each.events:

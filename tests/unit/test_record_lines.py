@@ -98,8 +98,18 @@ def test_a_resumed_file_goes_on_behind_a_line_that_was_cut(tmp_path):
     writer.add({"step": 3})
     writer.close()
     assert (tmp_path / "a").read_text() == '{"step":1}\n{"st\n{"step":2}\n{"step":3}\n'
-    LineWriter(tmp_path / "a", fresh=True).close()
-    assert (tmp_path / "a").read_text() == ""
+
+
+def test_a_fresh_file_keeps_the_earlier_one_aside(tmp_path):
+    for number in range(3):
+        writer = LineWriter(tmp_path / "a", fresh=True)
+        writer.add({"run": "x/1", "number": number})
+        writer.close()
+    assert sorted((path.parent.name, read(path)[0]["number"]) for path in tmp_path.rglob("a")) == [
+        ("earlier-x-1", 0),
+        ("earlier-x-1.1", 1),
+        (tmp_path.name, 2),
+    ]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

@@ -195,6 +195,8 @@ def _check_target(args: argparse.Namespace) -> str:
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
+    if args.min_devices is not None and not args.max_restarts:
+        raise ConfigurationError("--min-devices needs --max-restarts.\nAdd --max-restarts N, or omit --min-devices.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
@@ -216,7 +218,7 @@ def _log_settings(args: argparse.Namespace) -> LogSettings:
     }
     excluded_by = next((flag for flag, is_given in excluding.items() if is_given), "")
     folder = None if has_torchruns else args.log_dir
-    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by)
+    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by, num_nodes=max_nodes(args))
 
 
 def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:

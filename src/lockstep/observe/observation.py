@@ -26,7 +26,7 @@ from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Hooks, Step, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
+from lockstep.run_folder import FailureRecord, current_run_folder
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import compiled_call
 from lockstep.telemetry.provenance import Provenance, gather
@@ -177,7 +177,7 @@ class Observation:
         self._recorder = recorder = Recorder(
             place,
             [device],
-            Snapshot(num_steps=0, world_size=place.num_ranks),
+            Snapshot(world_size=place.num_ranks),
             first_step=first_step,
             run_dir=run_dir,
             facts=self._facts,
@@ -327,8 +327,8 @@ def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
 def _failure() -> str | None:
     """Return the error that ended this rank, as written by the launcher's bootstrap; None without an error."""
     folder = current_run_folder()
-    failure = {} if folder is None else read_object(rank_file(folder, FAILURE, os.environ["RANK"]))
-    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
+    failure = None if folder is None else FailureRecord.read(folder, os.environ["RANK"])
+    return failure.message.splitlines()[0] if failure else None
 
 
 def _leave_to_parent(steps: weakref.ref[Steps]) -> None:

@@ -151,7 +151,7 @@ class Snapshot:
 
     time: float = 0.0
     step: int = 0
-    num_steps: int
+    num_steps: int | None = None
     epoch: float | None = None
     loss: float | None = None
     learning_rate: float | None = None
@@ -243,7 +243,7 @@ METRICS = (
         Metric(f"train/{name}", f"lockstep_train_{prometheus}", meaning, attrgetter((source or [name])[0]))
         for name, prometheus, meaning, *source in (
             ("step", "steps_total", "steps done"),
-            ("num_steps", "planned_steps", "steps of the whole run"),
+            ("num_steps", "planned_steps", "steps of the whole run; unknown for a script"),
             ("epoch", "epoch", "passes over the data set so far; unknown for a stream"),
             ("loss", "loss", "loss of the last step, the mean over its global batch"),
             ("learning_rate", "learning_rate", "of the first parameter group"),

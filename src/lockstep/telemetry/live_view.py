@@ -54,7 +54,8 @@ def slowest_rank(snapshot: Snapshot) -> int | None:
 
 def line(snapshot: Snapshot) -> str:
     """Return the progress of a run in one line, for a pipe."""
-    words = [f"step {snapshot.step}/{snapshot.num_steps}", *_loss_and_rates(snapshot)]
+    of_all = "" if snapshot.num_steps is None else f"/{snapshot.num_steps}"
+    words = [f"step {snapshot.step}{of_all}", *_loss_and_rates(snapshot)]
     if snapshot.left_s is not None:
         words.append(f"{duration(snapshot.left_s)} left")
     words.append(largest(snapshot.ranks, 3))
@@ -151,10 +152,12 @@ def picture(snapshot: Snapshot, events: Sequence[Event], *, width: int, height: 
 
 
 def _progress(snapshot: Snapshot, width: int) -> Text:
-    step, num_steps = snapshot.step, max(1, snapshot.num_steps)
-    done = min(1.0, step / num_steps)
+    step, num_steps = snapshot.step, snapshot.num_steps
+    if num_steps is None:  # of a script
+        return Text(f"step {step:,}  for {duration(snapshot.elapsed_s)}", "bold")
+    done = min(1.0, step / max(1, num_steps))
     left = "" if snapshot.left_s is None else f"  {duration(snapshot.left_s)} left"
-    before, after = f"step {step:,}/{snapshot.num_steps:,} ", f" {done:4.0%}{left}"
+    before, after = f"step {step:,}/{num_steps:,} ", f" {done:4.0%}{left}"
     room = max(4, width - len(before) - len(after))
     filled = round(done * room)
     return Text.assemble((before, "bold"), ("━" * filled, "#0072B2"), ("─" * (room - filled), "dim"), after)

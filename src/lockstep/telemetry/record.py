@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import hide_secrets, read_object, replace_file
+from lockstep.run_folder import hide_secrets, keep_rest_aside, open_record, read_object, replace_file
 from lockstep.telemetry.step_times import PHASES, TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
 if TYPE_CHECKING:
@@ -403,7 +403,7 @@ class LineWriter:
 
     Args:
         path: The file; its folder is created if it does not exist.
-        fresh: Whether to overwrite it.
+        fresh: Whether the run begins: then an earlier record is kept aside.
 
     Raises:
         ConfigurationError: The file cannot be opened.
@@ -411,9 +411,8 @@ class LineWriter:
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # `os.write` has no buffer that a forked process could write a second time.
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0), 0o644)
+            self._file = open_record(path, fresh=fresh)
         except OSError as error:
             raise ConfigurationError(
                 f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
@@ -421,7 +420,7 @@ class LineWriter:
         self._path = path
         self._lines: list[Line] = []
         # A killed process may have left a part of a line.
-        self._is_cut = not fresh and not _ends_in_newline(path)
+        self._is_cut = not _ends_in_newline(path)
         self._is_well = True
 
     def add(self, line: Line) -> None:
@@ -479,7 +478,7 @@ class RunFolder:
         world_size: Number of ranks of the run.
         device: The device of this rank.
         first_step: Number of steps done before.
-        fresh: Whether the run begins: then the record of an earlier run in the folder is overwritten.
+        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
         gather: Returns the argument of each rank.
         name: Of the session, if the ranks cannot agree on one by ``gather``.
 
@@ -517,6 +516,8 @@ class RunFolder:
         if problems := [f"Rank {number}: {each[2]}" for number, each in enumerate(ranks) if each[2]]:
             if writer is not None:
                 writer.close()
+                if (path := folder / f"rank-{rank}.jsonl").stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
             raise ConfigurationError(problems[0])
         assert writer is not None
         self.writer = writer
@@ -530,10 +531,7 @@ class RunFolder:
         self._path, self._is_rank_zero = folder / RUN_FILE, rank == 0
         self._before: list[Any] = [] if fresh else read_object(self._path).get("sessions", [])
         if fresh and self._is_rank_zero:
-            for path in folder.glob(RANK_FILES):  # of an earlier run with more ranks
-                number = path.stem.removeprefix("rank-")
-                if number.isdecimal() and int(number) >= world_size:
-                    path.unlink(missing_ok=True)
+            keep_rest_aside(folder, world_size)
 
     def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
         """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.

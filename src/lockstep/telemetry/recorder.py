@@ -241,14 +241,12 @@ class RankMeans:
         self._means = new.means() or self._means
         self._last |= new.rates()
         values = {"age_s": 0.0, **self._means, **self._machine, "step_sent_bytes": self._step_sent}
-        return self._figures(new, values), dict(self._last)
+        return RankFigures(**self._who, step=self.num_done, num_steps=new.num_steps, values=values), dict(self._last)
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps without the first, unless it is the only one."""
-        return self._figures(self._whole, self._whole.means())
-
-    def _figures(self, sums: Sums, values: Mapping[str, float | None]) -> RankFigures:
-        return RankFigures(**self._who, step=self.num_done, num_steps=sums.num_steps, values=values)
+        means = self._whole.means()
+        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, values=means)
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
@@ -247,7 +247,9 @@ class Display(Subscriber):
             self._live.update(snapshot)
         elif self._has_lines:
             now_s = time.perf_counter()
-            if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
+            # The loss of a script may be unknown.
+            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
                 self._shown_at = now_s
                 self.log(live_view.line(snapshot))
 
@@ -564,6 +566,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
             resumed from: before the next one is written, and at the end.
     """
+    check_task(task, settings)
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
@@ -603,7 +606,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         place_of(settings.checkpoint),
         world,
         fresh=settings.resume is False,
-        keep=settings.keep,
+        keep=settings.keep or Checkpoints.keep,
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
@@ -659,6 +662,7 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     # Imported here, because the import is slow.
     from lockstep.launcher.api import launch, raising_task_errors
 
+    check_task(task, settings)
     check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():
