@@ -181,7 +181,9 @@ class Sums:
         if not self.num_steps:
             return {}
         means = {name: total / count for name, (total, count) in self._times.items()}
-        return {"step_s": means.pop("total_s"), "slowest_s": self._slowest_s, **means}
+        step_s = means.pop("total_s")
+        own_s = step_s - means.get("exposed_s", 0.0)
+        return {"step_s": step_s, "own_s": own_s, "slowest_s": self._slowest_s, **means}
 
     def rates(self) -> dict[str, float]:
         """Return the rates by the names of `Snapshot`; empty if there was no step."""
