@@ -290,6 +290,7 @@ class Run:
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        signals.num_steps_done = lambda: trainer.num_steps_done
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
@@ -566,7 +567,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
     with (
         init() as world,
         explaining_worker_failures(world.rank),
-        StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
+        StopSignals(saves=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
