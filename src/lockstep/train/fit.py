@@ -300,7 +300,8 @@ class Run:
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._throughput = Throughput()
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
