@@ -11,22 +11,11 @@ from typing import Any, Literal
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import Table
 from lockstep.telemetry.provenance import Provenance
+from lockstep.telemetry.step_times import PARTS, Part
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY, YELLOW = "#999999", "#F0E442"
-
-# The parts of a step's time, by name: colour and hatch.
-PARTS = {
-    "data wait": (PURPLE, ""),
-    "forward": (SKY, ""),
-    "backward": (BLUE, ""),
-    "exchange": (VERMILION, "////"),
-    "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would take 170 kB
-    "optimizer": (GREEN, ""),
-    "other": (GREY, ""),
-    "waiting for a core": (YELLOW, "xxxx"),
-}
+GREY = "#999999"
 
 # Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
@@ -104,13 +93,20 @@ def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
     axes.legend(unique.values(), unique.keys(), ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
 
 
+def draw_bar(axes: Any, place: float, part: Part, begin_s: float, end_s: float, *, height: float) -> None:
+    """Draw a part of a step as a horizontal bar in milliseconds."""
+    # With a thin edge: light colours alone are hard to see on a light background.
+    look = {"color": part.color, "hatch": part.hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": height}
+    axes.barh(place, (end_s - begin_s) * 1e3, left=begin_s * 1e3, label=part.label, **look)
+
+
 def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> str:
     """Draw a stacked bar in milliseconds for each row.
 
     Args:
         heading: Of the drawing.
         label: Of the axis.
-        rows: By name of the bar, the seconds of each of its `PARTS`.
+        rows: By name of the bar, the seconds of each of its `PARTS`, by name.
         note: A visible note.
     """
     figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
@@ -118,13 +114,10 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
     for place, (name, parts) in enumerate(rows.items()):
         left = 0.0
         for part, seconds in parts.items():
-            colour, hatch = PARTS[part]
-            # With a thin edge: light colours alone are hard to see on a light background.
-            look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
-            axes.barh(place, seconds * 1e3, left=left, label=part, **look)
-            left += seconds * 1e3
-        listed = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
-        words.append(f"{name} {left:.2f} ({listed})")
+            draw_bar(axes, place, PARTS[part], left, left + seconds, height=0.62)
+            left += seconds
+        listed = ", ".join(f"{PARTS[part].label} {seconds * 1e3:.2f}" for part, seconds in parts.items())
+        words.append(f"{name} {left * 1e3:.2f} ({listed})")
     label_rows(axes, list(rows))
     axes.set_xlabel(label)
     legend_above(axes, 3, -0.18)

@@ -25,14 +25,14 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
+from lockstep.telemetry.figures import EVALUATION, Snapshot, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import Event, kind_of
-from lockstep.telemetry.stragglers import StragglerReporter
+from lockstep.telemetry.record import Event, EventName, kind_of
+from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
@@ -132,7 +132,7 @@ class Throughput:
         self._unread.append((record.loss, record.count))
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
-        self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
+        self._took.append((record.num_samples, time.perf_counter() - record.timer.marks.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has finished the last step."""
@@ -215,7 +215,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 @final
-class Display(SnapshotSink):
+class Display(Subscriber):
     """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
 
     Args:
@@ -237,12 +237,19 @@ class Display(SnapshotSink):
             print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
 
     @override
+    def event(self, event: Event) -> None:
+        if self._live is not None:
+            self._live.event(event)
+
+    @override
     def update(self, snapshot: Snapshot) -> None:
         if self._live is not None:
             self._live.update(snapshot)
         elif self._has_lines:
             now_s = time.perf_counter()
-            if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
+            # The loss of a script may be unknown.
+            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
                 self._shown_at = now_s
                 self.log(live_view.line(snapshot))
 
@@ -351,12 +358,12 @@ class Run:
         self._throughput.add(record)
         self._record.compare_ranks(self._stragglers)
 
-    def pause_for(self, event: Event, act: Callable[[], str]) -> None:
+    def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
         self._settle()
         self._log(event, act())
 
-    def _log(self, event: Event, text: str) -> None:
+    def _log(self, event: EventName, text: str) -> None:
         self._display.log(text)
         self._record.event(event, text)
 
@@ -492,7 +499,7 @@ class Run:
         if skipped := len(trainer.nonfinite.found):
             self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
 
-    def _end(self, event: Event, text: str) -> None:
+    def _end(self, event: EventName, text: str) -> None:
         """Record the end of the run, and print where the time went. Collective: every rank."""
         where = self._record.finish(event, text)
         if where is not None and self._first_step < self.num_steps_done:
@@ -559,6 +566,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
             resumed from: before the next one is written, and at the end.
     """
+    check_task(task, settings)
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
@@ -598,7 +606,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         place_of(settings.checkpoint),
         world,
         fresh=settings.resume is False,
-        keep=settings.keep,
+        keep=settings.keep or Checkpoints.keep,
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
@@ -654,6 +662,7 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     # Imported here, because the import is slow.
     from lockstep.launcher.api import launch, raising_task_errors
 
+    check_task(task, settings)
     check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():

@@ -26,9 +26,8 @@ from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
-from lockstep.study.report.figures import find_figures
-from lockstep.study.report.run_reader import read_run
-from lockstep.telemetry.stragglers import describe
+from lockstep.telemetry.figures import find_figures
+from lockstep.telemetry.record import read_run
 
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -105,7 +104,7 @@ def rehearse(
         with contextlib.suppress(ConfigurationError):  # nothing was recorded
             figures = find_figures(read_run(record))
             if figures is not None and figures.straggler is not None:
-                lines.append(Line(time.time_ns(), describe(figures.straggler)))
+                lines.append(Line(time.time_ns(), str(figures.straggler)))
         struck = [fault_rules.read(reaper.run_dir, rule) for rule in rules]
     # With a single rank, messages do not name it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules
