@@ -387,18 +387,11 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
 
 @command()
 @click.argument("folder", metavar="RUN")
-@click.option(
-    "--out", "out_file", metavar="FILE", help="File for the page; default: report.html in the folder of the run."
-)
+@click.option("--out", "out_file", metavar="FILE", help="File for the page; default: report.html in the run's folder.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Also write the timeline as a Chrome trace.")
 @click.option("--against", "baseline_folder", metavar="RUN", help="Compare losses and speed with another run.")
 @_PRICE
-@click.option(
-    "--until-loss",
-    type=float,
-    metavar="LOSS",
-    help="Also report the cost until this loss (the evaluation loss, if there is one).",
-)
+@click.option("--until-loss", type=float, metavar="LOSS", help="The cost until this loss, of an evaluation if any.")
 def report(
     folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None, **cost_of: Any
 ) -> None:
@@ -434,23 +427,11 @@ def report(
 @click.argument("args", metavar="[ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
 @click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be repeated.")
-@click.option(
-    "--watchdog",
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time after which waiting ranks count as hung.",
-)
+@click.option("--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="A longer wait is a hang.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
 @click.option("--quiet", is_flag=True, help="Show only the table, not the job's output.")
 def rehearse(
-    file: str,
-    args: tuple[str, ...],
-    devices: int,
-    texts: Sequence[str],
-    watchdog: float,
-    max_restarts: int,
-    quiet: bool,
+    file: str, args: Sequence[str], devices: int, texts: Sequence[str], watchdog: float, max_restarts: int, quiet: bool
 ) -> int:
     """Run a script or a task as real ranks on the CPU, break it by rule, and see what is detected.
 
@@ -472,12 +453,12 @@ def rehearse(
     # Refuse an invalid rule before starting a job.
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
-    command = [sys.executable, "-m", "lockstep"]
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
     is_task = runner.is_task(file)
-    command += ["train", file, *flags, *args] if is_task else ["run", *flags, file, *args]
+    command = ["train", file, *flags, *args] if is_task else ["run", *flags, file, *args]
     records = not is_task and any(rule.kind == "straggler" for rule in rules)
     # A job of its own, not one of this process: what is broken may be the launcher.
-    rehearsal = runner.rehearse(command, rules, num_ranks=devices, records=records, shows=not quiet)
+    started = [sys.executable, "-m", "lockstep", *command]
+    rehearsal = runner.rehearse(started, rules, num_ranks=devices, records=records, shows=not quiet)
     console().print(runner.render(rehearsal))
     return 0 if rehearsal.passed else 1
