@@ -42,10 +42,7 @@ class Kind:
 KINDS = {
     "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", places=PLACES),
     "hang": Kind(
-        "the rank stops forever, or for this number of seconds",
-        "hang:rank=1,step=5,in=loader",
-        "in=forward,seconds=inf",
-        PLACES,
+        "the rank stops forever, or for this time", "hang:rank=1,step=5,in=loader", "in=forward,seconds=inf", PLACES
     ),
     "straggler": Kind(
         "the rank is this much slower in every step",
@@ -56,14 +53,10 @@ KINDS = {
     ),
     "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", "in=backward", is_silent=True),
     # After the update: a bit that flips before it would be shared between the ranks again.
-    "bitflip": Kind(
-        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", "in=update", is_silent=True
-    ),
+    "bitflip": Kind("one bit of a parameter of the rank flips", "bitflip:rank=1,step=9", "in=update", is_silent=True),
     "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", "in=forward,step=3", PLACES[1:4]),
     "slowlink": Kind("messages take as long as over a link of this rate", "slowlink:mbit=100", "step=1,in=collective"),
-    "drop": Kind(
-        "no message from or to the rank passes for this time", "drop:rank=2,seconds=5", "step=3,in=collective"
-    ),
+    "drop": Kind("no message of the rank passes for this time", "drop:rank=2,seconds=5", "step=3,in=collective"),
     "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", "step=1,in="),
 }
 

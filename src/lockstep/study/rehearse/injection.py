@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import fcntl
 import io
 import os
 import signal
@@ -188,8 +189,8 @@ class FaultInjector:
         if fault_rules.write(self._folder, rule, rank=self._rank, step=step):
             where = f" ({detail})" if detail else ""
             place = f", {rule.place}" if rule.place else ""
-            sys.stderr.write(f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{place}{where}\n")
-            sys.stderr.flush()  # the next thing may be SIGKILL
+            text = f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{place}{where}"
+            print(text, file=sys.stderr, flush=True)  # the next thing may be SIGKILL
 
 
 def middle_parameter(model: nn.Module) -> tuple[nn.Module, str, str]:
@@ -232,13 +233,10 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     """
     open_plain = os.open
 
-    def opened(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(file, *args, **kwargs)
-        # "mode" has another meaning if there are flags.
-        mode = args[0] if args else kwargs.get("flags", kwargs.get("mode", "r"))
-        writes = set(mode) & set("wax+") if isinstance(mode, str) else mode & (os.O_WRONLY | os.O_RDWR)
+    def opened(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
         descriptor = found if isinstance(found, int) else found.fileno()
-        if writes and _is_on_disk(descriptor) and is_full():
+        if _writes_to_disk(descriptor) and is_full():
             nowhere = open_plain("/dev/full", os.O_WRONLY)
             os.dup2(nowhere, descriptor, inheritable=False)
             os.close(nowhere)
@@ -260,10 +258,9 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     instrument.replace(safetensors.torch, "save_file", save_file)
 
 
-def _is_on_disk(descriptor: int) -> bool:
-    if sys.platform != "linux" or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return False
-    return not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)
+def _writes_to_disk(descriptor: int) -> bool:
+    writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE and stat.S_ISREG(os.fstat(descriptor).st_mode)
+    return bool(writes) and not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)
 
 
 def _num_bytes(args: Any) -> int:
