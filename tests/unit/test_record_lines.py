@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Downsampler, LineWriter, StepLine, to_json
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.step_times import StepMarks
+from lockstep.telemetry.step_times import StepMarks, StepTimes, combine
 from tests.unit.report_planted import step_line
 
 FROZEN = {
@@ -76,6 +77,25 @@ def test_waiting_for_a_core_is_taken_out_of_the_phases_in_which_the_rank_had_wor
     took = step.times()
     assert (took.data_wait_s, took.forward_s, took.backward_s) == pytest.approx((0.1, 0.1, 0.3))
     assert took.core_wait_s == pytest.approx(0.3)
+
+
+def test_what_an_engine_does_not_measure_of_its_waits_stays_in_backward():
+    spans = [("forward", 0.0, 0.3, 0.1), ("backward", 0.3, 1.0, 0.0), ("communication", 1.0, 1.2, 0.0)]
+    step = StepMarks(0, 0.0, 0.0, 0.0, 1.3, spans=spans)
+    times = step.times()
+    assert (times.forward_s, times.backward_s, times.exposed_s) == (pytest.approx(0.2), pytest.approx(1.0), None)
+    assert times.parts() == pytest.approx({"data_wait": 0, "forward": 0.2, "backward": 1, "optimizer": 0, "other": 0.1})
+    step.exposed_s = 0.4
+    times = step.times()
+    assert (times.backward_s, times.exposed_s) == pytest.approx((0.3, 0.7))
+    assert (times.own_s, times.lasting(2.0).own_s, times.lasting(2.0).other_s) == pytest.approx((0.6, 1.3, 0.8))
+
+
+def test_times_are_combined_over_the_steps_that_know_them():
+    one, other = StepTimes(total_s=1.0, forward_s=0.5), StepTimes(total_s=3.0, forward_s=0.1, exposed_s=0.2)
+    found = combine([one, other])
+    assert (found.total_s, found.forward_s, found.exposed_s, found.backward_s) == pytest.approx((2.0, 0.3, 0.2, None))
+    assert combine([one, other, other], median).total_s == 3.0
 
 
 def read(path):

@@ -31,8 +31,7 @@ from lockstep.telemetry.sinks import MetricsSink, open_sinks, parse_targets, run
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 # Events that pause the training.
 _PAUSES = ("evaluation", "checkpoint", "profile")
