@@ -34,7 +34,6 @@ from lockstep.telemetry.record import EventName, num_restarts
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
 from lockstep.telemetry.sinks import open_sinks, run_info
 from lockstep.telemetry.step_times import Reduction, StepMarks
-from lockstep.train.fit import Display
 from lockstep.train.settings import ViewName
 
 # --- the engine that exchanges the gradients of a script --------------------------------------------------------------
@@ -185,6 +184,8 @@ class Observation:
         )
         shown: list[Subscriber] = [*sinks]
         if view != "none" and place.rank == 0:
+            from lockstep.telemetry.live_view import Display  # imports rich
+
             shown.append(display := Display(view, silent=False))
             for sink in sinks:
                 display.log(sink.where)

@@ -225,7 +225,8 @@ def _values_of(means: StepTimes) -> dict[str, float | None]:
     """Return times by the names of `RANK_METRICS`; what a rank waited for others follows from the figures of all."""
     values = {name: getattr(means, name) for name in TIMES}
     del values["peers_s"]
-    return {"step_s": values.pop("total_s"), "own_s": means.own_s, **values}
+    step_s = values.pop("total_s")
+    return {"step_s": step_s, "own_s": step_s - (means.exposed_s or 0.0), **values}
 
 
 def _mean_of_two(one: StepTimes, num_one: int, two: StepTimes, num_two: int) -> StepTimes:
