@@ -171,7 +171,7 @@ class Trainer:
             self.policy = Update.IN_BACKWARD
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
-            settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
+            settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
         )
         self._alike_after: int | None = None
 
