@@ -69,6 +69,7 @@ def command(
         # click does not wrap a paragraph that begins with a backspace.
         epilog = "\n\n".join(f"\b\n{one}" for one in "\n\n".join(paragraphs).split("\n\n") if one)
         context = {"max_content_width": 110, **settings}
+        text = text or COMMANDS[function.__name__][1]  # with PYTHONOPTIMIZE=2 there are no docstrings
         attributes: dict[str, Any] = {"cls": cls, "context_settings": context, "help": text, "epilog": epilog}
         made: click.Command = click.command(**attributes)(function)
         return made
