@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.parallel import flat
-from lockstep.parallel.flat import combine_norms, flat_norm, flatten, list_norms, multiply_
+from lockstep.parallel.flat import combine_norms, flat_norm, flatten_like, list_norms, multiply_
 
 
 def numbers(numel, dtype=torch.float64):

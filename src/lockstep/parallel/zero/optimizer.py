@@ -12,13 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import (
-    CommonMemory,
-    Group,
-    Join,
-    Joinable,
-    JoinHook,
-)
+from lockstep.comm.collectives import CommonMemory, Group, Join, Joinable, JoinHook
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
@@ -225,7 +219,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
-        self._drop_gradients()
+        self._has_gradients = False
+        self._shard.drop_gradients()
+        if self._reducer is not None:
+            self._slices.reset()
         super().zero_grad(set_to_none=set_to_none)
 
     def local_gradients(self) -> list[Tensor]:
@@ -299,12 +296,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._has_gradients = True
         if self._reducer is not None:
             self._slices.end_use()
-
-    def _drop_gradients(self) -> None:
-        self._has_gradients = False
-        self._shard.drop_gradients()
-        if self._reducer is not None:
-            self._slices.reset()
 
     # --- What is kept
 

@@ -16,13 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import (
-    Group,
-    Work,
-    all_gather_slices,
-    all_reduce_together,
-    reduce_scatter_slices,
-)
+from lockstep.comm.collectives import Group, Work
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket
@@ -144,14 +138,14 @@ class ReduceScatterMean(BucketReduction):
             return self._whole.start(bucket, alone=alone)
         slices, tail = bucket.payload[: bucket.tail_start], bucket.payload[bucket.tail_start :]
         pieces = bucket.take_pieces() if self.takes_pieces else None
-        pending = _Works([reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)])
+        pending = _Works([collectives.reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)])
         self._tails[bucket.position] = tail, pending
         return cast("Future[Any]", pending)
 
     @override
     def finish(self, bucket: Bucket, future: Future[Any]) -> None:
         if self._tails:  # all buckets are launched
-            works = all_reduce_together([tail for tail, _ in self._tails.values()], group=self._group)
+            works = collectives.all_reduce_together([tail for tail, _ in self._tails.values()], group=self._group)
             for _, pending in self._tails.values():
                 pending.works += works
             self._tails = {}
@@ -255,7 +249,7 @@ class ReduceScatterMean(BucketReduction):
         """Make all gradients whole. Collective: every rank. Blocks (on CUDA: the current stream waits)."""
         self._unwatch()
         for bucket in self._bucket_set.buckets:
-            work = all_gather_slices(bucket.payload[: bucket.tail_start], group=self._group)
+            work = collectives.all_gather_slices(bucket.payload[: bucket.tail_start], group=self._group)
             collectives.wait_for(work, "all_gather of gradients")
         self._is_sliced, self._was_gathered = False, True
 
