@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep import activity, torch_internals
+from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -27,6 +27,7 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.parallel.module_io import hook_tensors
+from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 
 class Event(Enum):
@@ -319,7 +320,7 @@ class Reducer:
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
         # A forward within backward, as in checkpointing, is a part of the step.
-        if torch_internals.current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
         if self._step is not None:  # it has failed, otherwise it would be closed
             self._abandon_step()
@@ -388,7 +389,7 @@ class Reducer:
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._step, self._is_armed = Step(weakref.ref(close), is_opened_by_output=arrived is None), False
-        torch_internals.queue_callback(close)
+        queue_callback(close)
         if sum(map(len, self._hook_dicts)) > len(self._hooks):
             self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
@@ -521,7 +522,7 @@ class Reducer:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
-                    for optimizer in torch_internals.in_backward_optimizers(parameter):
+                    for optimizer in in_backward_optimizers(parameter):
                         optimizer.step()
                     parameter.grad = None
                 # Now that gradients are settled, new buckets can adopt them.
@@ -729,7 +730,7 @@ def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Paramet
     ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
     gradient arrives, before it has been averaged.
     """
-    ours = [parameter for parameter in parameters if torch_internals.in_backward_optimizers(parameter)]
+    ours = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
     for parameter in ours:
         for handle in in_backward_hooks(parameter):
             handle.remove()

@@ -32,7 +32,15 @@ from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
 from lockstep.parallel.module_io import WrappedParameters, Wrapper, requires_grad
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import DDP_IGNORED, active_ddp_module, profiler_enabled, set_active_ddp_module, submodules
+from lockstep.torch_internals import (
+    DDP_IGNORED,
+    TENSOR_IGNORED,
+    active_ddp_module,
+    join_config,
+    profiler_enabled,
+    set_active_ddp_module,
+    submodules,
+)
 
 _MISSING = object()
 _NO_RANGE = nullcontext()
@@ -246,7 +254,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
-        is_plain = self._input_device is None and not self._model_sync.has_buffers and not self._join_config.enable
+        is_plain = self._input_device is None and not self._model_sync.has_buffers and not join_config(self).enable
         is_profiled = ranges.now or profiler_enabled()
         if not is_plain or is_profiled or not self.require_backward_grad_sync or not torch.is_grad_enabled():
             return False
@@ -263,7 +271,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             observers.append(bucket_events.BucketRanges())
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
-        is_joining = self._join_config.enable
+        is_joining = join_config(self).enable
         if is_joining:
             self._notify_joined_ranks()
         if self.will_sync_module_buffers():
@@ -759,7 +767,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
         # torch's optimizer_overlap_hooks needs these.
         for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
+            if not hasattr(parameter, TENSOR_IGNORED):
                 yield (name, parameter) if named_params else parameter
 
     @staticmethod
@@ -768,7 +776,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         setattr(module, DDP_IGNORED, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+                setattr(tensor, TENSOR_IGNORED, True)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance
