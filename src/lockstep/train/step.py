@@ -89,8 +89,12 @@ class Objective:
         Raises:
             ConfigurationError: It is not a 0-dimensional tensor, or has no gradient.
         """
-        with autocast(self.precision, next(model.parameters()).device):
-            result: object = self.task.loss(model, batch)
+        result: object
+        if self.precision == "fp32":
+            result = self.task.loss(model, batch)
+        else:
+            with autocast(self.precision, next(model.parameters()).device):
+                result = self.task.loss(model, batch)
         if isinstance(result, Loss):
             part = Part(result.total, 1.0, torch.as_tensor(result.count))
         elif isinstance(result, Tensor):
