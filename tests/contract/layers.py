@@ -7,6 +7,7 @@ from pathlib import Path
 LAYERS = [
     {"errors", "activity", "run_folder"},
     {"env"},
+    {"torch_internals"},
     {"accelerator"},
     {"comm"},
     {"telemetry"},
@@ -22,6 +23,7 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 TORCH_DISTRIBUTED = {
     "comm": ["torch.distributed"],
+    "torch_internals": ["torch.distributed"],
     "train": ["torch.distributed.checkpoint"],
     "launcher": ["torch.distributed.run", "torch.distributed.launcher", "torch.distributed.elastic"],
 }

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lockstep.observe import steps as module
-from lockstep.observe.hooks import num_samples
 from lockstep.observe.observation import Engine
-from lockstep.observe.steps import Steps
+from lockstep.observe.steps import Steps, num_samples
 from lockstep.telemetry.run_record import measure, step_line, timeline_line
 
 MAIN, OTHER = 1, 2

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.accelerator import is_on_meta, keeps_objects, move
 from lockstep.comm.collectives import Group, counted_wait
+from lockstep.torch_internals import fully_shard_collectives
 
 
 class _TimedCollective:
@@ -44,7 +45,6 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     # Otherwise `fully_shard` moves the units one by one. Tensors on the meta device stay there.
     if not keeps_objects(device) and not is_on_meta(root):
@@ -55,11 +55,12 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     for unit in divided:
         fully_shard(unit, mesh=mesh)
     # On a GPU the collectives do not block the host, so timing them would measure nothing.
-    if device.type != "cpu":
+    all_gather, reduce_scatter = fully_shard_collectives()
+    if device.type != "cpu" or None in (all_gather, reduce_scatter):
         return False
     for unit in divided:
-        unit.set_custom_all_gather(_TimedCollective("all_gather of fully_shard", DefaultAllGather()))  # type: ignore[operator]
-        unit.set_custom_reduce_scatter(_TimedCollective("reduce_scatter of fully_shard", DefaultReduceScatter()))  # type: ignore[operator]
+        unit.set_custom_all_gather(_TimedCollective("all_gather of fully_shard", all_gather()))  # type: ignore[operator]
+        unit.set_custom_reduce_scatter(_TimedCollective("reduce_scatter of fully_shard", reduce_scatter()))  # type: ignore[operator]
     return True
 
 

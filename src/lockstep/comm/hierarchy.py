@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 from typing_extensions import override
 
 from lockstep.comm.network import gloo_cause
@@ -43,6 +43,7 @@ from lockstep.comm.shm.process_group import (
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.errors import CollectiveError, LockstepError
+from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
 
 _CPU = torch.device("cpu")
 # Gloo computes these as shared memory does, and they can be done in two stages. Gloo does the others, such as the mean.
@@ -86,7 +87,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self.is_even = len(set(map(len, machines))) == 1
         # The groups' own methods are not used: these count and watch calls as calls of the script.
         self._inside_ops = inside.shm_ops
-        self._gloo: Any = None if between is None else between._get_backend(_CPU)
+        self._gloo: Any = None if between is None else backend_of(between, _CPU)
         self._queue = OpQueue(f"lockstep-hierarchy-{name}")
         self._is_open = True
 
@@ -98,7 +99,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self.inside.set_timeout(timeout)
         for group in filter(None, (self.between, self._flat)):
-            group._get_backend(_CPU)._set_default_timeout(timeout)
+            set_default_timeout(backend_of(group, _CPU), timeout)
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Send a tensor to each other machine, and receive one from each."""
         for work in start_exchange(self._gloo, sent, received, self._machine):
-            work.wait(self._gloo.options._timeout)
+            work.wait(timeout_of(self._gloo))
 
     def all_reduce_inside(self, tensor: Tensor) -> ShmWork:
         """Start to replace the contiguous ``tensor`` by its sum over the ranks of this machine only.
@@ -391,8 +392,5 @@ def create_group(options: Any, _: Any = None) -> Any:
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(_CPU, kind, dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
-    return group
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    return group_of(gloo, dist.ProcessGroup.BackendType.GLOO, store, rank, size, _CPU)

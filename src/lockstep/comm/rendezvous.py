@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store

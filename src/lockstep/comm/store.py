@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.env import is_loopback
+from lockstep.torch_internals import default_store
 
 if TYPE_CHECKING:
     from lockstep.comm.world import World
@@ -372,7 +373,7 @@ class StatusKeys:
         self._others = [str(rank) for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
         # A rank alone also creates an object, so that callers need no branch, but it uses no store.
         if self._others:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             number = PrefixStore("lockstep/status", store).add(f"of/{world.rank}", 1)  # the n-th ones belong together
             # A separate connection: the engine's is locked while it waits.
             self._notes = _Notes(f"lockstep/status/{number}", store.clone)  # type: ignore[attr-defined]

@@ -20,10 +20,10 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity
+from lockstep import activity, torch_internals
 from lockstep.accelerator import default_device
 from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
@@ -114,7 +114,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
     if abort or at_exit:
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck.
-        for group in dist.distributed_c10d._world.pg_map:
+        for group in torch_internals.process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     failure: list[Exception] = []
@@ -122,7 +122,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
     def leave() -> None:
         try:
             if abort:
-                dist.distributed_c10d._abort_process_group()
+                torch_internals.abort_process_group()
             else:
                 dist.destroy_process_group()
         except Exception as error:
@@ -227,7 +227,7 @@ class World:
         self.group = group
         self._owned = owned
         # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
-        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", torch_internals.default_store())
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None = None, *, device: str | torch.device | None = None) -> World:
@@ -466,14 +466,13 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     if not one_machine:
         set_keepalive()
     # The limit so far was for connecting; a collective may wait longer for a slow rank.
-    limit = dist.distributed_c10d._get_default_timeout(dist.Backend(name))
+    limit = torch_internals.default_timeout(dist.Backend(name))
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
         group.set_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(name):
-        # The public function is new in torch 2.14, which deprecates the other one.
-        getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(limit)
+        torch_internals.set_timeout(limit)
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote
 from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
+from lockstep.torch_internals import hide_worker_info
 
 # --- The state of a stream in a checkpoint: plain values only, because it is read without running code
 
@@ -364,7 +364,7 @@ def _apart(stream: Iterable[Any]) -> Iterable[Any]:
     In a loader process, streams usually check their worker number and skip samples, so that number is hidden from them.
     Hugging Face's share their epoch between processes, which end an epoch at different times, so each gets a copy.
     """
-    torch_worker._worker_info = None
+    hide_worker_info()
     return copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
 
 

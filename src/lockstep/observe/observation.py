@@ -23,10 +23,10 @@ from lockstep.activity import one_line
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, device_for, is_initialized
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import Hooks, compiled_call, num_samples
-from lockstep.observe.steps import Step, Steps
+from lockstep.observe.steps import Hooks, Step, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
+from lockstep.telemetry.instrument import compiled_call
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler

@@ -4,22 +4,20 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from lockstep.torch_internals import end_graph_at, leave_frames
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def leave_uncompiled(function: _Function) -> _Function:
     """Make torch.compile run ``function`` as it is and compile the frames that it calls."""
-    # ``torch.compiler.disable(recursive=False)`` does the same, but its first call imports the compiler. That takes
-    # seconds, even in scripts that never compile.
-    _set_strategy(function, for_callees=torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
+    leave_frames(function, and_callees=False)
     return function
 
 
 def leave_all_uncompiled(function: _Function) -> _Function:
     """Make torch.compile run ``function`` and the frames that it calls as they are: it cannot trace collectives."""
-    _set_strategy(function, for_callees=torch._C._dynamo.eval_frame._FrameAction.SKIP)
+    leave_frames(function, and_callees=True)
     return function
 
 
@@ -31,16 +29,10 @@ def keep_out_of_graphs(function: _Function) -> _Function:
     # The functions above do so for frames that are entered from outside a graph. The attribute also does it for a
     # module's forward, which the compiler would otherwise inline. Hooks need it as well: autograd calls them while a
     # compiled step runs its backward.
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    end_graph_at(function)
     return leave_all_uncompiled(function)
 
 
 def has_compiled() -> bool:
     """Return whether torch.compile has compiled anything in this process."""
     return "frames" in getattr(sys.modules.get("torch._dynamo.utils"), "counters", ())
-
-
-def _set_strategy(function: Callable[..., Any], *, for_callees: Any) -> None:
-    frames = torch._C._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, for_callees)
-    frames.set_code_exec_strategy(function.__code__, strategy)

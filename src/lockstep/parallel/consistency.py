@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten
+from lockstep.torch_internals import NormBase, own_buffers, own_parameters
 
 # --- the same layout on every rank ------------------------------------------------------------------------------------
 
@@ -187,15 +187,15 @@ def replica_of(
     names: dict[Tensor, str] = {}
     for path, layer in module.named_modules():
         prefix = f"{path}." if path else ""
-        for name, parameter in layer._parameters.items():
+        for name, parameter in own_parameters(layer).items():
             if parameter is not None and parameter not in names and prefix + name not in ignore:
                 names[parameter] = f"parameter {prefix}{name}"
                 replica[names[parameter]] = parameter
         # Buffers that rank 0's overwrite before each forward hold values of this rank's batch until then. Running
         # statistics are those of this rank's samples, unless the layer synchronises them.
-        has_own = buffers == "own" and isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
+        has_own = buffers == "own" and isinstance(layer, NormBase) and not isinstance(layer, nn.SyncBatchNorm)
         if buffers != "healed" and not has_own:
-            for name, buffer in layer._buffers.items():
+            for name, buffer in own_buffers(layer).items():
                 if prefix + name not in ignore:
                     replica[f"buffer {prefix}{name}"] = buffer
     # Each rank has only a part of the state of a ZeroRedundancyOptimizer, ours or torch's.

@@ -8,6 +8,8 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
+from lockstep.torch_internals import foreach_mul_
+
 # What vectorised loads need of an address, and some libraries require. Torch's allocators align memory to more. Tensors
 # whose size is no multiple of it come last in flat memory, so that all others are aligned.
 ALIGNMENT_BYTES = 16
@@ -116,7 +118,7 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
         else:
             groups[grad.device, grad.dtype].append(grad)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device, dtype))
+        foreach_mul_(group, factor.to(device, dtype))
 
 
 def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:

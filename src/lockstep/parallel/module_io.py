@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
+from lockstep.torch_internals import own_parameters, submodules
 
 requires_grad = attrgetter("requires_grad")
 _get = dict[str, Any].get
@@ -121,7 +122,7 @@ class WrappedParameters:
         """Record where each parameter and each layer is registered, and under which name."""
         self._homes: list[dict[str, Any]] = []
         for layer in self._module.modules():
-            self._homes += [layer._parameters, layer._modules]
+            self._homes += [own_parameters(layer), submodules(layer)]
         self._num_entries = sum(map(len, self._homes))
         self._home_of = [home for home in self._homes for _ in home]
         self._names = [name for home in self._homes for name in home]

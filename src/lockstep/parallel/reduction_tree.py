@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.collectives import Group, Work, all_gather_flat, all_to_all_async, wait_for
 from lockstep.parallel.flat import view_like
+from lockstep.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 
 T = TypeVar("T")
 
@@ -156,18 +157,18 @@ class GradientRow:
         """Set the gradients of a leaf; None is zero."""
         views, given, missing = self._sort(gradients)
         if views:
-            torch._foreach_copy_(views, given)
+            foreach_copy_(views, given)
         if missing:
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of a leaf; None is zero."""
         views, given, missing = self._sort(gradients)
         if views:
-            torch._foreach_add_(views, given)
+            foreach_add_(views, given)
         if missing:
             # -0 + 0 is 0. Without this addition, the sign of a zero would depend on whether the leaf was the first.
-            torch._foreach_add_(missing, 0)
+            foreach_add_(missing, 0)
 
     def add_row(self, other: GradientRow) -> None:
         """Add ``other``, which is on the same device."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import Group, all_gather, all_reduce, default_group, is_initialized
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
+from lockstep.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow
@@ -233,8 +233,7 @@ def contiguous_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 @cache
 def _has_kernels(device_type: str) -> bool:
-    key = torch._C._dispatch_key_for_device(device_type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_elemt", key)
+    return has_kernel("aten::batch_norm_elemt", device_type)
 
 
 def sums_of_gradient(gradient: Tensor, input: Tensor, batch: Statistics, eps: float) -> Tensor:
@@ -386,9 +385,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         """Normalise ``input``, of shape (N, C, ...). Collective in training mode: every rank."""
         group = self.group_in_use()
         if group is None or not self.training:
-            return _BatchNorm.forward(self, input)
-        self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
+            return BatchNorm.forward(self, input)  # type: ignore[no-any-return]
+        check_batch_norm_input(self, input)
         if input.size(1) != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels (got {tuple(input.shape)})")
         # The kernels of forward and backward must see one format.
@@ -482,21 +480,21 @@ def _convert(
 ) -> nn.Module:
     if module in done:  # a layer that the model contains twice stays one layer
         return done[module]
-    new = _layer_like(module, to, group, name or "the layer") if isinstance(module, _BatchNorm) else module
+    new = _layer_like(module, to, group, name or "the layer") if isinstance(module, BatchNorm) else module
     done[module] = done[new] = new
-    for child_name, child in module._modules.items():
+    for child_name, child in submodules(module).items():
         if child is not None:
-            new._modules[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
+            submodules(new)[child_name] = _convert(child, to, group, f"{name}.{child_name}".lstrip("."), done)
     return new
 
 
-def _layer_like(old: _BatchNorm, to: type[_Layer], group: Group | None, name: str) -> _Layer:
-    if isinstance(old, _LazyNormBase) and old.has_uninitialized_params():
+def _layer_like(old: Any, to: type[_Layer], group: Group | None, name: str) -> _Layer:
+    if isinstance(old, LazyNorm) and old.has_uninitialized_params():
         raise ConfigurationError(
             f"{name} is a {type(old).__name__} that has not seen a batch, so its number of channels is not known yet.\n"
             "Run one batch through the model before converting it."
         )
-    if type(old).forward not in (_BatchNorm.forward, TorchSyncBatchNorm.forward) and not isinstance(old, to):
+    if type(old).forward not in (BatchNorm.forward, TorchSyncBatchNorm.forward) and not isinstance(old, to):
         warnings.warn(
             f"{name} is a {type(old).__name__} with a forward of its own, which the layer in its place does not have.",
             stacklevel=4,

@@ -8,6 +8,7 @@ write into `lockstep.activity`, and torch's record of collectives (the flight re
 import atexit
 import contextlib
 import faulthandler
+import importlib
 import json
 import math
 import mmap
@@ -45,6 +46,11 @@ def imported(name: str) -> Any:
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     return None if spec is None or getattr(spec, "_initializing", False) else module
+
+
+def internals() -> Any:
+    """Return the module of torch's private names once the program has imported torch, or None."""
+    return imported("torch") and importlib.import_module("lockstep.torch_internals")
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -198,9 +204,8 @@ def end_stopped_children() -> None:
 
 
 def _process_groups() -> list[Any]:
-    world = getattr(imported("torch.distributed.distributed_c10d"), "_world", None)
     with contextlib.suppress(RuntimeError):  # another thread creates or destroys one
-        return list(getattr(world, "pg_map", ()))
+        return list(internals().process_groups()) if imported("torch") else []
     return []
 
 
@@ -208,8 +213,7 @@ def _num_calls() -> int:
     """Return how many collectives this process has called, as far as its process groups count them."""
     total = activity.now.num_calls
     for group in _process_groups():
-        with contextlib.suppress(Exception):  # groups written in Python may not count
-            total += group._get_sequence_number_for_group()
+        total += internals().sequence_number(group)
     return total
 
 
@@ -234,7 +238,7 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
 def uses_gpu() -> bool:
     """Return whether this process uses an accelerator. Imports and initializes nothing."""
     with contextlib.suppress(Exception):  # torch is not imported yet, or there is no accelerator
-        return bool(imported("torch")._C._accelerator_isAllocatorInitialized())
+        return bool(internals().is_allocator_initialized())
     return False
 
 
@@ -261,13 +265,12 @@ Call = tuple[str, bool]
 
 def recorded_calls() -> list[Call]:
     """Return the collectives of this process in torch's record, oldest first; none without a record."""
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        with contextlib.suppress(Exception):  # a private interface of torch, which may change
-            if activity.now.device is not None:
-                # The record queries events: see [Note: streams and threads] in accelerator.py.
-                imported("torch").accelerator.set_device_index(activity.now.device)
-            entries = [entry for entry in json.loads(getattr(c10d, name)())["entries"] if not entry.get("is_p2p")]
+    with contextlib.suppress(Exception):  # torch is not imported, or its record has another format
+        if activity.now.device is not None:
+            # The record queries events: see [Note: streams and threads] in accelerator.py.
+            imported("torch").accelerator.set_device_index(activity.now.device)
+        for text in internals().flight_records():
+            entries = [entry for entry in json.loads(text)["entries"] if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
             if entries:
                 return [_call(entry) for entry in entries]

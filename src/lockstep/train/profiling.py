@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from lockstep.comm.world import World
@@ -16,6 +15,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
 from lockstep.telemetry.run_record import Event
+from lockstep.torch_internals import profile_all_threads
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import FitSettings
 
@@ -93,7 +93,7 @@ class Profiling:
         config = None
         activities = {ProfilerActivity.CPU} if self._world.device.type == "cpu" else supported_activities()
         if self._settings.strategy not in PER_PROCESS:  # replicas have threads of their own
-            config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            config = profile_all_threads()
         profiler = profile(activities=activities, experimental_config=config, acc_events=True)
         try:
             profiler.prepare_trace()

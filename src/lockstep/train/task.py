@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.accelerator import is_on_meta, move
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.errors import ConfigurationError
+from lockstep.torch_internals import reparametrize_module
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
                 f"{', '.join(own)}, has no reset_parameters.\nDefine it: it must give them their initial values."
             )
         whole = {name: torch.empty(getattr(module, name).shape, dtype=getattr(module, name).dtype) for name in own}
-        with torch.no_grad(), stateless._reparametrize_module(module, whole):
+        with torch.no_grad(), reparametrize_module(module, whole):
             reset()
         for name, value in whole.items():
             copy_part(getattr(module, name), value)

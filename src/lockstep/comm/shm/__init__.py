@@ -23,7 +23,7 @@ def register_when_needed() -> None:
 
 def _register(backend: Any) -> None:
     """Register ``shm`` as a c10d backend for CPU tensors; again has no effect."""
-    if "SHM" not in backend._plugins:
+    if "shm" not in backend.backend_list:
         backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
 
 

@@ -15,6 +15,15 @@ from torch.futures import Future
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import ALIGNMENT_BYTES, padded_numel, view_like
+from lockstep.torch_internals import (
+    empty_sparse,
+    foreach_copy_,
+    foreach_mul_,
+    nnz,
+    storage_address,
+    storage_use_count,
+    values_of,
+)
 
 # --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
@@ -242,7 +251,7 @@ class DenseBucket(_Members):
         self._slots = cut_views(self.gradients, self.parameters)
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
-        self._storage_address = self.payload.untyped_storage()._cdata
+        self._storage_address = storage_address(self.payload)
         self._num_aliases = self._count_aliases()
 
     @property
@@ -337,7 +346,7 @@ class DenseBucket(_Members):
         try:
             for place in large:
                 torch.mul(gradients[place], factor, out=slots[place])
-            torch._foreach_copy_([*(self._small_slots if large else slots), self._tail], [*small, self._usual_tail])
+            foreach_copy_([*(self._small_slots if large else slots), self._tail], [*small, self._usual_tail])
         except RuntimeError as error:
             for name, gradient in zip(self.names, gradients, strict=True):
                 if gradient.layout is not torch.strided:
@@ -349,7 +358,7 @@ class DenseBucket(_Members):
         if factor != 1 and not large:
             self.gradients.mul_(factor)
         elif small and factor != 1:
-            torch._foreach_mul_(self._small_slots, factor)
+            foreach_mul_(self._small_slots, factor)
 
     def _fill_tail(self, scale: GradientScale) -> None:
         """Write what differs from the usual tail."""
@@ -365,7 +374,7 @@ class DenseBucket(_Members):
         return max(map(sys.getrefcount, views)) > _OWN_REFERENCES
 
     def _count_aliases(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage_address))
+        return storage_use_count(self._storage_address)
 
     def _renew(self) -> None:
         old_views = self._views
@@ -425,10 +434,7 @@ class SparseBucket(_Members):
         self.replace_gradients(self._empty())
 
     def _empty(self) -> Tensor:
-        shape = self._parameter.shape
-        make = torch.ops.aten._sparse_coo_tensor_with_dims  # public constructors warn about invariants in torch 2.11
-        where = {"dtype": self.spec.dtype, "layout": torch.sparse_coo, "device": self.spec.device}
-        return cast("Tensor", make(1, len(shape) - 1, shape, **where))
+        return empty_sparse(self._parameter.shape, dtype=self.spec.dtype, device=self.spec.device)
 
     def gradient_views(self) -> list[Tensor]:
         """Return the one gradient."""
@@ -452,13 +458,13 @@ class SparseBucket(_Members):
     def scale(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradient by a number, or a tensor with one element."""
         self.replace_gradients(self.gradients.clone())
-        self.gradients._values().mul_(factor)
+        values_of(self.gradients).mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
         """Set the reduced gradient of the parameter, unless no rank had one."""
         reduced = self.gradients.coalesce()
         self.replace_gradients(self._empty())
-        if not self.missing or reduced._nnz() > 0:
+        if not self.missing or nnz(reduced) > 0:
             self._parameter.grad = reduced
 
     def take_pieces(self) -> None:

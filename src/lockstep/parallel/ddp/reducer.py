@@ -13,10 +13,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.variable import Variable
 from torch.futures import Future
 
-from lockstep import activity
+from lockstep import activity, torch_internals
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -226,7 +225,7 @@ class Reducer:
                 requires_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # hooks require this, and the parameter may be frozen for a while
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._inbox.append))
-                self._hook_dicts.append(parameter._post_accumulate_grad_hooks)
+                self._hook_dicts.append(self._hooks[-1].hooks_dict_ref())
                 parameter.requires_grad_(requires_grad)
             self._watch(range(len(self._hooks)))
             weakref.finalize(self, _remove, self._hooks).atexit = False
@@ -286,7 +285,7 @@ class Reducer:
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
         # A forward within backward, as in checkpointing, is a part of the step.
-        if torch._C._current_graph_task_id() != -1:
+        if torch_internals.current_graph_task_id() != -1:
             return
         if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
             self._abandon_step()
@@ -357,7 +356,7 @@ class Reducer:
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
         self._queued_close = weakref.ref(close)
-        Variable._execution_engine.queue_callback(close)
+        torch_internals.queue_callback(close)
         self._notify(Event.BACKWARD)
         self.weights.check_last_step()
         if self.weights.window is not None:
@@ -496,7 +495,7 @@ class Reducer:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
-                    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                    for optimizer in torch_internals.in_backward_optimizers(parameter):
                         optimizer.step()
                     parameter.grad = None
                 # Now that gradients are settled, new buckets can adopt them.
@@ -687,7 +686,7 @@ def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Paramet
     ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
     gradient arrives, before it has been averaged.
     """
-    ours = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    ours = [parameter for parameter in parameters if torch_internals.in_backward_optimizers(parameter)]
     for parameter in ours:
         for handle in in_backward_hooks(parameter):
             handle.remove()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.variable import Variable
 from typing_extensions import override
 
 from lockstep.comm.collectives import Group, JoinHook, all_gather, all_reduce
@@ -15,6 +14,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
+from lockstep.torch_internals import queue_callback
 
 if TYPE_CHECKING:
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -181,7 +181,7 @@ class SyncLayerShadow:
     @keep_out_of_graphs
     def on_local_backward(self, _gradient: Tensor) -> None:
         """Make backward end like a synchronised one; a hook of the output of forward."""
-        Variable._execution_engine.queue_callback(self.end_backward)  # a second time it does nothing
+        queue_callback(self.end_backward)  # a second time it does nothing
 
     def _shadow(self) -> Event:
         """Take part in the others' exchanges until they announce an end; return which end it is."""

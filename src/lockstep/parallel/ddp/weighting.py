@@ -14,6 +14,7 @@ from lockstep.accelerator import HostCopy, is_capturing, upload, widest_dtype
 from lockstep.comm.collectives import Group, all_reduce
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
+from lockstep.torch_internals import version_of
 
 _RANKS_PER_NUMBER = 8
 # The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
@@ -222,7 +223,7 @@ class AccumulationWindow:
         if self._given is _Given.FRESH or not counts:
             self.begin_backward(used, accumulates=True, arrived=index)
         gradient = self._parameters[index].grad
-        self._last_arrival = None if gradient is None else (index, gradient._version)
+        self._last_arrival = None if gradient is None else (index, version_of(gradient))
 
     @torch.no_grad()
     def end(self, indices: Sequence[int], used: Set[int]) -> None:
@@ -254,7 +255,7 @@ class AccumulationWindow:
         index, version = self._last_arrival
         last = self._parameters[index].grad
         # Comparing the version reads no elements. They are read only if the version has changed.
-        if index == arrived or (last is not None and last._version == version):
+        if index == arrived or (last is not None and version_of(last) == version):
             return False
         return all_zero(self._accumulated(used, but=arrived))
 

@@ -32,6 +32,7 @@ from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
 from lockstep.parallel.module_io import WrappedParameters, Wrapper, requires_grad
 from lockstep.telemetry import ranges
+from lockstep.torch_internals import DDP_IGNORED, active_ddp_module, profiler_enabled, set_active_ddp_module, submodules
 
 _MISSING = object()
 _NO_RANGE = nullcontext()
@@ -126,7 +127,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             process_group = collectives.mesh_group(device_mesh, module)
         self.process_group: Group = default_group() if process_group is None else process_group
 
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = set(getattr(module, DDP_IGNORED, ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         setup.check_parameters(self._module_parameters)
         devices = list(dict.fromkeys(parameter.device for parameter in self._module_parameters))
@@ -235,9 +236,9 @@ class DistributedDataParallel(Wrapper, Joinable):
         Collective: every rank, if buffers are broadcast.
         """
         if self.reducer.is_alone and self._begin_alone():
-            output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # `_run_module` takes 20 us more
+            output = submodules(self)["module"](*inputs, **kwargs)  # type: ignore[misc]  # `_run_module` takes 20 us more
             return output if type(output) is Tensor and output.requires_grad else self._post_forward(output)
-        profiling = torch.autograd._profiler_enabled()
+        profiling = profiler_enabled()
         with record_function("DistributedDataParallel.forward") if profiling else _NO_RANGE:
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_module(inputs, kwargs))
@@ -247,7 +248,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
         is_plain = self._input_device is None and not self._model_sync.has_buffers and not self._join_config.enable
-        is_profiled = ranges.now or torch.autograd._profiler_enabled()
+        is_profiled = ranges.now or profiler_enabled()
         if not is_plain or is_profiled or not self.require_backward_grad_sync or not torch.is_grad_enabled():
             return False
         self._wrapped_parameters.check()
@@ -280,16 +281,16 @@ class DistributedDataParallel(Wrapper, Joinable):
         # A graph returns all its gradients when its backward ends, so with one graph for the whole model there would be
         # no overlap. torch.compile splits graphs while its own class has an active module, and reads
         # ``bucket_bytes_cap`` of that module. It accepts no value below that of its first bucket.
-        module = self._modules["module"]  # without `__getattr__`
+        module = submodules(self)["module"]  # without `__getattr__`
         assert module is not None
         if self.bucket_bytes_cap < FIRST_CAP_BYTES or self.process_group.size() == 1:
             return module(*inputs, **kwargs)
-        before = TorchDistributedDataParallel._active_ddp_module
-        TorchDistributedDataParallel._active_ddp_module = self  # type: ignore[assignment]
+        before = active_ddp_module()
+        set_active_ddp_module(self)
         try:
             return module(*inputs, **kwargs)
         finally:
-            TorchDistributedDataParallel._active_ddp_module = before
+            set_active_ddp_module(before)
 
     @leave_all_uncompiled
     def _post_forward(self, output: Any) -> Any:
@@ -694,7 +695,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Return the active module: torch.compile calls this on the class that has torch's name."""
-        return cls._active_ddp_module or TorchDistributedDataParallel._active_ddp_module
+        return cls._active_ddp_module or active_ddp_module()
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -741,7 +742,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
         """Mark parameters and buffers, by full name, that a wrapper of ``module`` ignores."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        setattr(module, DDP_IGNORED, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # type: ignore[attr-defined]

@@ -14,6 +14,14 @@ from torch.torch_version import TorchVersion
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
+from lockstep.torch_internals import (
+    COMPILED_CALL,
+    ORIGINAL,
+    flat_weights,
+    foreach_add_,
+    has_hooks,
+    replicate_for_data_parallel,
+)
 
 # torch 2.11 crashes the process when two threads compile at the same time, with or without this package.
 _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
@@ -152,17 +160,15 @@ class Replicas:
         for source, shell in zip(self._sources, shells, strict=True):
             # A fresh copy costs half a microsecond, so changes need not be detected. It also removes attributes that
             # the last forward set on the shell.
-            state: dict[str, Any] = vars(source._replicate_for_data_parallel() if _copies_itself(source) else source)
+            state: dict[str, Any] = vars(replicate_for_data_parallel(source))
             state = state.copy()
             state["_is_replica"] = True  # zero_grad() warns in a replica
-            state["_compiled_call_impl"] = None  # from module.compile(), bound to the original: run it uncompiled
+            state[COMPILED_CALL] = None  # from module.compile(), bound to the original: run it uncompiled
             for kind in ("_modules", "_parameters", "_buffers"):
                 state[kind] = {name: stand_in[id(each)] for name, each in vars(source)[kind].items()}
             if isinstance(source, nn.RNNBase):  # also keeps its parameters in a list
-                state["_flat_weights"] = [
-                    state["_parameters"].get(name, weight)
-                    for name, weight in zip(source._flat_weights_names, source._flat_weights, strict=True)
-                ]
+                named = flat_weights(source).items()
+                state["_flat_weights"] = [state["_parameters"].get(name, weight) for name, weight in named]
             object.__setattr__(shell, "__dict__", state)
         for source, shell in zip(self._sources, shells, strict=True):
             if _is_compiled(source):
@@ -174,7 +180,7 @@ class Replicas:
         The attribute ``forward`` of the original is bound to the original, which a replica must not use.
         """
         if shell not in self._compiled:
-            inner = shell._orig_mod
+            inner = getattr(shell, ORIGINAL)
             self._compiled[shell] = source.dynamo_ctx(inner).forward if _COMPILES_IN_THREADS else inner.__call__
         vars(shell)["forward"] = self._compiled[shell]
 
@@ -293,15 +299,6 @@ def _check_replicable(name: str, source: nn.Module) -> None:
         )
 
 
-def _copies_itself(source: nn.Module) -> bool:
-    """Return whether the class has its own ``_replicate_for_data_parallel``.
-
-    That of ``GraphModule`` is not used: it compiles the graph again, and sharing the class works as well.
-    """
-    method: Any = type(source)._replicate_for_data_parallel
-    return method not in (nn.Module._replicate_for_data_parallel, torch.fx.GraphModule._replicate_for_data_parallel)
-
-
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether ``module`` is the result of ``torch.compile``. Does not import the compiler."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
@@ -395,8 +392,7 @@ def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
-            has_hooks = bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
-            if has_hooks or not weight.is_leaf:  # a buffer may have been computed from other tensors
+            if has_hooks(weight) or not weight.is_leaf:  # a buffer may have been computed from other tensors
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
                 weight.grad = gradient  # without a copy, as autograd does with an otherwise unreferenced gradient
@@ -435,7 +431,7 @@ def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add in place, the second of each pair to the first."""
     dense = [(target, other) for target, other in pairs if not target.is_sparse]
     if dense:
-        torch._foreach_add_([target for target, _ in dense], [other for _, other in dense])
+        foreach_add_([target for target, _ in dense], [other for _, other in dense])
     for target, other in pairs:
         if target.is_sparse:
             target.add_(other)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import ExceptionWrapper
 
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.telemetry import ranges
+from lockstep.torch_internals import ExceptionWrapper
 
 # Called with a replica and its shard; returns the loss, a tensor of one element.
 LossFunction = Callable[[nn.Module, Any], Tensor]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, jit, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.collectives import (
     CommonMemory,
@@ -24,6 +23,7 @@ from lockstep.comm.collectives import (
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.flat import ALIGNMENT_BYTES, flatten_like, padded_numel, view_like
+from lockstep.torch_internals import foreach_copy_, own_parameters, tree_leaves
 
 # A limit, so that moving parameters to flat memory does not need twice their memory.
 _MAX_BUFFER_BYTES = 256 * 2**20
@@ -138,7 +138,7 @@ class FlatBuffer:
         # Strides such as channels_last are kept: kernels and gradients rely on them.
         views = [view_like(piece, parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
         with torch.no_grad():
-            torch._foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
+            foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
@@ -168,7 +168,7 @@ class FlatBuffer:
                 targets.append(shard[offset : offset + each.numel])
                 sources.append(flatten_like(parameter.grad, parameter)[each.start : each.stop])
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
         return shard
 
 
@@ -271,7 +271,7 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
             _arrivals.pop(id(parameter), None)
 
     def before_forward(module: nn.Module, _inputs: Any) -> None:
-        own = module._parameters.values()
+        own = own_parameters(module).values()
         if isinstance(module, jit.ScriptModule) or (own and main and torch.accelerator.current_stream(device) != main):
             for each in gathers:
                 finish(*each)

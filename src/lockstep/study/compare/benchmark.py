@@ -29,6 +29,7 @@ from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Lef
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
+from lockstep.torch_internals import BatchNorm, Dropout
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
@@ -482,11 +483,11 @@ def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the kinds of layer whose result depends on how a batch is divided over devices."""
     found = set()
     for layer in model.modules():
-        is_batch_norm = isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+        is_batch_norm = isinstance(layer, BatchNorm)
         if is_batch_norm and not isinstance(layer, torch.nn.SyncBatchNorm):
             found.add("batch norm")
         # Recurrent layers and attention have their rate in a number named dropout; others have a layer of this name.
-        rate = getattr(layer, "p" if isinstance(layer, torch.nn.modules.dropout._DropoutNd) else "dropout", None)
+        rate = getattr(layer, "p" if isinstance(layer, Dropout) else "dropout", None)
         if isinstance(rate, float | int) and rate > 0:
             found.add("dropout")
     return tuple(sorted(found))

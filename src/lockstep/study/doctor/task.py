@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from lockstep.activity import one_line
@@ -24,6 +23,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, listed
 from lockstep.telemetry.rank_state import format_bytes
+from lockstep.torch_internals import BatchNorm
 from lockstep.train.plan import plural
 from lockstep.train.task import Task, build_model, load_task
 
@@ -148,8 +148,7 @@ def _model_facts(task: Task) -> dict[str, Any]:
     names = [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and not type(module).__name__.endswith("SyncBatchNorm")  # torch's or ours
+        if isinstance(module, BatchNorm) and not type(module).__name__.endswith("SyncBatchNorm")  # torch's or ours
     ]
     return {
         "batchnorms": names,

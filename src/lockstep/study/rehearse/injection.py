@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lockstep.comm.collectives import Group, stock_comm_hooks
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
+from lockstep.torch_internals import LoaderIters
 from lockstep.train.trainer import Trainer
 
 _COLLECTIVE = re.compile(r"_?(all|reduce|broadcast|barrier|gather|scatter|send)")
@@ -73,7 +73,7 @@ class FaultInjector:
 
     def arm(self) -> None:
         """Install all hooks; they are not removed."""
-        for kind in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter):
+        for kind in LoaderIters:
             _call_before(kind, "_next_data", lambda *_: self._reach("loader"))
         register_module_forward_pre_hook(self._on_forward)
         register_module_forward_hook(self._on_forward_end)

@@ -14,7 +14,6 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.comm.process import single_process_view
@@ -23,6 +22,7 @@ from lockstep.data.order import mix, seed_cpu
 from lockstep.study.verify import interventions
 from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerprint_model
 from lockstep.study.verify.interventions import Experiment, Given, Subject
+from lockstep.torch_internals import tree_flatten
 from lockstep.train.task import Loss, Task, load_task
 
 # Separates the random numbers of counterfactual runs from those that training draws from the same seed.

@@ -40,9 +40,9 @@ from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.flat import flatten_like
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.parallel.zero.partition import SCALARS, ShardRange
+from lockstep.torch_internals import ORIGINAL, submodules
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
-_COMPILED = "_orig_mod"  # the name under which ``torch.compile`` stores the original module
 
 Offsets = tuple[int, ...]
 
@@ -110,14 +110,14 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(model, _WRAPPERS):
             model = model.module
         elif dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-            model = model.get_submodule(_COMPILED)
+            model = model.get_submodule(ORIGINAL)
         else:
             return model
 
 
 def plain_name(name: str) -> str:
     """Return the name of an entry of a model's state in the model that is not compiled."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != ORIGINAL)
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def local_state_dict(model: nn.Module | None, optimizer: Optimizer | None) -> di
 def _compressed(model: nn.Module | None) -> DistributedDataParallel | None:
     """Return the wrapper of ``model`` that compresses gradients, or None."""
     while model is not None and not isinstance(model, DistributedDataParallel) and unwrap(model) is not model:
-        model = model._modules.get("module", model._modules.get(_COMPILED))
+        model = (parts := submodules(model)).get("module", parts.get(ORIGINAL))
     return model if isinstance(model, DistributedDataParallel) and model.compression is not None else None
 
 

@@ -75,7 +75,9 @@ class ObjectPath:
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the paths one level below."""
         self.store.invalidate_cache()  # other processes write as well
-        own = self.store._strip_protocol(self.url)
+        from fsspec.core import strip_protocol
+
+        own = strip_protocol(self.url)
         with suppress(FileNotFoundError):
             for path in self.store.ls(self.url, detail=False):
                 if path.rstrip("/") != own:  # the object itself, or an empty object that represents the folder
