@@ -11,10 +11,10 @@ import time
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 import lockstep
 from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed
+from lockstep.launcher.fork_server import ForkServer
 
 
 def test_results_come_back_by_rank_and_prints_are_visible(capsys):
@@ -175,17 +175,17 @@ def test_ctrl_c_while_ranks_are_being_started_leaves_none(monkeypatch, tmp_path)
         (tmp_path / "runs").touch()
         time.sleep(60)
 
-    start = SubprocessHandler.__init__
+    fork = ForkServer.fork
 
-    def start_one(self, *args, **kwargs):
+    def fork_one(self, *args, **kwargs):
         if started:
             while not (tmp_path / "runs").exists():
                 time.sleep(0.02)
             signal.raise_signal(signal.SIGINT)
-        start(self, *args, **kwargs)
-        started.append(self.proc)
+        started.append(fork(self, *args, **kwargs))
+        return started[-1]
 
-    monkeypatch.setattr(SubprocessHandler, "__init__", start_one)
+    monkeypatch.setattr(ForkServer, "fork", fork_one)
     with pytest.raises(KeyboardInterrupt):
         lockstep.launch(work, devices=2)
     deadline = time.monotonic() + 5

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,10 +12,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
@@ -22,7 +21,7 @@ from lockstep.comm.store import USE_LIBUV
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.launcher import node_rendezvous
 from lockstep.launcher.cli import parse_arguments
-from lockstep.launcher.node_rendezvous import RendezvousPerRestart, choose_rendezvous, rendezvous_per_restart
+from lockstep.launcher.node_rendezvous import LOCAL_BACKEND, RendezvousPerRestart, choose_rendezvous, rendezvous_of
 
 
 class Meeting(RendezvousHandler):
@@ -98,8 +97,11 @@ def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_j
 
 
 def test_only_rendezvous_in_which_machines_come_and_go_are_changed():
-    alone = RendezvousPerRestart("job")
-    assert rendezvous_per_restart(alone, lambda: False, LaunchConfig(1, 1, 1)) is alone
+    place = {"run_id": "job", "rdzv_backend": "static", "rdzv_endpoint": "127.0.0.1:1", "rdzv_configs": {"rank": 0}}
+    static = rendezvous_of(LaunchConfig(2, 2, 1, **place), lambda: False)
+    assert (type(static).__name__, static.get_backend()) == ("StaticTCPRendezvous", "static")
+    alone = rendezvous_of(LaunchConfig(1, 1, 1, run_id="job", rdzv_backend=LOCAL_BACKEND), lambda: False)
+    assert (type(alone), alone.get_run_id(), alone.num_nodes_waiting()) == (RendezvousPerRestart, "job", 0)
 
 
 @pytest.fixture
@@ -145,6 +147,30 @@ def test_srun_starts_several_launchers_on_a_machine(slurm):
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_ours", "conf"),
+    [
+        (["--master-addr", "10.0.0.1"], True, ""),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29641"], False, "is_host=0"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29641"], True, "is_host=1"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29641"], True, ""),
+    ],
+)
+def test_the_name_of_a_machine_need_not_resolve(monkeypatch, flags, is_ours, conf):
+    resolve = socket.getaddrinfo
+
+    def resolve_others(host, *args, **kwargs):
+        if host == socket.gethostname():
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_others)
+    monkeypatch.setattr(node_rendezvous, "is_local", lambda host: is_ours)
+    args = parse_arguments(["--nnodes", "2", *flags, "train.py"])
+    choose_rendezvous(args)
+    assert args.rdzv_conf == conf
+
+
 @contextlib.contextmanager
 def store_of_its_own(port=0):
     """Serve the store of a rendezvous from another process, and kill that at the end."""
@@ -185,8 +211,7 @@ def test_a_store_that_is_lost_is_awaited_and_the_machines_meet_in_the_next_one(c
             rdzv_configs=conf,
             local_addr="127.0.0.1",
         )
-        parameters = RendezvousParameters("c10d", config.rdzv_endpoint, "job", 1, 2, "127.0.0.1", **conf)
-        side = rendezvous_per_restart(get_rendezvous_handler(parameters), lambda: False, config)
+        side = rendezvous_of(config, lambda: False)
         first = side.next_rendezvous().bootstrap_store_info
         assert side.num_nodes_waiting() == 0
     ranks = TCPStore(first.master_addr, first.master_port)

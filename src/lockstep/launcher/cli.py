@@ -168,7 +168,7 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
             # A place for elastic's error files. Logs that the user requested by torchrun's flags must stay.
             args.log_dir = str(reaper.run_dir / "elastic")
         config, python = _config(args)
-        wait_for_host(args)
+        wait_for_host(config)
         python = sys.executable if args.no_python else python
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
             supervise(

@@ -60,10 +60,10 @@ OPTIMIZER = "torch._dynamo"
 
 
 class ForkedProcess:
-    """A child of this process, with the methods of `subprocess.Popen` that torch elastic uses."""
+    """A child of this process, with what torch elastic uses of `subprocess.Popen` and of its own handler of one."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
+        self.pid, self.proc = pid, self
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -84,6 +84,10 @@ class ForkedProcess:
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return code
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to its group."""
+        os.killpg(self.pid, death_sig)
 
 
 class ForkServer:
@@ -184,8 +188,8 @@ def preload(*names: str) -> None:
 
 
 @contextmanager
-def forked_ranks(mode: str, target: str, num_ranks: int) -> Iterator[None]:
-    """Inside the block, make torch elastic's agent fork ranks, if that is equivalent to new interpreters.
+def server_for(mode: str, target: str, num_ranks: int) -> Iterator[ForkServer | None]:
+    """Yield a server that forks ranks, which ends with the block; ``None`` if they must be new interpreters.
 
     Args:
         mode: What they run; see `lockstep.launcher.supervise.supervise`.
@@ -193,30 +197,16 @@ def forked_ranks(mode: str, target: str, num_ranks: int) -> Iterator[None]:
         num_ranks: The number of ranks. For a single rank, starting a new interpreter as the server is not worth it.
     """
     if not _can_fork() or _needs_interpreters(mode, target) or (_server is None and num_ranks == 1):
-        yield
+        yield None
         return
-    # Imported late, since some commands take less time than this import.
-    from unittest.mock import patch
-
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     server = _server or _interpreter()
     # A script's first line would have to wait for that import, two seconds. With a core for each rank, the first step
     # comes nearly as early if each rank imports it, for 1.5 times the processor time and 64 MiB more per rank; eight
     # ranks on two cores would take 13 seconds instead of 5. A command's call (`fit`) has no such line.
     if mode == "call" or num_ranks > usable_cores():
         server.preload(["torch.distributed", OPTIMIZER])
-    start_interpreter = SubprocessHandler._popen
-
-    def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        out, err = (file.fileno() if file else own for own, file in ((1, handler._stdout), (2, handler._stderr)))
-        # Other commands are wrapped, for example in numactl, or were chosen by the user.
-        is_plain = args[:3] == (sys.executable, "-u", bootstrap.__file__)
-        return (is_plain and server.fork(args[1:], env, [0, out, err])) or start_interpreter(handler, args, env)
-
     try:
-        with patch.object(SubprocessHandler, "_popen", popen):
-            yield
+        yield server
     finally:
         if server is not _server:
             server.close()

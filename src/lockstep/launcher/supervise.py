@@ -12,31 +12,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from string import Template
 from types import FrameType
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
+from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
 )
-from torch.distributed.launcher import api
+from torch.distributed.elastic.utils import macros
 from torch.distributed.launcher.api import LaunchConfig
 
-from lockstep import run_folder
+from lockstep import run_folder, torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import poll_until
@@ -44,8 +44,8 @@ from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
-from lockstep.launcher.fork_server import forked_ranks
-from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_per_restart
+from lockstep.launcher.fork_server import ForkServer, server_for
+from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.telemetry.heartbeat import read_step_counter
@@ -104,35 +104,12 @@ def supervise(
         "watchdog_s": patience_s,
         "has_pipes": log_tail is not None,
     }
-    command = ["-u", bootstrap.__file__, json.dumps(orders), target, *args]
-    may_shrink = config.min_nodes < config.max_nodes
+    command = ("-u", bootstrap.__file__, json.dumps(orders), target, *args)
     # With other backends, there is no store of torch's that all launchers can reach.
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
-    job = Job(reaper.run_dir, range(config.nproc_per_node), log_tail, min_ranks, may_shrink, store)
-    # The watchdog kills the ranks of a job that hangs; then its report is the cause, not the ranks' exit codes.
-    hangs: list[str] = []
-
-    def on_report(text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
-        """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
-        if watchdog_action == "warn":
-            log(f"{text}\nThe job continues, because of --watchdog-action warn.")
-        elif verdict is not Verdict.HANGS:
-            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
-        elif job.num_restarts_left and awaited:
-            log(f"{text}\nThe ranks are started again.")
-            # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
-            for rank, pid in awaited.items():
-                run_folder.write_failure(job.folder, rank, failure)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        else:
-            hangs.append(text)
-            reaper.kill_ranks()
-            return False
-        return True
-
+    job = Job(reaper, range(config.nproc_per_node), log_tail, min_ranks, config.min_nodes < config.max_nodes, store)
+    on_hang = _HangPolicy(job, watchdog_action)
     watchdog = Watchdog(
         reaper.run_dir,
         patience_s,
@@ -140,23 +117,13 @@ def supervise(
         num_nodes=config.max_nodes,
         store=store,
         resources=job.resources,
-        on_report=on_report,
+        on_report=on_hang.act,
     )
-    stop = GracefulShutdown(reaper, job)
-    # torch creates handler and agent in one function that accepts neither as an argument.
-    agent = patch.object(api, "LocalElasticAgent", partial(_Agent, job, config))
-    with forked_ranks(mode, target, config.nproc_per_node), stop.handling(config) as config, elastic_quiet(), agent:
+    stop = GracefulShutdown(job)
+    with stop.handling(config):
         try:
-            with watchdog:
-                api.elastic_launch(config, python)(*command)
-        except ChildFailedError as error:
-            # Ranks that stop gracefully exit with a special code, which is not a failure; ranks that hung were
-            # killed.
-            failures = error.failures
-            stopped = None if hangs else stop.outcome({failure.exitcode for failure in failures.values()})
-            exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
-            hang = "\n".join(hangs)
-            raise stopped or job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes) from None
+            with server_for(mode, target, config.nproc_per_node) as server, elastic_quiet(), watchdog:
+                failures = _run_agent(_Agent(job, config, (python, *command), server), config)
         except SignalException as error:
             # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
             stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
@@ -164,8 +131,63 @@ def supervise(
             raise stopped or Stopped(f"Stopped by {name}; all ranks have ended.", signal=error.sigval) from None
         except (RuntimeError, OSError, ValueError, RendezvousError) as error:
             raise _not_met(error, config) from error
-        if (stopped := stop.outcome({0})) is not None:
-            raise stopped
+    # Ranks that stop gracefully exit with a special code, which is not a failure; ranks that hung were killed.
+    stopped = None if on_hang.reports else stop.outcome({failure.exitcode for failure in failures.values()} or {0})
+    if stopped is not None:
+        raise stopped
+    if failures:
+        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+        hang = "\n".join(on_hang.reports)
+        raise job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes)
+
+
+def _run_agent(agent: _Agent, config: LaunchConfig) -> Mapping[int, ProcessFailure]:
+    """Run the agent until all ranks have ended, and return the failures, as torch's ``launch_agent`` does."""
+    try:
+        result = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        return result.failures
+    except Exception:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    finally:
+        if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
+            agent.get_worker_group().spec.rdzv_handler.shutdown()
+
+
+@dataclass
+class _HangPolicy:
+    """Decides what happens to ranks that hang.
+
+    Attributes:
+        job: The ranks of this machine.
+        action: What the user chose: ``end`` the job, or ``warn`` only.
+        reports: Of the watchdog, if the ranks were killed: then these are the cause, not the ranks' exit codes.
+    """
+
+    job: Job
+    action: str | None
+    reports: list[str] = field(default_factory=list)
+
+    def act(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
+        """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
+        if self.action == "warn":
+            log(f"{text}\nThe job continues, because of --watchdog-action warn.")
+        elif verdict is not Verdict.HANGS:
+            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
+        elif self.job.num_restarts_left and awaited:
+            log(f"{text}\nThe ranks are started again.")
+            # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
+            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+            for rank, pid in awaited.items():
+                run_folder.write_failure(self.job.folder, rank, failure)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            self.reports.append(text)
+            self.job.reaper.kill_ranks()
+            return False
+        return True
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -223,7 +245,7 @@ class Job:
     """The launcher's state of the ranks of this machine.
 
     Attributes:
-        folder: Of the run, in which ranks are requested to stop.
+        reaper: Kills them; has the folder of the run, in which they are requested to stop.
         ranks: Their numbers, which may change after a restart.
         log_tail: Reads the pipes with their output, if they do not write to the terminal themselves.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
@@ -235,7 +257,7 @@ class Job:
         ended_at_ns: When each process ended.
     """
 
-    folder: Path
+    reaper: Reaper
     ranks: range
     log_tail: LogTail | None = None
     min_ranks: int | None = None
@@ -246,9 +268,15 @@ class Job:
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
     ended_at_ns: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.reaper.run_dir
 
-_SIGNALS_OF_ELASTIC = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-_LEFT_TO_ELASTIC = "SIGHUP,SIGQUIT"
+
+# torch elastic's default, to which SIGUSR1 is added; and the environment variable for those that it handles itself.
+_SIGNALS_OF_ELASTIC, _LEFT_TO_ELASTIC = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_SIGNALS = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
 
 
 class GracefulShutdown:
@@ -258,37 +286,28 @@ class GracefulShutdown:
     further signal kills them.
 
     Args:
-        reaper: Kills the ranks.
         job: The ranks of this machine.
     """
 
-    def __init__(self, reaper: Reaper, job: Job) -> None:
-        self._reaper, self._job = reaper, job
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._num_signals = 0
         self._requested_for: signal.Signals | None = None
         self._timer: threading.Timer | None = None
 
     @contextmanager
-    def handling(self, config: LaunchConfig) -> Iterator[LaunchConfig]:
-        """Handle the signals, and yield a config with which torch elastic does not. Works in the main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            yield config
-            return
-        # elastic installs handlers for all of these, and never removes them.
-        numbers = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
-        before = {number: signal.getsignal(number) for number in numbers}
-        is_ours = config.signals_to_handle == _SIGNALS_OF_ELASTIC  # otherwise the user chose
-        try:
-            if is_ours:
-                for number in run_folder.STOP_SIGNALS:
-                    signal.signal(number, self._on_signal)
-            yield replace(config, signals_to_handle=_LEFT_TO_ELASTIC) if is_ours else config
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()  # otherwise it would signal this process, which may go on
-                self._timer.join(1.0)
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    def handling(self, config: LaunchConfig) -> Iterator[None]:
+        """Handle the signals that torch elastic would. Works in the main thread only."""
+        # elastic would install its own handlers again at each start of the ranks, and never remove them.
+        os.environ[_LEFT_TO_ELASTIC] = ""
+        names = config.signals_to_handle + ",SIGUSR1" * (config.signals_to_handle == _SIGNALS_OF_ELASTIC)
+        with _handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal):
+            try:
+                yield
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()  # otherwise it would signal this process, which may go on
+                    self._timer.join(1.0)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
         """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
@@ -303,7 +322,7 @@ class GracefulShutdown:
         sigval = signal.Signals(number)
         # Interrupts the main thread, possibly while it prints: so this function must not print.
         self._num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
-        if self._requested_for is None and self._can_stop():
+        if self._requested_for is None and number in run_folder.STOP_SIGNALS and self._can_stop():
             self._requested_for = sigval
             if sigval is signal.SIGINT and self._job.log_tail is not None:
                 self._job.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
@@ -315,7 +334,7 @@ class GracefulShutdown:
             self._timer.start()
         elif self._requested_for is None or self._num_signals > 1:
             if self._num_signals > 1:
-                self._reaper.kill_ranks()  # torch's agent would wait for half a minute
+                self._job.reaper.kill_ranks()  # torch's agent would wait for half a minute
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
     def _can_stop(self) -> bool:
@@ -327,6 +346,27 @@ class GracefulShutdown:
         # Act like a second signal of the user. A signal is needed, as only the main thread can raise in elastic's loop.
         self._num_signals += 2
         os.kill(os.getpid(), sigval)
+
+
+_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def _handlers(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
+    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 # torch elastic's agent, extended.
@@ -356,14 +396,26 @@ class _Agent(LocalElasticAgent):
       the cause.
     """
 
-    def __init__(self, job: Job, config: LaunchConfig, spec: WorkerSpec, **kwargs: Any) -> None:
-        spec.rdzv_handler = rendezvous_per_restart(
-            spec.rdzv_handler, lambda: run_folder.is_stopped_by_signal(job.folder), config
-        )
-        super().__init__(spec, **kwargs)
-        self.job = job
+    def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...], server: ForkServer | None) -> None:
+        self.job, self.server, self.config = job, server, config
         # How often the ranks of the job have been started again, for any reason; the same on all machines.
         self.num_restarts = -1
+        with self._ending_at_once():
+            handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
+        # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
+        common = {each.name: getattr(config, each.name) for each in fields(WorkerSpec) if hasattr(config, each.name)}
+        common |= {"local_world_size": config.nproc_per_node, "entrypoint": command[0], "args": command[1:]}
+        spec = WorkerSpec(**common, rdzv_handler=handler)
+        # How long ranks may take to end after a signal: an argument since torch 2.13.
+        patience: dict[str, Any] = {name: value for name, value in vars(config).items() if name == "shutdown_timeout"}
+        super().__init__(spec, cast(LogsSpecs, config.logs_specs), **patience)
+
+    def _ending_at_once(self) -> AbstractContextManager[None]:
+        """Make the kernel end this process at a signal, inside the block; the reaper removes what is left.
+
+        While it waits for other machines in torch's C++ code, no handler in Python would run.
+        """
+        return _handlers(_SIGNALS if self.config.max_nodes > 1 else (), signal.SIG_DFL)
 
     def run(self, *args: Any) -> RunResult:
         # A spare machine that was never used has no result.
@@ -374,40 +426,57 @@ class _Agent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
             try:
-                super()._rendezvous(worker_group)
-                self.num_restarts += 1
-                if isinstance(handler, RendezvousPerRestart):
-                    self.num_restarts = handler.agree_on_restarts(self.num_restarts)
-                    if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
-                        self.job.store.move_to(handler.store_address)
+                with self._ending_at_once():
+                    super()._rendezvous(worker_group)
+                    self.num_restarts += 1
+                    if isinstance(handler, RendezvousPerRestart):
+                        self.num_restarts = handler.agree_on_restarts(self.num_restarts)
+                        if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
+                            self.job.store.move_to(handler.store_address)
                 return
             except (RuntimeError, RendezvousConnectionError):  # an error of the store
                 if not isinstance(handler, RendezvousPerRestart) or attempt == _NUM_RENDEZVOUS_ATTEMPTS - 1:
                     raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # torch makes the ranks' TORCHELASTIC_RESTART_COUNT of this number, which counts failures of this machine.
-        left, self._remaining_restarts = self._remaining_restarts, worker_group.spec.max_restarts - self.num_restarts
-        try:
-            started = cast(dict[int, Any], super()._start_workers(worker_group))
-        finally:
-            self._remaining_restarts = left
-        assert self._pcontext is not None
-        self.job.ended_at_ns, watcher = _note_ends(self._pcontext.pids().values())
-        stop = self._pcontext.close
+        """Start the ranks as torch does, but as `_RankProcesses`."""
+        spec, workers, envs = worker_group.spec, worker_group.workers, self._environments(worker_group)
+        torch_internals.prepare_elastic_ranks(self, envs)
+        # Before the lines of each rank, with --tee.
+        prefix = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
+        names = {"role_name": spec.role, "hostname": socket.gethostname()}
+        prefixes = {
+            each.local_rank: prefix.safe_substitute(names, rank=each.global_rank, local_rank=each.local_rank)
+            for each in workers
+        }
+        self._pcontext = _RankProcesses(self.job, self.server, spec, envs, prefixes, self.config.logs_specs)
+        self._pcontext.start()
+        return self._pcontext.pids()
 
-        # torch calls this itself, during the poll that has found the first failed rank: only at this moment can failed
-        # ranks be distinguished from ranks that are stopped because of the failure.
-        def close(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-            """End the ranks, as torch does; without a signal it does so because one of them has failed."""
-            assert self._pcontext is not None
-            for pid in filter(_runs, self._pcontext.pids().values()):
-                self.job.stopped_at_ns[pid] = time.time_ns()
-            stop(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
-            watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
-
-        self._pcontext.close = close  # type: ignore[method-assign]
-        return started
+    def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
+        """Return the variables that torchrun sets for each rank, by its number on this machine."""
+        spec = worker_group.spec
+        envs = {}
+        for worker in worker_group.workers:
+            variables = {
+                "RANK": worker.global_rank,
+                "GROUP_RANK": worker_group.group_rank,
+                "ROLE_RANK": worker.role_rank,
+                "ROLE_NAME": spec.role,
+                "LOCAL_WORLD_SIZE": spec.local_world_size,
+                "WORLD_SIZE": worker.world_size,
+                "GROUP_WORLD_SIZE": worker_group.group_world_size,
+                "ROLE_WORLD_SIZE": worker.role_world_size,
+                "MASTER_ADDR": worker_group.master_addr,
+                "MASTER_PORT": worker_group.master_port,
+                "TORCHELASTIC_RESTART_COUNT": self.num_restarts,
+                "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+                "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            }
+            envs[worker.local_rank] = {name: str(value) for name, value in variables.items()}
+        return envs
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         super()._initialize_workers(worker_group)
@@ -494,7 +563,67 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+            with self._ending_at_once():
+                super()._exit_barrier()  # type: ignore[no-untyped-call]
+
+
+class _RankProcesses(SubprocessContext):
+    """The processes of the ranks: forked if there is a server, otherwise new interpreters, which torch starts.
+
+    Records when each one ended, and which ones still ran when the launcher began to stop them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        server: ForkServer | None,
+        spec: WorkerSpec,
+        envs: dict[int, dict[str, str]],
+        prefixes: dict[int, str],
+        logs: LogsSpecs | None,
+    ) -> None:
+        assert isinstance(spec.entrypoint, str)
+        assert logs is not None
+        # torchrun's placeholder in arguments: ${local_rank}.
+        args = {rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs}
+        filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
+        super().__init__(spec.role, spec.entrypoint, args, envs, logs, prefixes, spec.numa_options, *filters)
+        # Others are wrapped in numactl, or run an interpreter that the user chose.
+        is_plain = spec.entrypoint == sys.executable and spec.numa_options is None
+        self._job, self._spec, self._server = job, spec, server if is_plain else None
+        self._watcher: threading.Thread | None = None
+
+    def _start(self) -> None:
+        for rank in self.envs:
+            # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
+            self.subprocess_handlers[rank] = self._fork(rank) or self._start_interpreter(rank)
+        self._job.ended_at_ns, self._watcher = _note_ends(self.pids().values())
+
+    def _fork(self, rank: int) -> SubprocessHandler | None:
+        if self._server is None:
+            return None
+        with contextlib.ExitStack() as stack:
+            # The path is empty for the launcher's own stream.
+            paths = ((1, self.stdouts[rank]), (2, self.stderrs[rank]))
+            files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
+            environ = {**os.environ, **self.envs[rank]}
+            return cast(SubprocessHandler | None, self._server.fork(self.args[rank], environ, [0, *files]))
+
+    def _start_interpreter(self, rank: int) -> SubprocessHandler:
+        command = cast(str, self.entrypoint), self.args[rank], self.envs[rank]
+        return get_subprocess_handler(*command, self.stdouts[rank], self.stderrs[rank], rank, self._spec.numa_options)
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End the ranks, as torch does; without a signal it does so because one of them has failed.
+
+        torch calls this during the poll that has found the first failed rank: only at this moment can failed ranks be
+        distinguished from ranks that are stopped because of the failure.
+        """
+        for pid in filter(_runs, self.pids().values()):
+            self._job.stopped_at_ns[pid] = time.time_ns()
+        super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
+        if self._watcher is not None:
+            self._watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
 
 
 def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread]:

@@ -19,11 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lockstep.torch_internals import (
+    COMPILED_CALL,
+    BaseDataLoaderIter,
+    comm_hooks_of,
+    current_graph_task_id,
+    queue_callback,
+)
 
 Listener = Callable[..., object]
 Fail = Callable[[Exception], None]
@@ -143,7 +149,7 @@ class Instrument:
                 behind(model, args, kwargs, output)
                 return output
 
-            self.replace(model, "_compiled_call_impl", call)
+            self.replace(model, COMPILED_CALL, call)
         else:
             self._undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             self._undo.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
@@ -179,18 +185,18 @@ class Instrument:
 
         def finish() -> None:
             own_work_done()
-            Variable._execution_engine.queue_callback(at_end)
+            queue_callback(at_end)
 
         at_own_end = self._hook(finish)
 
         def first_gradient(_: Tensor) -> None:
             nonlocal task
-            current = torch._C._current_graph_task_id()
+            current = current_graph_task_id()
             if current in (-1, task) or not is_watching():
                 return
             task = current
             begins()
-            Variable._execution_engine.queue_callback(at_own_end)
+            queue_callback(at_own_end)
 
         return self._hook(first_gradient)
 
@@ -229,7 +235,7 @@ class Instrument:
             return around(lambda: original(iterator), sizes.get(iterator))
 
         self.wrap(DataLoader, "__iter__", start)
-        self.wrap(_BaseDataLoaderIter, "__next__", fetch)
+        self.wrap(BaseDataLoaderIter, "__next__", fetch)
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +268,7 @@ class Instrument:
             # By name, as --adopt puts our class in the place of torch's.
             kind = type(module)
             is_torchs = kind.__module__.startswith("torch.") and kind.__name__ == "DistributedDataParallel"
-            if is_torchs and not module._comm_hooks:
+            if is_torchs and not comm_hooks_of(module):
                 module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
 
         self.all_forwards(hook_torchs)
@@ -270,12 +276,12 @@ class Instrument:
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward, which may recompute forwards."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def compiled_call(module: nn.Module) -> Any:
     """Return the function set by ``module.compile()``, which calls module and hooks; None if there is none."""
-    return module._compiled_call_impl
+    return getattr(module, COMPILED_CALL, None)
 
 
 def _batch_size(loader: Any) -> int | None:
