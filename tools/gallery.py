@@ -24,7 +24,9 @@ from rich.text import Text
 
 import lockstep
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.task import load_task
 
 REPO = Path(__file__).parents[1]
@@ -161,16 +163,19 @@ SLOW_RANK, SLOW_S = 2, 0.03
 AT_STEP = 150
 
 
-class LastPicture(SnapshotSink):
+class LastPicture(Subscriber):
     """Keeps the picture of one snapshot in the middle of the run."""
 
     def __init__(self) -> None:
         self.lines: list[Text] = []
-        self._events: list[EventFigures] = []
+        self._events: list[Event] = []
+
+    def event(self, event: Event) -> None:
+        """Keep the event for the picture."""
+        self._events.append(event)
 
     def update(self, snapshot: Snapshot) -> None:
         """Keep the first picture after some steps."""
-        self._events += snapshot.events
         if not self.lines and snapshot.step >= AT_STEP and len(snapshot.ranks) == snapshot.world_size:
             self.lines = picture(snapshot, self._events, width=WIDTH, height=HEIGHT)
 

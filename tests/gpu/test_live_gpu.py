@@ -4,18 +4,21 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.telemetry.metrics import SnapshotSink
+from lockstep.telemetry.recorder import Subscriber
 from lockstep.train import fit
 from tests.training import make_task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-class Display(SnapshotSink):
+class Display(Subscriber):
     """Keeps what it is given."""
 
     def __init__(self):
         self.snapshots, self.said = [], []
+
+    def event(self, event):
+        pass
 
     def update(self, snapshot):
         self.snapshots.append(snapshot)

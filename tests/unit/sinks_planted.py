@@ -1,12 +1,20 @@
 """Snapshots and a run for the tests of sinks."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot
+from lockstep.telemetry.metrics import RankFigures, Snapshot
+from lockstep.telemetry.record import Event
 from lockstep.telemetry.sinks import RunInfo
 
 CONFIG = {"strategy": "ddp", "seed": 3, "clip": 0.5, "quiet": True, "global_batch_size": 64, "version/torch": "2.13.0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted(Snapshot):
+    """A snapshot, and the events that come before it."""
+
+    events: tuple[Event, ...] = ()
 
 
 def facts(**changes):
@@ -14,7 +22,7 @@ def facts(**changes):
 
 
 def event(kind, step, *, seconds=None, metrics=None):
-    return EventFigures(event=kind, step=step, time=1e9 + step, seconds=seconds, text=f"{kind}!", metrics=metrics)
+    return Event(event=kind, step=step, time=1e9 + step, seconds=seconds, text=f"{kind}!", metrics=metrics)
 
 
 def snapshot(step, *events, **changes):
@@ -52,14 +60,21 @@ def snapshot(step, *events, **changes):
         "world_size": 2,
         "events": events,
     }
-    return Snapshot(**{**fields, **changes})
+    return Planted(**{**fields, **changes})
 
 
 def feed(sink, *snapshots):
     """Give a sink snapshots, with the counts of all events so far, and close it."""
     for each in counted(*snapshots):
-        sink.update(each)
+        give(sink, each)
     sink.close()
+
+
+def give(sink, snapshot):
+    """Give a sink a snapshot, after its events."""
+    for event in snapshot.events:
+        sink.event(event)
+    sink.update(snapshot)
 
 
 def counted(*snapshots):

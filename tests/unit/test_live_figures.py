@@ -5,34 +5,32 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
-from lockstep.telemetry.aggregator import (
-    Aggregator,
-    RankMetrics,
-    SinkThread,
-    decode,
-    with_waits,
-)
+from lockstep.telemetry import recorder as module
+from lockstep.telemetry.aggregator import decode, with_waits
 from lockstep.telemetry.live_view import duration, line, summary
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread, milliseconds
-from lockstep.telemetry.recorder import StepRecorder
-from lockstep.telemetry.run_record import Number, RecordedStep, StepSeconds
+from lockstep.telemetry.metrics import RankFigures, Snapshot, Spread
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Delivery, Place, RankMeans, Recorder, Subscriber
+from lockstep.telemetry.step_times import Number, StepMarks, StepTimes, milliseconds
 
-STEP = StepSeconds(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
+STEP = StepTimes(
+    total_s=0.012, data_wait_s=0.001, forward_s=0.003, backward_s=0.005, optimizer_s=0.001, exposed_s=0.002
+)
 
 
 def step(number, **fields):
     losses = [Number(loss) for loss in [fields.pop("loss", None)] if loss is not None]
     numbers = {name: Number(fields.pop(name)) for name in ("counted", "grad_norm") if fields.get(name) is not None}
-    return RecordedStep(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
+    return StepMarks(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
 
 
-def event(**fields):
-    return {"kind": "event", "step": 0, "time": 5.0, "seconds": None, **fields}
-
-
-def figures(rank=0, **changes):
-    return RankMetrics(rank, host="here", device="cpu", **changes)
+def recorder_of(board=None, rank=0, *subscribers, **how):
+    """Return the recorder of one of two ranks, and the means of that rank."""
+    recorder = Recorder(Place(rank, 2), [torch.device("cpu")], Snapshot(num_steps=20), **how)
+    recorder.subscribe(subscribers, board)
+    return recorder, recorder.means
 
 
 def ranks(*own_s, exposed_s=None):
@@ -53,16 +51,22 @@ def ranks(*own_s, exposed_s=None):
     )
 
 
-class Kept(SnapshotSink):
+class Kept(Subscriber):
     """Keeps what it is given."""
 
     def __init__(self):
-        self.snapshots, self.num_closed = [], 0
+        self.snapshots, self.events, self.num_closed = [], [], 0
+
+    def event(self, event):
+        self.events.append(event.text)
 
     def update(self, snapshot):
         self.snapshots.append(snapshot)
 
-    give = update
+    def give(self, snapshot, events=()):
+        for event in events:
+            self.event(event)
+        self.update(snapshot)
 
     def close(self):
         self.num_closed += 1
@@ -82,12 +86,12 @@ class Notes:
 
 
 def test_means_over_the_steps_since_the_last_look():
-    found = figures(first_step=7)
+    found = RankMeans(0, "cpu", first_step=7)
     for number, factor in ((7, 10.0), (8, 1.0), (9, 3.0)):
-        took = StepSeconds(*(None if value is None else factor * value for value in STEP))
+        took = StepTimes(**{name: None if value is None else factor * value for name, value in asdict(STEP).items()})
         loss = {7: None, 8: 0.5, 9: None}[number]
         of_step = {"samples": 8, "interval_s": 0.02}
-        found.add_step(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
+        found.add(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
         if number == 7:
             first, _ = found.read()
     found.machine({"kind": "machine", "time": 1.0, "rss_bytes": 5, "cpu_percent": 80.0})
@@ -104,55 +108,56 @@ def test_means_over_the_steps_since_the_last_look():
 
 
 def test_a_rank_that_knows_nothing_of_waiting_says_so():
-    found = figures()
-    found.add_step(step(0, samples=1), STEP._replace(exposed_s=None))
+    found = RankMeans(0, "cpu")
+    found.add(step(0, samples=1), replace(STEP, exposed_s=None))
     assert found.read()[0].exposed_s is None
 
 
-def test_a_snapshot_of_all_ranks():
+def test_a_snapshot_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(module, "Delivery", lambda subscriber: subscriber)  # without a thread
     other = ranks(0.010, 0.014)[1]
-    mine, board, kept = figures(), Notes({1: [3, asdict(other)]}), Kept()
-    aggregator = Aggregator(mine, board, Snapshot(num_steps=20), steps_per_epoch=4, num_skipped=lambda: 2)
-    aggregator.deliveries.append(kept)
-    mine.add_event(event(event="checkpoint", seconds=0.1, text="kept"))
-    mine.add_step(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
-    aggregator.beat()
-    aggregator.beat(is_last=True)
+    board, kept = Notes({1: [3, asdict(other)]}), Kept()
+    recorder, mine = recorder_of(board, 0, kept, steps_per_epoch=4, num_skipped=lambda: 2)
+    recorder.event("checkpoint", "kept", step=0, seconds=0.1)
+    recorder.drain()
+    mine.add(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
+    recorder.report()
+    recorder.report(is_last=True)
     first, second = kept.snapshots
     assert (first.step, first.epoch, first.loss, first.learning_rate, first.grad_norm) == (1, 0.25, 0.25, 0.1, 1.5)
     assert (first.samples_per_s, first.num_skipped_steps, first.is_last) == (400.0, 2, False)
-    assert [event.text for event in first.events] == ["kept"] and second.events == ()
+    assert kept.events == ["kept"] and first.event_counts == second.event_counts == {"checkpoint": 1}
     # Rank 1 was exposed 1 ms, rank 0 2 ms: of which it waited one for rank 1.
     assert [each.peers_s for each in first.ranks] == [pytest.approx(0.001), 0.0]
     assert first.spread("own_s") == Spread(pytest.approx(0.010), 0, pytest.approx(0.012), pytest.approx(0.014), 1)
     assert (second.samples_per_s, second.ranks[0].step_s, second.ranks[0].num_steps, second.is_last) == (
         *(400.0, first.ranks[0].step_s, 0, True),
     )
-    aggregator.close()
+    recorder.close()
     assert kept.num_closed == 1
 
 
 def test_other_ranks_only_post():
-    board, mine = Notes(), figures(rank=1)
-    aggregator = Aggregator(mine, board, Snapshot(num_steps=20))
-    mine.add_step(step(0, interval_s=0.02, samples=8), STEP)
-    aggregator.beat()
-    aggregator.beat()
+    board = Notes()
+    recorder, mine = recorder_of(board, 1)
+    mine.add(step(0, interval_s=0.02, samples=8), STEP)
+    recorder.report()
+    recorder.report()
     (first, values), (second, _) = json.loads(json.dumps(board.mine))
     assert (first, second) == (1, 2)
     assert decode(values).forward_s == 0.003
 
 
-def test_a_watch_that_fails_says_so_once_and_ends(capsys):
+def test_a_recorder_that_fails_says_so_once_and_ends(capsys, monkeypatch):
     calls = []
 
-    def beat(**_):
+    def read():
         calls.append(1)
         raise KeyError("gone")
 
-    recorder = StepRecorder(None, sample=dict)
-    recorder.start(beat, period_s=0.01)
-    recorder._thread.join(10.0)
+    recorder, mine = recorder_of()
+    monkeypatch.setattr(mine, "read", read)
+    recorder.start()
     recorder.finish(waits=True)
     assert len(calls) == 1
     assert capsys.readouterr().err == "lockstep: this run is no longer recorded: KeyError: 'gone'\n"
@@ -165,7 +170,7 @@ def test_a_sink_that_raises_is_switched_off_with_one_warning(capsys):
             raise OSError("the disk\nis full")
 
     broken = Broken()
-    delivery = SinkThread(broken)
+    delivery = Delivery(broken)
     snapshot = Snapshot(time=0.0, step=1, num_steps=2)
     delivery.give(snapshot)
     delivery.give(snapshot)
@@ -186,17 +191,17 @@ def test_a_slow_sink_misses_snapshots_and_no_events():
             assert self.may_go.wait(10.0)
 
     slow = Slow()
-    delivery = SinkThread(slow)
-    event = [EventFigures(event="remark", step=number, time=0.0, seconds=None, text="") for number in range(4)]
-    snapshots = [Snapshot(time=0.0, step=number, num_steps=9, events=(event[number],)) for number in range(4)]
-    delivery.give(snapshots[0])
+    delivery = Delivery(slow)
+    event = [Event(event="remark", step=number, time=0.0, seconds=None, text=str(number)) for number in range(4)]
+    snapshots = [Snapshot(time=0.0, step=number, num_steps=9) for number in range(4)]
+    delivery.give(snapshots[0], event[:1])
     assert slow.is_in.wait(10.0)
-    for snapshot in snapshots[1:]:
-        delivery.give(snapshot)
+    for number in (1, 2, 3):
+        delivery.give(snapshots[number], event[number : number + 1])
     slow.may_go.set()
     delivery.close()
     assert [snapshot.step for snapshot in slow.snapshots] == [0, 3]
-    assert [each.step for each in slow.snapshots[1].events] == [1, 2, 3]
+    assert slow.events == ["0", "1", "2", "3"]
     assert slow.num_closed == 1
 
 
@@ -262,12 +267,11 @@ def test_times(seconds, short, long):
         lambda note: [note[0], {**note[1], "step": None}],
     ],
 )
-def test_a_wrong_note_stops_nothing(wrong):
+def test_a_wrong_note_stops_nothing(wrong, monkeypatch):
     """Of any type, too short, or with a word where a number is to be; those of other ranks are seen all the same."""
     _, one, two = ranks(0.010, 0.014, 0.012)
     kept = Kept()
     notes = Notes({1: wrong([3, asdict(one)]), 2: [3, asdict(two)]})
-    aggregator = Aggregator(figures(), notes, Snapshot(num_steps=20))
-    aggregator.deliveries.append(kept)
-    aggregator.beat()
+    monkeypatch.setattr(module, "Delivery", lambda subscriber: subscriber)
+    recorder_of(notes, 0, kept)[0].report()
     assert [[each.rank for each in snapshot.ranks] for snapshot in kept.snapshots] == [[0, 2]]

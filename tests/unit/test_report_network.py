@@ -6,11 +6,11 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.links import given_link
 from lockstep.study.predict import predict_run
 from lockstep.study.report.figures import find_figures, find_network
-from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
-from lockstep.telemetry.aggregator import RankMetrics
 from lockstep.telemetry.live_view import line, rate, slowest_link
 from lockstep.telemetry.metrics import RankFigures, Snapshot
+from lockstep.telemetry.record import read_run
+from lockstep.telemetry.recorder import RankMeans
 from tests.unit.report_planted import START, session, steps, timeline_line, write_run
 
 # Two ranks with 43.2 MB of gradients: 0.09 s of forward, 0.18 of backward, and waiting for 3.81 s.
@@ -104,7 +104,7 @@ def test_slow_rates_have_figures():
 
 
 def test_bytes_of_a_step_are_those_between_two_samples():
-    figures = RankMetrics(0, host="a", device="cpu", first_step=7)
+    figures = RankMeans(0, "cpu", first_step=7)
     figures.machine({"sent_bytes": 100})
     assert figures.read()[0].step_sent_bytes is None
     figures.num_done = 9

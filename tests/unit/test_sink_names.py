@@ -4,11 +4,13 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import RankFigures, Spread, evaluations, scalars
+from lockstep.telemetry.metrics import RankFigures, Spread, scalars
+from lockstep.telemetry.sinks import MetricsSink
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -148,9 +150,11 @@ def test_a_step_of_which_nothing_is_known_has_no_shares():
 
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     scores = {"loss": 0.5, "top 5/accuracy": 0.75}
-    ((found, values),) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("remark", 9)))
-    assert (found.step, found.time) == (8, 1e9 + 8)
-    assert values == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
+    written = []
+    sink = SimpleNamespace(write=lambda *found: written.append(found))
+    for each in (event("evaluation", 8, metrics=scores), event("remark", 9)):
+        MetricsSink.event(sink, each)
+    assert written == [({"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}, 8, 1e9 + 8)]
 
 
 def test_a_session_that_said_neither_end_nor_stop_has_failed():

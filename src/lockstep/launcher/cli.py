@@ -22,7 +22,7 @@ from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvo
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import supervise
-from lockstep.telemetry.run_record import RANK_FILES
+from lockstep.telemetry.record import RANK_FILES
 
 
 class UsageError(Exception):

@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 from lockstep import activity
 from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.errors import ConfigurationError
-from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
+from lockstep.observe.observation import Observation, find_place, trained_parameters
 from lockstep.observe.steps import Step, updates
 from lockstep.telemetry.instrument import Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.run_record import Number, num_restarts
+from lockstep.telemetry.record import num_restarts
+from lockstep.telemetry.recorder import Place
+from lockstep.telemetry.step_times import Number
 
 # --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
 #

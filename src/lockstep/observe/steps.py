@@ -27,15 +27,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep import activity, env
-from lockstep.accelerator import is_capturing, mark_on
+from lockstep.accelerator import is_capturing
 from lockstep.parallel.module_io import find_tensors
 from lockstep.telemetry.instrument import Fail, Hook, Instrument, in_backward
-from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
+from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
+from lockstep.telemetry.timer import Moment, add_span, moment
 
 
 @dataclass(slots=True)
-class Step(RecordedStep):
+class Step(StepMarks):
     """A step of the loop of a script, from its first batch to the end of its update.
 
     Attributes:
@@ -78,10 +78,6 @@ class _Now(Enum):
     LOSS = "between a forward and its backward"
     BACKWARD = "backward"
     OPTIMIZER = "an optimizer's step"
-
-
-# A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
-Moment = tuple[Mark, float, float, bytes]
 
 
 class Steps:
@@ -151,9 +147,7 @@ class Steps:
 
     def moment(self) -> Moment:
         """Return the present moment."""
-        at = time.perf_counter()
-        # On CPU, the time of the host is also the mark, which saves a call.
-        return (at if self._device.type == "cpu" else mark_on(self._device)), at, activity.now.waited_s, env.core_use()
+        return moment(self._device)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -305,8 +299,8 @@ class Steps:
         self._release(at)
         self._report_evaluation(at)
         step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
-        step.spans += [("data_wait", asked[0], came[0], came[2] - asked[2]) for asked, came in self._batches]
-        step.core_uses += [(asked[3], came[3]) for asked, came in self._batches]
+        for asked, came in self._batches:
+            add_span(step, "data_wait", asked, came)
         self._batches = []
         self._open, self._now = step, _Now.OUTSIDE
         self._listener.opened(step)
@@ -315,8 +309,7 @@ class Steps:
     def _add(self, phase: str, end: Moment) -> None:
         begin, step = self._since, self.current
         if begin is not None and step is not None:
-            step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
-            step.core_uses.append((begin[3], end[3]))
+            add_span(step, phase, begin, end)
 
     def _finish(self, now: Moment) -> None:
         """End the open step; keep it until the next one begins, for a loss that is given after it."""

@@ -1,12 +1,13 @@
 """The metrics of a run: their names and meanings, and snapshots with the values of all ranks."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
 from statistics import mean, median
 from typing import Any, NamedTuple
+
+from lockstep.telemetry import step_times
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
@@ -58,26 +59,8 @@ def _metrics_of(cls: type, prefix: str) -> Iterator[Metric]:
 
 # --- of one rank ------------------------------------------------------------------------------------------------------
 
-# The parts of a step in order, by their names in `RankFigures`: label, letter and colors in the live view.
-#
-# The colors are those of Okabe and Ito, which most people with color blindness can tell apart; the letters make a bar
-# readable without colors.
-PARTS = {
-    "data_wait_s": ("data wait", "D", "#000000 on #E69F00"),
-    "forward_s": ("forward", "F", "#000000 on #56B4E9"),
-    "backward_s": ("backward", "B", "#FFFFFF on #0072B2"),
-    "wire_s": ("exchange", "X", "#000000 on #009E73"),
-    "peers_s": ("waiting for ranks", "W", "#000000 on #D55E00"),
-    "optimizer_s": ("optimizer", "O", "#000000 on #CC79A7"),
-    "core_wait_s": ("waiting for a core", "C", "#000000 on #F0E442"),
-}
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a short time with its unit, such as ``14.5 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.{1 if seconds >= 0.001 else 2}f} ms"
+# The parts of a step in the live view, in order, by their names in `RankFigures`.
+PARTS = {f"{name}_s": part for name, part in step_times.PARTS.items() if name != "other"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,27 +149,6 @@ def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
 # --- of the run -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class EventFigures:
-    """An event on rank zero.
-
-    Attributes:
-        event: A name in ``EVENTS`` of lockstep.telemetry.run_record.
-        step: Number of steps done.
-        time: Unix time.
-        seconds: The pause of training, if there was one.
-        text: What happened, in words.
-        metrics: The results of an evaluation by name; None for other events.
-    """
-
-    event: str
-    step: int
-    time: float
-    seconds: float | None
-    text: str
-    metrics: Mapping[str, float] | None = None
-
-
 class Spread(NamedTuple):
     """Minimum, median and maximum of a value over the ranks that know it, with the ranks of the extremes."""
 
@@ -205,7 +167,6 @@ class Snapshot:
         time: Unix time of rank zero's host.
         counts: The task's word for what it counts, such as tokens.
         ranks: The ranks that have reported, in order.
-        events: The events since the last snapshot.
         event_counts: The number of events of each kind in this session.
         evaluation: The results of the last evaluation.
         is_last: Whether the run has ended.
@@ -229,7 +190,6 @@ class Snapshot:
     )
     counts: str = "tokens"
     ranks: tuple[RankFigures, ...] = ()
-    events: tuple[EventFigures, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     is_last: bool = False
@@ -260,7 +220,7 @@ def _slowest_rank(snapshot: Snapshot) -> float | None:
 
 
 def _share(part: str) -> Metric:
-    name, meaning = part.removesuffix("_s"), f"share of the step, over all ranks: {PARTS[part][0]}"
+    name, meaning = part.removesuffix("_s"), f"share of the step, over all ranks: {PARTS[part].label}"
     return Metric(f"time/{name}_share", f"lockstep_time_{name}_ratio", meaning, lambda run: shares(run.ranks).get(part))
 
 
@@ -297,26 +257,3 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
             found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
     found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def evaluations(snapshot: Snapshot) -> Iterator[tuple[EventFigures, dict[str, float]]]:
-    """Yield the evaluations since the last snapshot, with their results by the names in sinks."""
-    for event in snapshot.events:
-        if event.metrics:
-            yield event, {EVALUATION.name_of(name): value for name, value in event.metrics.items()}
-
-
-class SnapshotSink(ABC):
-    """Gets snapshots on rank zero, about once a second, in a thread of its own.
-
-    Must not use CUDA or collectives. If it blocks, snapshots are dropped, and training continues. If it raises, it gets
-    no more snapshots, and a warning is printed.
-    """
-
-    @abstractmethod
-    def update(self, snapshot: Snapshot) -> None:
-        """Handle ``snapshot``; the last one of a run has ``is_last``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write the remaining data. Called once, also after an error of `update`."""

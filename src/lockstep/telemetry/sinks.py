@@ -21,13 +21,12 @@ from typing import Any, ClassVar, final
 from typing_extensions import override
 
 from lockstep.activity import one_line
-from lockstep.comm.collectives import broadcast_object
-from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import guarded
+from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.record import Event, guarded, how_called
+from lockstep.telemetry.recorder import Place, Subscriber
 
 Plain = str | int | float | bool
 
@@ -51,7 +50,32 @@ class RunInfo:
     memory: Path | None = None
 
 
-class MetricsSink(SnapshotSink):
+def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: int, *, is_fresh: bool) -> RunInfo:
+    """Return the description of a run from the facts about its session in ``run.json``."""
+    if memory is not None:
+        with suppress(OSError):  # then sinks start a new run
+            Path(memory).mkdir(parents=True, exist_ok=True)
+    origin = facts["provenance"]
+    flat = {**facts["settings"], **facts, "host": platform.node(), "command": how_called()["command"]}
+    for name, group in (("version", "versions"), ("commit", "commits"), ("machine", "machine")):
+        flat |= {f"{name}/{key}": fact for key, fact in origin[group].items() if key != "load"}
+    config = {name: _plain(value) for name, value in flat.items() if not (value is None or isinstance(value, dict))}
+    return RunInfo(
+        name=facts["task"],
+        config=config,
+        first_step=first_step,
+        is_fresh=is_fresh,
+        memory=None if memory is None else Path(memory),
+    )
+
+
+def _plain(value: object) -> Plain:
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+class MetricsSink(Subscriber):
     """A sink that ``log_to`` can name.
 
     Args:
@@ -76,13 +100,21 @@ class MetricsSink(SnapshotSink):
     def __init__(self, place: str, run: RunInfo) -> None:
         """Open the sink. Import its library only here, as that is slow, and the library may not be installed."""
 
-    def news(self, snapshot: Snapshot) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yield step, Unix time and values by name of what is new in ``snapshot``; evaluations come first."""
-        for event, values in metrics.evaluations(snapshot):  # first, as services refuse decreasing steps
-            yield event.step, event.time, values
-        if snapshot.step > self._last_step:
+    @abstractmethod
+    def write(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        """Write values by name; ``time_s`` is in Unix time."""
+
+    @override
+    def event(self, event: Event) -> None:
+        if event.metrics:
+            values = {metrics.EVALUATION.name_of(name): value for name, value in event.metrics.items()}
+            self.write(values, event.step, event.time)
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        if snapshot.step > self._last_step:  # services refuse decreasing steps
             self._last_step = snapshot.step
-            yield snapshot.step, snapshot.time, metrics.scalars(snapshot)
+            self.write(metrics.scalars(snapshot), snapshot.step, snapshot.time)
 
 
 @final
@@ -122,13 +154,15 @@ class TensorBoard(MetricsSink):
             self._write(summary=text("run", f"| {run.name} | |\n|---|---|\n{rows}"))
 
     @override
-    def update(self, snapshot: Snapshot) -> None:
-        for event in snapshot.events:
-            self._write(event.time, step=event.step, summary=self._text(f"events/{event.event}", event.text))
-        for step, time_s, values in self.news(snapshot):
-            # All values in one event, which costs a fifth of an event for each value.
-            found = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._write(time_s, step=step, summary=self._summary(value=found))
+    def event(self, event: Event) -> None:
+        self._write(event.time, step=event.step, summary=self._text(f"events/{event.event}", event.text))
+        super().event(event)
+
+    @override
+    def write(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        # All values in one event, which costs a fifth of an event for each value.
+        found = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(time_s, step=step, summary=self._summary(value=found))
 
     @override
     def close(self) -> None:
@@ -180,6 +214,10 @@ class Prometheus(MetricsSink):
     def update(self, snapshot: Snapshot) -> None:
         # One assignment, as threads of the server read it at any time.
         self._snapshot = snapshot
+
+    @override
+    def write(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        pass
 
     @override
     def close(self) -> None:
@@ -278,8 +316,11 @@ class WandbRun(MetricsSink):
     @override
     def update(self, snapshot: Snapshot) -> None:
         self._has_failed = snapshot.has_failed
-        for step, _, values in self.news(snapshot):
-            self._run.log(values, step=step)
+        super().update(snapshot)
+
+    @override
+    def write(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        self._run.log(dict(values), step=step)
 
     @override
     def close(self) -> None:
@@ -329,9 +370,12 @@ class MlflowRun(MetricsSink):
     def update(self, snapshot: Snapshot) -> None:
         was_stopped = "stop" in snapshot.event_counts
         self._status = "FAILED" if snapshot.has_failed else "KILLED" if was_stopped else "FINISHED"
-        for step, time_s, values in self.news(snapshot):
-            found = [self._metric(name, value, int(time_s * 1e3), step) for name, value in values.items()]
-            self._client.log_batch(self._run_id, metrics=found)
+        super().update(snapshot)
+
+    @override
+    def write(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        found = [self._metric(name, value, int(time_s * 1e3), step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=found)
 
     @override
     def close(self) -> None:
@@ -376,16 +420,16 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], world: World) -> list[MetricsSink]:
+def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], place: Place) -> list[MetricsSink]:
     """Open ``targets`` on rank zero; return an empty list on other ranks.
 
-    Collective: every rank. Blocks until rank zero has opened them. This takes seconds, or up to `OPEN_TIMEOUT_S` if a
-    service does not answer.
+    Collective if ``place`` has a group: every rank. Blocks until rank zero has opened them. This takes seconds, or up
+    to `OPEN_TIMEOUT_S` if a service does not answer.
 
     Args:
         targets: The same on every rank.
         run: Returns the description of the run; called on rank zero only.
-        world: The ranks of the run.
+        place: This rank.
 
     Raises:
         ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
@@ -393,13 +437,15 @@ def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], world: World)
     """
     sinks: list[MetricsSink] = []
     problem = None
-    if world.is_rank_zero:
+    if not targets:
+        return sinks
+    if place.rank == 0:
         try:
             sinks = open_here(targets, run())
         except ConfigurationError as error:
             problem = str(error)
-    # Rank zero, too, raises only after the broadcast. Otherwise the others would wait for it.
-    problem = broadcast_object(problem, group=world.group, device=world.device)
+    # Rank zero, too, raises only after the exchange. Otherwise the others would wait for it.
+    problem = place.gather(problem)[0]
     if problem is not None:
         raise ConfigurationError(problem)
     return sinks
