@@ -28,6 +28,7 @@ from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Lef
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
+from lockstep.telemetry.step_times import combine
 from lockstep.torch_internals import BatchNorm, Dropout
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
@@ -427,27 +428,21 @@ def measure_candidate(
         exposed_s = exposed_s * trainer.settings.accumulate if trainer.device.type == "cpu" else None
     # With the same data still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
-        alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
-    synchronize(trainer.device)
-    times = [record.times for record in records]
-    backward_s = [each.part("backward") for each in times]
-    if name in PER_PROCESS:
-        exposed_s = median(backward_s) - median(each.times.part("backward") for each in alone)
-    turn = Measurement(
-        round=round_index,
-        place=place,
-        num_samples=sum(record.num_samples for record in records),
-        seconds=seconds,
-        step_s=seconds / num_steps,
-        data_wait_s=fmean(each.part("data_wait") for each in times),
-        forward_s=fmean(each.part("forward") for each in times),
-        backward_s=fmean(backward_s),
-        exposed_s=exposed_s,
-        optimizer_s=fmean(each.part("optimizer") for each in times),
-        energy_j=energy_j,
-        core_wait_s=fmean(each.part("core_wait") for each in times),
+        _, alone = time_steps(trainer, max(3, num_steps // 3))
+    backward_s, alone_s = (
+        [times.part("backward") + times.part("exposed") for times in (record.times for record in each)]
+        for each in (records, alone)
     )
-    return turn, [record.loss for record in records]
+    if name in PER_PROCESS:
+        exposed_s = median(backward_s) - median(alone_s)
+    times = replace(
+        combine([record.times for record in records]),
+        total_s=seconds / num_steps,
+        backward_s=fmean(backward_s) - (exposed_s or 0.0),
+        exposed_s=exposed_s,
+    )
+    num_samples = sum(record.num_samples for record in records)
+    return Measurement(round_index, place, num_samples, seconds, times, energy_j), [record.loss for record in records]
 
 
 def time_steps(trainer: Trainer, num_steps: int) -> tuple[float, list[StepRecord]]:
@@ -470,11 +465,9 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     # Ranks synchronise in each step, so the slowest rank's wall time is that of all; the times of phases differ.
     merged = []
     for turns in zip(*filter(None, by_rank), strict=True):
-        of_all = {name: max(getattr(turn, name) for turn in turns) for name in ("seconds", "step_s")}
-        for name in ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "core_wait_s"):
-            known = [getattr(turn, name) for turn in turns if getattr(turn, name) is not None]
-            of_all[name] = fmean(known) if known else None
-        merged.append(replace(turns[0], energy_j=sum(turn.energy_j for turn in turns), **of_all))
+        times = replace(combine([turn.times for turn in turns]), total_s=max(turn.times.total_s for turn in turns))
+        seconds, energy_j = max(turn.seconds for turn in turns), sum(turn.energy_j for turn in turns)
+        merged.append(replace(turns[0], seconds=seconds, energy_j=energy_j, times=times))
     return tuple(merged)
 
 
