@@ -1,6 +1,5 @@
 """What the ranks of ``lockstep tune`` do: find the largest micro-batch that fits, and take turns."""
 
-import json
 import time
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 
 from lockstep.errors import OutOfMemory
 from lockstep.study.common import run_ranks
-from lockstep.study.tune import NOW, Known, Request, probe, ratio_of, rounds_of
+from lockstep.study.tune import NOW, Request, probe, ratio_of, rounds_of
 from lockstep.train.settings import FitSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,12 +51,11 @@ def request_for(tmp_path, monkeypatch):
     return lambda batch: Request(task, 1, 2, batch, ("ddp",), 60.0, time.time(), 2**32)
 
 
-def test_the_largest_micro_batch_is_found_in_processes_that_may_die_of_it(request_for, tmp_path):
-    file = tmp_path / "probe.json"
+def test_what_does_not_fit_is_an_error_in_processes_that_may_die_of_it(request_for):
     # What the host does not have is an error, as it is on a GPU: nobody is killed.
     with pytest.raises(OutOfMemory):
-        run_ranks(probe, request_for(8), FitSettings(), [2, 4, 8], str(file), devices=1, timeout_s=100)
-    known = Known(**json.loads(file.read_text()))
+        run_ranks(probe, request_for(8), FitSettings(), 8, devices=1, timeout_s=100)
+    (known,) = run_ranks(probe, request_for(8), FitSettings(), 4, devices=1, timeout_s=100)
     assert known.largest == 4
     assert known.gradient_bytes == 8 * (6 * 8 + 8 + 8 * 3 + 3)
     assert 0 < known.wait_share < 1

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import resource
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -26,8 +23,8 @@ from typing_extensions import override
 from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, RankFailed
-from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak, run_ranks
+from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, OutOfMemory, RankFailed
+from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.telemetry.resources import free_and_total_bytes
@@ -137,7 +134,7 @@ def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, laye
 
 @dataclass(frozen=True)
 class Request:
-    """The request for a sweep; the same on every rank.
+    """What is tuned, and what is known of it; the same on every rank.
 
     Attributes:
         task: The task, or where to find it, as on the command line.
@@ -148,6 +145,11 @@ class Request:
         seconds: How long the sweep may take.
         began_at: When it began, in Unix time.
         limit_bytes: Memory that all processes of this machine, or one GPU, may use.
+        largest: Samples of the largest micro-batch that fits; None if it was not searched for.
+        largest_bytes: The memory that it needs.
+        layers: Kinds of layer whose result depends on how a batch is divided.
+        gradient_bytes: Bytes of all gradients.
+        wait_share: The fraction of a step that waits for data.
     """
 
     task: Task | str
@@ -158,11 +160,24 @@ class Request:
     seconds: float
     began_at: float
     limit_bytes: int
+    largest: int | None = None
+    largest_bytes: int = 0
+    layers: Sequence[str] = ()
+    gradient_bytes: int = 0
+    wait_share: float = 0.0
 
     @property
     def left_s(self) -> float:
         """The remaining time."""
         return self.seconds - (time.time() - self.began_at)
+
+    def share(self, strategy: str) -> int:
+        """Return the samples of a device in a global batch."""
+        return self.global_batch_size // num_shares(strategy, self.num_devices)
+
+    def fewest_pieces(self, strategy: str) -> int:
+        """Return the smallest number of micro-batches per device that fits into memory."""
+        return 1 if self.largest is None else max(1, math.ceil(self.share(strategy) / self.largest))
 
     def threads(self, settings: FitSettings) -> int:
         """Return the number of threads of one process in a run with these settings."""
@@ -171,32 +186,12 @@ class Request:
     def entrant(self, settings: FitSettings, world: World) -> Entrant:
         """Return the entrant that trains the task with these settings. Collective: every rank."""
         endless = replace(settings, epochs=None, steps=_MANY_STEPS)
-        threads = self.threads(settings)
-        return Entrant(load(self.task), endless, settings.strategy, world, self.num_devices, threads)
+        return Entrant(load(self.task), endless, settings.strategy, world, self.num_devices, [self.threads(settings)])
 
 
-@dataclass(frozen=True)
-class Known:
-    """The findings of the first processes about the task.
-
-    Attributes:
-        largest: Samples of the largest micro-batch that fits; None if it was not searched for.
-        largest_bytes: The memory that it needs.
-        layers: Kinds of layer whose result depends on how a batch is divided.
-        gradient_bytes: Bytes of all gradients.
-        wait_share: The fraction of a step that waits for data.
-    """
-
-    largest: int | None = None
-    largest_bytes: int = 0
-    layers: Sequence[str] = ()
-    gradient_bytes: int = 0
-    wait_share: float = 0.0
-
-
-def candidates(stage: str, base: FitSettings, request: Request, known: Known) -> list[Changes]:
+def candidates(stage: str, base: FitSettings, request: Request) -> list[Changes]:
     """Return the changes to ``base`` that are worth trying."""
-    return [changes for changes in _STAGES[stage](base, request, known) if _is_possible(base, changes)]
+    return [changes for changes in _STAGES[stage](base, request) if _is_possible(base, changes)]
 
 
 def _is_possible(base: FitSettings, changes: Changes) -> bool:
@@ -208,16 +203,19 @@ def _is_possible(base: FitSettings, changes: Changes) -> bool:
     return settings.reproducible is None or settings.strategy in ("single", "dp", "ddp")
 
 
-def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+def _others(counts: set[int], now: int) -> list[int]:
+    return sorted(counts - {0, now})
+
+
+def _loading(base: FitSettings, request: Request) -> list[Changes]:
     now = base.workers
     # Twice and half of the current number; without workers, one, two, and the cores per rank.
-    per_rank = max(1, request.num_cores // request.num_devices)
-    counts = {now // 2, 2 * now} - {now} if now else {1, 2, max(4, per_rank)}
-    waits = now or known.wait_share >= 0.02  # else there is nothing to gain
-    return [{"workers": min(count, 16)} for count in sorted(counts)] if waits else []
+    counts = {now // 2, 2 * now} if now else {1, 2, max(4, request.num_cores // request.num_devices)}
+    waits = now or request.wait_share >= 0.02  # else there is nothing to gain
+    return [{"workers": min(count, 16)} for count in sorted(counts - {now})] if waits else []
 
 
-def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+def _strategy(base: FitSettings, request: Request) -> list[Changes]:
     """Return the changes of strategy, as in `compare`: with the same number of micro-batches, if these fit."""
     found: list[Changes] = []
     usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
@@ -225,31 +223,22 @@ def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes
         changes: Changes = {"strategy": name}
         if name != "ddp":  # settings that only ddp has
             changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
-        pieces = max(base.accumulate, _fewest_pieces(name, request, known))
-        if pieces != base.accumulate:
+        if base.accumulate < (pieces := request.fewest_pieces(name)):
             changes["accumulate"] = pieces
         if name != base.strategy:
             found.append(changes)
-        if name == "single" and base.threads is None and _threads(base, request, known):
+        if name == "single" and base.threads is None and _threads(base, request):
             found.append({**changes, "threads": 1})  # a small model is often faster with one thread
     return found
 
 
-def _fewest_pieces(strategy: str, request: Request, known: Known) -> int:
-    """Return the smallest number of micro-batches per device that fits into memory."""
-    share = request.global_batch_size // num_shares(strategy, request.num_devices)
-    return 1 if known.largest is None else max(1, math.ceil(share / known.largest))
-
-
-def _micro_batch(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+def _micro_batch(base: FitSettings, request: Request) -> list[Changes]:
     if _sets_sizes(base):
         return []
-    now, share = base.accumulate, request.global_batch_size // num_shares(base.strategy, request.num_devices)
-    fewest = _fewest_pieces(base.strategy, request, known)
+    now, share, fewest = base.accumulate, request.share(base.strategy), request.fewest_pieces(base.strategy)
     # Fewer pieces do not fit, and batch norm does not accept a single sample.
-    counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
-    fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
-    return [{"accumulate": count} for count in fitting]
+    counts = _others({fewest, now // 2, 2 * now, 4 * now}, now)
+    return [{"accumulate": each} for each in counts if each >= fewest and share % each == 0 and share // each > 1]
 
 
 def _sets_sizes(settings: FitSettings) -> bool:
@@ -257,24 +246,24 @@ def _sets_sizes(settings: FitSettings) -> bool:
     return settings.reproducible is not None or settings.shares is not None
 
 
-def _threads(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+def _threads(base: FitSettings, request: Request) -> list[Changes]:
     if default_device().type != "cpu" or base.reproducible is not None:
         return []
     now = base.threads or request.threads(base)
-    counts = sorted({1, now // 2, 2 * now, request.num_cores} - {0, now})
+    counts = _others({1, now // 2, 2 * now, request.num_cores}, now)
     return [{"threads": count} for count in counts if count <= request.num_cores]
 
 
-def _precision(base: FitSettings, request: Request, known: Known) -> list[Changes]:
+def _precision(base: FitSettings, request: Request) -> list[Changes]:
     found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
     exchanges = base.strategy == "ddp" and request.num_devices > 1
-    if exchanges and known.gradient_bytes > MIB and base.compression is None:
+    if exchanges and request.gradient_bytes > MIB and base.compression is None:
         found.append({"compression": "bf16"})
     return found
 
 
 # In this order: a slow loader hides all other effects, and later stages depend on the strategy.
-_STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
+_STAGES: dict[str, Callable[[FitSettings, Request], list[Changes]]] = {
     "loading": _loading,
     "strategy": _strategy,
     "micro-batch": _micro_batch,
@@ -286,10 +275,13 @@ _STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
 # The work of the ranks.
 
 
-def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, world: World) -> None:
-    """Train with each size of micro-batch, and write what is `Known` so far to ``file``. Collective: every rank.
+def probe(request: Request, base: FitSettings, size: int, world: World) -> Request:
+    """Train with micro-batches of ``size``, or as it is if 0; return ``request`` with what is known then.
 
-    These processes end at the first size that does not fit, so the file is rewritten after each size.
+    Collective: every rank.
+
+    Raises:
+        Exception: It does not fit, or the task fails.
     """
     if world.device.type == "cpu":
         # The host overcommits memory, and then kills any process. With a limit on its data, this process gets an error
@@ -297,31 +289,22 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
         limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     torch.set_num_threads(request.threads(base))
-    before_bytes = psutil.Process().memory_info().rss
-    for size in sizes or [0]:
-        settings = base
-        if size:
-            batch = size * num_shares(base.strategy, request.num_devices)
-            settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
-        reset_peak()
-        with contextlib.closing(request.entrant(settings, world)) as entrant:
-            assert entrant.trainer is not None
-            seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
-            model = entrant.trainer.model
-        peak = peak_bytes() - before_bytes
-        if world.device.type != "cpu":
-            peak = torch.accelerator.max_memory_allocated(world.device)
-        known = Known(
-            largest=size or None,
-            largest_bytes=max(0, peak),
-            layers=benchmark.split_layers(model),
-            gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
-            wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
-        )
-        if world.is_rank_zero:
-            # Replaced at once: this process may be killed at any time.
-            Path(f"{file}.new").write_text(json.dumps(asdict(known)), encoding="utf-8")
-            os.replace(f"{file}.new", file)
+    if size:
+        batch = size * num_shares(base.strategy, request.num_devices)
+        base = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
+    peaks = benchmark.watch_memory(world)
+    with contextlib.closing(request.entrant(base, world)) as entrant:
+        assert entrant.trainer is not None
+        seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
+        model = entrant.trainer.model
+    return replace(
+        request,
+        largest=size or None,
+        largest_bytes=peaks([world.device])[0],
+        layers=benchmark.split_layers(model),
+        gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
+        wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
+    )
 
 
 def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
@@ -341,20 +324,17 @@ def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, wor
         at_exit.enter_context(warnings.catch_warnings())
         # There may be more processes than cores: this measures whether they help.
         warnings.filterwarnings("ignore", "This DataLoader will create")
-        entrants, num_steps = {}, {}
-        for name, settings in tried.items():
-            entrants[name] = at_exit.enter_context(contextlib.closing(request.entrant(settings, world)))
-            warm = entrants[name].turn(
-                partial(benchmark.warm_up, num_steps=_NUM_WARMUP, threads=[request.threads(settings)])
-            )
-            chosen = benchmark.choose_steps(list(warm[0].values()), turn_s=turn_s, fewest=2) if warm else 0
-            num_steps[name] = int(broadcast_object(chosen, group=world.group, device=world.device))
+        entrants = {
+            name: at_exit.enter_context(contextlib.closing(request.entrant(settings, world)))
+            for name, settings in tried.items()
+        }
+        _, num_steps = benchmark.warm_up_all(entrants, _NUM_WARMUP, world, turn_s, fewest=2)
         rounds: list[dict[str, float]] = []
         running = list(tried)
         while running:
             rounds.append({})
             for name in benchmark.order_of_round(running, len(rounds) - 1):
-                if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps[name])):
+                if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps)):
                     rounds[-1][name] = turn[0] / sum(record.num_samples for record in turn[1])
             # Rank zero takes part in every turn, and waits for the slowest rank in each step: so only it can judge.
             undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
@@ -501,7 +481,6 @@ class Sweep(Shown):
         start: The initial settings.
         found: The best settings so far.
         allowed: The effects on the training that are allowed.
-        known: The findings of the first processes.
         results: The results of all changes, in the order in which they were tried.
         total: The speed-up of all kept changes together; None if that was not measured.
         notes: Further remarks.
@@ -513,7 +492,6 @@ class Sweep(Shown):
     start: FitSettings
     found: FitSettings
     allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
-    known: Known = field(default_factory=Known)
     results: list[Result] = field(default_factory=list)
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
@@ -543,7 +521,7 @@ class Sweep(Shown):
         return f"All changes together: {_times(self.total)} of the settings at the start."
 
     def _effect(self, before: FitSettings, after: FitSettings) -> Effect:
-        return effect_of(before, after, num_devices=self.request.num_devices, layers=self.known.layers)
+        return effect_of(before, after, num_devices=self.request.num_devices, layers=self.request.layers)
 
     def run(self) -> None:
         """Try all stages, or as many as there is time for.
@@ -556,7 +534,7 @@ class Sweep(Shown):
         # For the last stage, which measures all changes together.
         reserve_s = min(20.0, 0.2 * self.request.seconds)
         for index, stage in enumerate(_STAGES):
-            changes = candidates(stage, self.found, self.request, self.known)
+            changes = candidates(stage, self.found, self.request)
             left_s = self.request.left_s - reserve_s
             if changes and left_s <= 0:
                 self.notes.append("Time was up before all changes were tried. More time (--minutes M) may find more.")
@@ -574,39 +552,39 @@ class Sweep(Shown):
                 self.found = self.start if result.why_no_gain else self.found
 
     def _probe(self) -> None:
-        """Find the largest micro-batch that fits, in processes that may be killed, and the rest of `Known`."""
+        """Find the largest micro-batch that fits, in processes that may be killed, and what else they know then."""
         base, request = self.start, self.request
         share = math.ceil(request.global_batch_size / num_shares(base.strategy, request.num_devices))
         # Halves of a share; but batch norm does not accept a single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
         devices = request.num_devices if base.strategy in PER_PROCESS else 1
         limit_s = max(_PATIENCE_S, 0.4 * request.left_s)
-        with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
-            file = Path(folder) / "probe.json"
+        for size in [0] if _sets_sizes(base) else reversed(sizes):
             try:
-                tried = [] if _sets_sizes(base) else sizes
-                run_ranks(probe, request, base, tried, str(file), devices=devices, timeout_s=limit_s)
-            except LockstepError as error:
-                if not file.exists() and isinstance(error, LaunchTimeout):
-                    raise LockstepError(
-                        f"The task's first steps were not done within {limit_s:.0f} s.\n"
-                        "Check which other programs use this machine, or give more time (--minutes M)."
-                    ) from error
-                if not file.exists():
+                self.request = request = run_ranks(probe, request, base, size, devices=devices, timeout_s=limit_s)[0]
+                break
+            except LaunchTimeout as error:
+                raise LockstepError(
+                    f"The task's first steps were not done within {limit_s:.0f} s.\n"
+                    "Check which other programs use this machine, or give more time (--minutes M)."
+                ) from error
+            except (OutOfMemory, RankFailed) as error:
+                # A process that was killed has no cause. Smaller micro-batches do not help other errors of the task.
+                is_of_task = isinstance(error, RankFailed) and isinstance(error.__cause__, Exception)
+                if size in (0, sizes[0]) or (is_of_task and not isinstance(error.__cause__, RuntimeError | MemoryError)):
                     raise
-            self.known = Known(**json.loads(file.read_text(encoding="utf-8")))
-        largest = self.known.largest
+        largest = request.largest
         if largest is None:
             return
         if math.ceil(share / base.accumulate) > largest:
             # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
             self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
         whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
-        if largest >= share:  # no limit was found: activations grow with the number of samples
-            most = largest * request.limit_bytes / request.num_devices / max(1, self.known.largest_bytes)
-            self.known = replace(self.known, largest=max(largest, int(most)))
-        needed = f"{self.known.largest_bytes / MIB:,.0f} MiB"
+        needed = f"{request.largest_bytes / MIB:,.0f} MiB"
         self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
+        if largest >= share:  # no limit was found: activations grow with the number of samples
+            most = largest * request.limit_bytes / request.num_devices / max(1, request.largest_bytes)
+            self.request = replace(request, largest=max(largest, int(most)))
 
     def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result | None:
         """Measure changes against ``base``; return the best allowed one."""
@@ -655,7 +633,7 @@ class Sweep(Shown):
             return ""
         if effect is Effect.ARITHMETIC:
             return "offered: use --allow-precision"
-        return f"offered: divides batches in another way for {' and '.join(self.known.layers)}; use --allow-division"
+        return f"offered: divides batches in another way for {' and '.join(self.request.layers)}; use --allow-division"
 
 
 def _reason(error: BaseException) -> str:
