@@ -571,7 +571,9 @@ class Sweep(Shown):
             except (OutOfMemory, RankFailed) as error:
                 # A process that was killed has no cause. Smaller micro-batches do not help other errors of the task.
                 is_of_task = isinstance(error, RankFailed) and isinstance(error.__cause__, Exception)
-                if size in (0, sizes[0]) or (is_of_task and not isinstance(error.__cause__, RuntimeError | MemoryError)):
+                if size in (0, sizes[0]) or (
+                    is_of_task and not isinstance(error.__cause__, RuntimeError | MemoryError)
+                ):
                     raise
         largest = request.largest
         if largest is None:

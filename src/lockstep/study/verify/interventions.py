@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.accelerator import default_device
 from lockstep.telemetry.instrument import Instrument
+from lockstep.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of
 from lockstep.train.settings import Settings, StrategyName
 
 # One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
@@ -124,14 +124,13 @@ class NoBatchStatistics(TorchFunctionMode):
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a layer is batch norm of some kind; instance norm uses each sample separately."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) or "BatchNorm" in type(module).__name__
+    return isinstance(module, BatchNorm) or "BatchNorm" in type(module).__name__
 
 
 # Random numbers and writes in forward: observed, or turned off.
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[misc]
     """While entered, observes random draws and writes of forward, and turns off those in ``off``.
 
     Torch's random operators are observed below autograd, where each of them has a tag, whichever generator it uses.
@@ -152,7 +151,7 @@ class Watch(TorchDispatchMode):
     current: ClassVar[Watch | None] = None
 
     def __init__(self, off: Off) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.off, self.active = off, False
         self.draws: set[str] = set()
         self.written: set[str] = set()
@@ -183,18 +182,18 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if "batch_norm" in func._schema.name:
+        if "batch_norm" in schema_of(func).name:
             self.live.add("batchnorm")
         # Attention is tagged as random, but is so only with dropout.
         if self.active and torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0:
-            self.note_draw(f"torch {func._schema.name.partition('::')[2].strip('_')}")
+            self.note_draw(f"torch {schema_of(func).name.partition('::')[2].strip('_')}")
             result = _constant(func, args, kwargs) if "random" in self.off else func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if self._kept and func._schema.is_mutable:
+        if self._kept and schema_of(func).is_mutable:
             written = [
                 value.untyped_storage().data_ptr()
-                for argument, value in zip(func._schema.arguments, args, strict=False)
+                for argument, value in zip(schema_of(func).arguments, args, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
             ]
             for name, tensor, before in (self._kept[address] for address in written if address in self._kept):
@@ -318,9 +317,9 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield np.random, "Generator", _Generator
     yield np.random, "default_rng", _default_rng
     # The default generator itself, from which SciPy and scikit-learn draw unless they are given another.
-    default = np.random.get_state.__self__
+    owner, place, default = numpy_default()
     methods = {name: staticmethod(functions.get(name) or getattr(default, name)) for name in _public(_PlainState)}
-    yield np.random.mtrand, "_rand", type("RandomState", (_PlainState,), methods)()
+    yield owner, place, type("RandomState", (_PlainState,), methods)()
 
 
 _STAND_INS = tuple(_stand_ins())
@@ -331,16 +330,16 @@ _STAND_INS = tuple(_stand_ins())
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
     """Return with which probability this call of attention drops out; None of other operators."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return given.get("dropout_p", 0.0) if "dropout_p" in names else None
 
 
 def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what is as good as a draw but the same for every element, and not 0, which would hide what it scales."""
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if _dropout(func, args, kwargs) is not None:
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in schema_of(func).arguments]
         return func(**dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0})
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)

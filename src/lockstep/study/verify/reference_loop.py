@@ -254,12 +254,13 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
             # As many others, or the same in other shares.
             others = [*given.samples[following], *samples][1 : len(samples) + 1]
             with sandbox.step(step):
-                measured = [
+                # The whole batch, each share, and the whole batch again.
+                measured, other = [
                     [_measure(loop.shares[0], part, step) for part in (each, *divide(each, subject.num_devices), each)]
                     for each in (samples, others)
                 ]
                 loop.step(step)
-            found.append(_solve(step, *measured, limit=1e-7 if subject.double else 3e-3))
+            found.append(_solve(step, 1e-7 if subject.double else 3e-3, measured, other))
     return found
 
 
@@ -319,17 +320,18 @@ class _Division:
         """Return the weights of the nearest combination; with an importance, they should add up to 1."""
         last = torch.full((1, 1 + self._parts.shape[1]), importance_of_sum * self._size, dtype=self.whole.dtype)
         rows = torch.cat([torch.cat([self._parts, self.whole.unsqueeze(1)], dim=1), last])
-        return torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution.flatten()
+        found: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
+        return found.flatten()
 
 
-def _solve(step: int, measured: Sequence[_Measured], others: Sequence[_Measured], limit: float) -> StepWeights:
+def _solve(step: int, limit: float, measured: Sequence[_Measured], others: Sequence[_Measured]) -> StepWeights:
     """Find the weights with which the shares add up to the whole, and the kinds of loss that fit.
 
     Args:
         step: The step.
+        limit: The largest difference that counts as rounding.
         measured: Of its samples: the whole batch, each share, and the whole batch again.
         others: The same of other samples.
-        limit: The largest difference that counts as rounding.
     """
     whole, *parts, again = measured
     total = sum(part.out_of for part in parts)
