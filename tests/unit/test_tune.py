@@ -11,12 +11,10 @@ from lockstep.cli import main
 from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, OutOfMemory, RankFailed
 from lockstep.study import tune as tuning
 from lockstep.study.common import Spread
-from lockstep.study.tune import Effect, Request, Result, Sweep, candidates, effect_of
+from lockstep.study.tune import Effect, Known, Result, Sweep, candidates, effect_of
 from lockstep.train.settings import FitSettings, read_settings
 from tests.training import make_task
 
-REQUEST = Request("mine.py", 2, 4, 64, ("single", "dp", "ddp"), 300.0, time.time(), 2**30)
-KNOWN = {"largest": 32, "gradient_bytes": 30 * 2**20, "wait_share": 0.4}
 FASTER = Spread(1.5, 1.4, 1.6)
 RESULTS = (
     Result("loading", {"workers": 2}, Effect.BITS, FASTER, 5),
@@ -24,9 +22,17 @@ RESULTS = (
     Result("precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: use --allow-precision"),
     Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9),
 )
+KNOWN = Known(32, 100 * 2**20, gradient_bytes=30 * 2**20, wait_share=0.4)
 OUTCOME = Sweep(
+    name="mine.py",
     task="mine.py",
-    request=REQUEST,
+    num_devices=2,
+    num_cores=4,
+    global_batch_size=64,
+    strategies=("single", "dp", "ddp"),
+    seconds=300.0,
+    began_at=time.time(),
+    limit_bytes=2**30,
     start=FitSettings(clip=1.0),
     found=FitSettings(clip=1.0, workers=2),
     results=RESULTS,
@@ -40,12 +46,12 @@ OUTCOME = Sweep(
     [
         ("loading", {}, KNOWN, [{"workers": 1}, {"workers": 2}, {"workers": 4}]),
         ("loading", {"workers": 4}, KNOWN, [{"workers": 2}, {"workers": 8}]),
-        ("loading", {}, KNOWN | {"wait_share": 0.01}, []),
+        ("loading", {}, replace(KNOWN, wait_share=0.01), []),
         # As compare measures them: the whole batch at once, with all cores and with one thread.
         (
             "strategy",
             {},
-            KNOWN | {"largest": 64},
+            replace(KNOWN, largest=64),
             [{"strategy": "single"}, {"strategy": "single", "threads": 1}, {"strategy": "dp"}],
         ),
         (
@@ -59,7 +65,7 @@ OUTCOME = Sweep(
         (
             "micro-batch",
             {"accumulate": 4},
-            KNOWN | {"largest": 16},
+            replace(KNOWN, largest=16),
             [{"accumulate": count} for count in (2, 8, 16)],
         ),
         ("micro-batch", {"reproducible": 2}, KNOWN, []),
@@ -68,8 +74,9 @@ OUTCOME = Sweep(
     ],
 )
 def test_what_is_tried(stage, base, known, found):
-    request = REQUEST if base.get("strategy") != "single" else replace(REQUEST, strategies=("dp",))
-    assert candidates(stage, FitSettings(**base), replace(request, **known)) == found
+    strategies = ("dp",) if base.get("strategy") == "single" else OUTCOME.strategies
+    sweep = replace(OUTCOME, strategies=strategies, found=FitSettings(**base), known=known)
+    assert candidates(stage, sweep) == found
 
 
 @pytest.mark.parametrize(
@@ -123,11 +130,11 @@ class Machine:
 
     def __call__(self, function, *args, devices, timeout_s):
         if function is tuning.probe:
-            request, _, size = args
+            _, size = args
             self.sizes.append(size)
             if size > self.fits:
                 raise OutOfMemory("It is full.") if size > 8 else RankFailed("Rank 0 was killed by SIGKILL.")
-            return [replace(request, largest=size, layers=("dropout",), gradient_bytes=2**20, wait_share=0.5)]
+            return [Known(size, layers=("dropout",), gradient_bytes=2**20, wait_share=0.5)]
         _, contenders, _ = args
         self.stages.append(list(contenders))
         for name in contenders:
@@ -197,7 +204,7 @@ def test_smaller_micro_batches_are_not_tried_for_an_error_of_the_task(monkeypatc
     error.__cause__ = KeyError("x")
     sizes = []
 
-    def fail(_, _request, _base, size, **__):
+    def fail(_, _sweep, size, **__):
         sizes.append(size)
         raise error
 

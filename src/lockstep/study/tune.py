@@ -129,69 +129,12 @@ def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, laye
     return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
 
 
-# The changes to try in each stage.
+# The changes to try in each stage, given the best settings so far.
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is tuned, and what is known of it; the same on every rank.
-
-    Attributes:
-        task: The task, or where to find it, as on the command line.
-        num_devices: Devices for all strategies except ``single``.
-        num_cores: Cores that a plain process would use.
-        global_batch_size: Samples of a step.
-        strategies: The strategies to try.
-        seconds: How long the sweep may take.
-        began_at: When it began, in Unix time.
-        limit_bytes: Memory that all processes of this machine, or one GPU, may use.
-        largest: Samples of the largest micro-batch that fits; None if it was not searched for.
-        largest_bytes: The memory that it needs.
-        layers: Kinds of layer whose result depends on how a batch is divided.
-        gradient_bytes: Bytes of all gradients.
-        wait_share: The fraction of a step that waits for data.
-    """
-
-    task: Task | str
-    num_devices: int
-    num_cores: int
-    global_batch_size: int
-    strategies: tuple[str, ...]
-    seconds: float
-    began_at: float
-    limit_bytes: int
-    largest: int | None = None
-    largest_bytes: int = 0
-    layers: Sequence[str] = ()
-    gradient_bytes: int = 0
-    wait_share: float = 0.0
-
-    @property
-    def left_s(self) -> float:
-        """The remaining time."""
-        return self.seconds - (time.time() - self.began_at)
-
-    def share(self, strategy: str) -> int:
-        """Return the samples of a device in a global batch."""
-        return self.global_batch_size // num_shares(strategy, self.num_devices)
-
-    def fewest_pieces(self, strategy: str) -> int:
-        """Return the smallest number of micro-batches per device that fits into memory."""
-        return 1 if self.largest is None else max(1, math.ceil(self.share(strategy) / self.largest))
-
-    def threads(self, settings: FitSettings) -> int:
-        """Return the number of threads of one process in a run with these settings."""
-        return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
-
-    def entrant(self, settings: FitSettings, world: World) -> Entrant:
-        """Return the entrant that trains the task with these settings. Collective: every rank."""
-        endless = replace(settings, epochs=None, steps=_MANY_STEPS)
-        return Entrant(load(self.task), endless, settings.strategy, world, self.num_devices, [self.threads(settings)])
-
-
-def candidates(stage: str, base: FitSettings, request: Request) -> list[Changes]:
-    """Return the changes to ``base`` that are worth trying."""
-    return [changes for changes in _STAGES[stage](base, request) if _is_possible(base, changes)]
+def candidates(stage: str, sweep: Sweep) -> list[Changes]:
+    """Return the changes that are worth trying."""
+    return [changes for changes in _STAGES[stage](sweep) if _is_possible(sweep.found, changes)]
 
 
 def _is_possible(base: FitSettings, changes: Changes) -> bool:
@@ -203,41 +146,39 @@ def _is_possible(base: FitSettings, changes: Changes) -> bool:
     return settings.reproducible is None or settings.strategy in ("single", "dp", "ddp")
 
 
-def _others(counts: set[int], now: int) -> list[int]:
-    return sorted(counts - {0, now})
-
-
-def _loading(base: FitSettings, request: Request) -> list[Changes]:
-    now = base.workers
+def _loading(sweep: Sweep) -> list[Changes]:
+    now = sweep.found.workers
+    if not now and sweep.known.wait_share < 0.02:
+        return []  # there is nothing to gain
     # Twice and half of the current number; without workers, one, two, and the cores per rank.
-    counts = {now // 2, 2 * now} if now else {1, 2, max(4, request.num_cores // request.num_devices)}
-    waits = now or request.wait_share >= 0.02  # else there is nothing to gain
-    return [{"workers": min(count, 16)} for count in sorted(counts - {now})] if waits else []
+    counts = {now // 2, 2 * now} if now else {1, 2, max(4, sweep.num_cores // sweep.num_devices)}
+    return [{"workers": min(count, 16)} for count in sorted(counts - {now})]
 
 
-def _strategy(base: FitSettings, request: Request) -> list[Changes]:
+def _strategy(sweep: Sweep) -> list[Changes]:
     """Return the changes of strategy, as in `compare`: with the same number of micro-batches, if these fit."""
-    found: list[Changes] = []
+    base, found = sweep.found, []
     usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
-    for name in request.strategies if request.num_devices > 1 else ():
+    for name in sweep.strategies if sweep.num_devices > 1 else ():
         changes: Changes = {"strategy": name}
         if name != "ddp":  # settings that only ddp has
             changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
-        if base.accumulate < (pieces := request.fewest_pieces(name)):
+        if base.accumulate < (pieces := sweep.fewest_pieces(name)):
             changes["accumulate"] = pieces
         if name != base.strategy:
             found.append(changes)
-        if name == "single" and base.threads is None and _threads(base, request):
+        if name == "single" and base.threads is None and _threads(sweep):
             found.append({**changes, "threads": 1})  # a small model is often faster with one thread
     return found
 
 
-def _micro_batch(base: FitSettings, request: Request) -> list[Changes]:
-    if _sets_sizes(base):
+def _micro_batch(sweep: Sweep) -> list[Changes]:
+    if _sets_sizes(sweep.found):
         return []
-    now, share, fewest = base.accumulate, request.share(base.strategy), request.fewest_pieces(base.strategy)
+    now, strategy = sweep.found.accumulate, sweep.found.strategy
+    share, fewest = sweep.share(strategy), sweep.fewest_pieces(strategy)
     # Fewer pieces do not fit, and batch norm does not accept a single sample.
-    counts = _others({fewest, now // 2, 2 * now, 4 * now}, now)
+    counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
     return [{"accumulate": each} for each in counts if each >= fewest and share % each == 0 and share // each > 1]
 
 
@@ -246,24 +187,25 @@ def _sets_sizes(settings: FitSettings) -> bool:
     return settings.reproducible is not None or settings.shares is not None
 
 
-def _threads(base: FitSettings, request: Request) -> list[Changes]:
-    if default_device().type != "cpu" or base.reproducible is not None:
+def _threads(sweep: Sweep) -> list[Changes]:
+    if default_device().type != "cpu" or sweep.found.reproducible is not None:
         return []
-    now = base.threads or request.threads(base)
-    counts = _others({1, now // 2, 2 * now, request.num_cores}, now)
-    return [{"threads": count} for count in counts if count <= request.num_cores]
+    now = sweep.found.threads or sweep.threads(sweep.found)
+    counts = sorted({1, now // 2, 2 * now, sweep.num_cores} - {0, now})
+    return [{"threads": count} for count in counts if count <= sweep.num_cores]
 
 
-def _precision(base: FitSettings, request: Request) -> list[Changes]:
+def _precision(sweep: Sweep) -> list[Changes]:
+    base = sweep.found
     found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
-    exchanges = base.strategy == "ddp" and request.num_devices > 1
-    if exchanges and request.gradient_bytes > MIB and base.compression is None:
+    exchanges = base.strategy == "ddp" and sweep.num_devices > 1
+    if exchanges and sweep.known.gradient_bytes > MIB and base.compression is None:
         found.append({"compression": "bf16"})
     return found
 
 
 # In this order: a slow loader hides all other effects, and later stages depend on the strategy.
-_STAGES: dict[str, Callable[[FitSettings, Request], list[Changes]]] = {
+_STAGES: dict[str, Callable[[Sweep], list[Changes]]] = {
     "loading": _loading,
     "strategy": _strategy,
     "micro-batch": _micro_batch,
@@ -275,8 +217,27 @@ _STAGES: dict[str, Callable[[FitSettings, Request], list[Changes]]] = {
 # The work of the ranks.
 
 
-def probe(request: Request, base: FitSettings, size: int, world: World) -> Request:
-    """Train with micro-batches of ``size``, or as it is if 0; return ``request`` with what is known then.
+@dataclass(frozen=True)
+class Known:
+    """The findings of the first processes about the task.
+
+    Attributes:
+        largest: Samples of the largest micro-batch that fits; None if it was not searched for.
+        largest_bytes: The memory that it needs.
+        layers: Kinds of layer whose result depends on how a batch is divided.
+        gradient_bytes: Bytes of all gradients.
+        wait_share: The fraction of a step that waits for data.
+    """
+
+    largest: int | None = None
+    largest_bytes: int = 0
+    layers: Sequence[str] = ()
+    gradient_bytes: int = 0
+    wait_share: float = 0.0
+
+
+def probe(sweep: Sweep, size: int, world: World) -> Known:
+    """Train from the start with micro-batches of ``size``, or as it is if 0, and return what is known then.
 
     Collective: every rank.
 
@@ -286,19 +247,19 @@ def probe(request: Request, base: FitSettings, size: int, world: World) -> Reque
     if world.device.type == "cpu":
         # The host overcommits memory, and then kills any process. With a limit on its data, this process gets an error
         # instead, as from a GPU.
-        limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
+        limit = sweep.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    torch.set_num_threads(request.threads(base))
+    base = sweep.start
+    torch.set_num_threads(sweep.threads(base))
     if size:
-        batch = size * num_shares(base.strategy, request.num_devices)
+        batch = size * num_shares(base.strategy, sweep.num_devices)
         base = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
     peaks = benchmark.watch_memory(world)
-    with contextlib.closing(request.entrant(base, world)) as entrant:
+    with contextlib.closing(sweep.entrant(base, world)) as entrant:
         assert entrant.trainer is not None
         seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
         model = entrant.trainer.model
-    return replace(
-        request,
+    return Known(
         largest=size or None,
         largest_bytes=peaks([world.device])[0],
         layers=benchmark.split_layers(model),
@@ -307,25 +268,25 @@ def probe(request: Request, base: FitSettings, size: int, world: World) -> Reque
     )
 
 
-def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
+def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
     """Run all settings in turn; return the seconds per sample of this rank's turns, by round.
 
     Collective: every rank. Ranks that do not take part in a turn sleep.
 
     Args:
-        request: The request.
+        sweep: The sweep.
         tried: Settings by name.
         until: After this time no new round begins, in Unix time.
         world: All ranks.
     """
     # Half a second, if there are five minutes.
-    turn_s = min(0.5, max(0.03, request.seconds / 600))
+    turn_s = min(0.5, max(0.03, sweep.seconds / 600))
     with contextlib.ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
         # There may be more processes than cores: this measures whether they help.
         warnings.filterwarnings("ignore", "This DataLoader will create")
         entrants = {
-            name: at_exit.enter_context(contextlib.closing(request.entrant(settings, world)))
+            name: at_exit.enter_context(contextlib.closing(sweep.entrant(settings, world)))
             for name, settings in tried.items()
         }
         _, num_steps = benchmark.warm_up_all(entrants, _NUM_WARMUP, world, turn_s, fewest=2)
@@ -437,7 +398,8 @@ def tune(
     check_count(devices)
     found = load(task)
     check_batch(found, settings, num_shares(settings.strategy, devices))
-    request = Request(
+    sweep = Sweep(
+        name=Path(task).name if isinstance(task, str) else found.name,
         task=task,
         num_devices=devices,
         num_cores=torch.get_num_threads(),
@@ -446,9 +408,9 @@ def tune(
         seconds=60 * minutes,
         began_at=began_at or time.time(),
         limit_bytes=_usable_bytes(devices, default_device()),
+        start=settings,
+        found=settings,
     )
-    name = Path(task).name if isinstance(task, str) else found.name
-    sweep = Sweep(name, request, settings, settings)
     sweep.allowed += (Effect.DIVISION,) * allow_division + (Effect.ARITHMETIC,) * allow_precision
     try:
         sweep.run()
@@ -476,22 +438,38 @@ class Sweep(Shown):
     change that is faster beyond the noise is kept.
 
     Attributes:
-        task: Its name.
-        request: The request.
+        name: Of the task.
+        task: The task, or where to find it, as on the command line.
+        num_devices: Devices for all strategies except ``single``.
+        num_cores: Cores that a plain process would use.
+        global_batch_size: Samples of a step.
+        strategies: The strategies to try.
+        seconds: How long it may take.
+        began_at: When it began, in Unix time.
+        limit_bytes: Memory that all processes of this machine, or one GPU, may use.
         start: The initial settings.
         found: The best settings so far.
         allowed: The effects on the training that are allowed.
+        known: The findings of the first processes.
         results: The results of all changes, in the order in which they were tried.
         total: The speed-up of all kept changes together; None if that was not measured.
         notes: Further remarks.
         interrupted: Whether it was stopped by Ctrl-C.
     """
 
-    task: str
-    request: Request
+    name: str
+    task: Task | str
+    num_devices: int
+    num_cores: int
+    global_batch_size: int
+    strategies: tuple[str, ...]
+    seconds: float
+    began_at: float
+    limit_bytes: int
     start: FitSettings
     found: FitSettings
     allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
+    known: Known = field(default_factory=Known)
     results: list[Result] = field(default_factory=list)
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
@@ -504,7 +482,7 @@ class Sweep(Shown):
     @property
     def device(self) -> str:
         """The number and kind of devices."""
-        return f"{self.request.num_devices} x {default_device().type}"
+        return f"{self.num_devices} x {default_device().type}"
 
     @property
     def effect(self) -> Effect:
@@ -520,8 +498,30 @@ class Sweep(Shown):
             return "The total gain was not measured: time was up."
         return f"All changes together: {_times(self.total)} of the settings at the start."
 
+    @property
+    def left_s(self) -> float:
+        """The remaining time."""
+        return self.seconds - (time.time() - self.began_at)
+
+    def share(self, strategy: str) -> int:
+        """Return the samples of a device in a global batch."""
+        return self.global_batch_size // num_shares(strategy, self.num_devices)
+
+    def fewest_pieces(self, strategy: str) -> int:
+        """Return the smallest number of micro-batches per device that fits into memory."""
+        return 1 if self.known.largest is None else max(1, math.ceil(self.share(strategy) / self.known.largest))
+
+    def threads(self, settings: FitSettings) -> int:
+        """Return the number of threads of one process in a run with these settings."""
+        return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
+
+    def entrant(self, settings: FitSettings, world: World) -> Entrant:
+        """Return the entrant that trains the task with these settings. Collective: every rank."""
+        task, endless = load(self.task), replace(settings, epochs=None, steps=_MANY_STEPS)
+        return Entrant(task, endless, settings.strategy, world, self.num_devices, [self.threads(settings)])
+
     def _effect(self, before: FitSettings, after: FitSettings) -> Effect:
-        return effect_of(before, after, num_devices=self.request.num_devices, layers=self.request.layers)
+        return effect_of(before, after, num_devices=self.num_devices, layers=self.known.layers)
 
     def run(self) -> None:
         """Try all stages, or as many as there is time for.
@@ -532,10 +532,10 @@ class Sweep(Shown):
         log("memory: looking for the largest micro-batch that fits")
         self._probe()
         # For the last stage, which measures all changes together.
-        reserve_s = min(20.0, 0.2 * self.request.seconds)
+        reserve_s = min(20.0, 0.2 * self.seconds)
         for index, stage in enumerate(_STAGES):
-            changes = candidates(stage, self.found, self.request)
-            left_s = self.request.left_s - reserve_s
+            changes = candidates(stage, self)
+            left_s = self.left_s - reserve_s
             if changes and left_s <= 0:
                 self.notes.append("Time was up before all changes were tried. More time (--minutes M) may find more.")
                 break
@@ -545,7 +545,7 @@ class Sweep(Shown):
                 self.found = self.found if best is None else replace(self.found, **best.changes)
         if self.found != self.start:
             # Gains measured separately may not add up; if there is no gain in total, no change is kept.
-            self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
+            self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.left_s)
             result = self.results[-1]
             if result.num_rounds >= FEWEST_ROUNDS:
                 self.total = result.ratio
@@ -553,15 +553,15 @@ class Sweep(Shown):
 
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may be killed, and what else they know then."""
-        base, request = self.start, self.request
-        share = math.ceil(request.global_batch_size / num_shares(base.strategy, request.num_devices))
+        base = self.start
+        share = math.ceil(self.global_batch_size / num_shares(base.strategy, self.num_devices))
         # Halves of a share; but batch norm does not accept a single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
-        devices = request.num_devices if base.strategy in PER_PROCESS else 1
-        limit_s = max(_PATIENCE_S, 0.4 * request.left_s)
+        devices = self.num_devices if base.strategy in PER_PROCESS else 1
+        limit_s = max(_PATIENCE_S, 0.4 * self.left_s)
         for size in [0] if _sets_sizes(base) else reversed(sizes):
             try:
-                self.request = request = run_ranks(probe, request, base, size, devices=devices, timeout_s=limit_s)[0]
+                self.known = run_ranks(probe, self, size, devices=devices, timeout_s=limit_s)[0]
                 break
             except LaunchTimeout as error:
                 raise LockstepError(
@@ -575,18 +575,17 @@ class Sweep(Shown):
                     is_of_task and not isinstance(error.__cause__, RuntimeError | MemoryError)
                 ):
                     raise
-        largest = request.largest
+        largest, needed = self.known.largest, f"{self.known.largest_bytes / MIB:,.0f} MiB"
         if largest is None:
             return
         if math.ceil(share / base.accumulate) > largest:
             # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
             self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
         whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
-        needed = f"{request.largest_bytes / MIB:,.0f} MiB"
         self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
         if largest >= share:  # no limit was found: activations grow with the number of samples
-            most = largest * request.limit_bytes / request.num_devices / max(1, request.largest_bytes)
-            self.request = replace(request, largest=max(largest, int(most)))
+            most = largest * self.limit_bytes / self.num_devices / max(1, self.known.largest_bytes)
+            self.known = replace(self.known, largest=max(largest, int(most)))
 
     def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result | None:
         """Measure changes against ``base``; return the best allowed one."""
@@ -611,10 +610,9 @@ class Sweep(Shown):
         if time.time() >= until:
             return [], {}
         entrants = {NOW: base} | {name: replace(base, **each) for name, each in changes.items()}
-        limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.request.seconds)
+        limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.seconds)
         try:
-            devices = self.request.num_devices
-            return run_ranks(rounds_of, self.request, entrants, until, devices=devices, timeout_s=limit_s)[0], {}
+            return run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0], {}
         except LockstepError as error:
             if len(changes) == 1:
                 cause = error.__cause__ if isinstance(error, RankFailed) else None
@@ -635,7 +633,7 @@ class Sweep(Shown):
             return ""
         if effect is Effect.ARITHMETIC:
             return "offered: use --allow-precision"
-        return f"offered: divides batches in another way for {' and '.join(self.request.layers)}; use --allow-division"
+        return f"offered: divides batches in another way for {' and '.join(self.known.layers)}; use --allow-division"
 
 
 def _reason(error: BaseException) -> str:
@@ -657,7 +655,7 @@ _HOW_TO_READ = (
 def render(outcome: Sweep) -> RenderableType:
     """Lay out the table, the remarks and the conclusion: at most 100 columns."""
     began = in_words({"strategy": outcome.start.strategy, **differences(FitSettings(), outcome.start)})
-    title = f"{outcome.task}: {outcome.device}, global batch {outcome.request.global_batch_size}, from {began}"
+    title = f"{outcome.name}: {outcome.device}, global batch {outcome.global_batch_size}, from {began}"
     rows = []
     for each in outcome.results:
         times = f"{each.ratio.median:.2f}x" if each.ratio else "-"
@@ -681,9 +679,9 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         file: The file's own name.
         facts: Of machine and versions.
     """
-    batch, found = outcome.request.global_batch_size, outcome.found
+    batch, found = outcome.global_batch_size, outcome.found
     lines = [
-        f"{FIRST_LINE}: {outcome.task} on {outcome.device}, global batch {batch}.",
+        f"{FIRST_LINE}: {outcome.name} on {outcome.device}, global batch {batch}.",
         *(f"# {name}: {value}" for name, value in facts.items()),
         f"# lockstep train {task_file} --settings {file}",
         "#",
@@ -691,7 +689,7 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         f"# {outcome.effect.sentence}",
         "",
     ]
-    num_devices = num_shares(found.strategy, outcome.request.num_devices)
+    num_devices = num_shares(found.strategy, outcome.num_devices)
     values = {"devices": num_devices, "strategy": found.strategy, **differences(FitSettings(), found)}
     gave = {name: each for each in outcome.results if not each.why and each.stage != TOGETHER for name in each.changes}
     for name, value in values.items():
