@@ -66,8 +66,8 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.errors import WorldSizeMismatch
 from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.heartbeat import Heartbeat
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber
@@ -258,7 +258,7 @@ class _Machine:
     def prepare_status(self) -> None:
         def make(rank: int) -> Recorder:
             recorder = Recorder(Place(rank, self.size), [torch.device("cpu")], Snapshot(num_steps=100))
-            keys = StatusKeys(self.worlds[rank], self.size)
+            keys = StatusKeys(rank, self.size)
             recorder.subscribe([self.snapshot] if rank == 0 else [], keys)
             return recorder
 

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import PERIOD_S, Subscriber
 from lockstep.train.recording import RunRecord

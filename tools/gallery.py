@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 import lockstep
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.task import load_task
@@ -81,7 +81,7 @@ SHOTS = {
     "tune": Shot("tune examples/digits.py --devices 2 --minutes 1"),
     "predict": Shot("predict examples/gpt.py --machines 4 --link 1Gb"),
     "verify": Shot("verify task.py --devices 2"),
-    "doctor": Shot("doctor train.py --devices 2"),
+    "doctor": Shot("doctor task.py --devices 2 --nnodes 2 --master-addr localhost"),
     "rehearse": Shot(
         "rehearse examples/digits.py --devices 4 --quiet --inject kill:rank=2,step=20"
         " --max-restarts 1 --checkpoint runs/a --checkpoint-every 10"

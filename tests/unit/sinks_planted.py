@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from lockstep.telemetry.metrics import RankFigures, Snapshot
+from lockstep.telemetry.figures import RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.sinks import RunInfo
 
@@ -27,26 +27,13 @@ def event(kind, step, *, seconds=None, metrics=None):
 
 def snapshot(step, *events, **changes):
     """Return one of two ranks on a CPU; rank 1 works longer, so rank 0 waits for it."""
-    ranks = tuple(
-        RankFigures(
-            rank=rank,
-            host="here",
-            device="cpu",
-            age_s=0.5 * rank,
-            step=step,
-            num_steps=4,
-            step_s=0.1,
-            forward_s=0.02 + 0.02 * rank,
-            backward_s=0.04,
-            exposed_s=0.03 - 0.02 * rank,
-            peers_s=0.02 - 0.02 * rank,
-            data_wait_s=0.0,
-            optimizer_s=0.01,
-            rss_bytes=2**30,
-            cpu_percent=150.0,
-        )
-        for rank in range(2)
-    )
+    about = {"data_wait_s": 0.0, "backward_s": 0.04, "optimizer_s": 0.01, "rss_bytes": 2**30, "cpu_percent": 150.0}
+    ranks = []
+    for rank in range(2):
+        values = {"age_s": 0.5 * rank, "step_s": 0.1, "forward_s": 0.02 + 0.02 * rank, "exposed_s": 0.03 - 0.02 * rank}
+        values["own_s"] = values["step_s"] - values["exposed_s"]
+        who = {"rank": rank, "host": "here", "device": "cpu", "step": step, "num_steps": 4}
+        ranks.append(RankFigures(**who, values={**values, **about}))
     fields = {
         "time": 1e9 + step,
         "step": step,
@@ -56,7 +43,7 @@ def snapshot(step, *events, **changes):
         "samples_per_s": 640.0,
         "num_restarts": 1,
         "elapsed_s": 2.0,
-        "ranks": ranks,
+        "ranks": with_waits(ranks),
         "world_size": 2,
         "events": events,
     }
@@ -78,7 +65,7 @@ def give(sink, snapshot):
 
 
 def counted(*snapshots):
-    """Yield the snapshots with the counts of all events so far, as the aggregator has them."""
+    """Yield the snapshots with the counts of all events so far, as the recorder has them."""
     counts, evaluation = Counter(), {}
     for each in snapshots:
         for event in each.events:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lockstep.telemetry import recorder as module
-from lockstep.telemetry.aggregator import decode, with_waits
+from lockstep.telemetry.figures import RankFigures, Snapshot, Spread, decode, with_waits
 from lockstep.telemetry.live_view import duration, line, summary
-from lockstep.telemetry.metrics import RankFigures, Snapshot, Spread
 from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import Delivery, Place, RankMeans, Recorder, Subscriber
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes, milliseconds
@@ -33,22 +32,20 @@ def recorder_of(board=None, rank=0, *subscribers, **how):
     return recorder, recorder.means
 
 
-def ranks(*own_s, exposed_s=None):
+def ranks(*own_s, core_wait_s=0.0):
     """Ranks of a run in which every step takes as long as the slowest rank's work, and a millisecond on the wire."""
     step_s = max(own_s) + 0.001
-    return tuple(
-        RankFigures(
-            rank=rank,
-            num_steps=5,
-            step_s=step_s,
-            data_wait_s=0.002,
-            forward_s=(each - 0.004) / 2,
-            backward_s=(each - 0.004) / 2,
-            optimizer_s=0.002,
-            exposed_s=step_s - each,
-        )
-        for rank, each in enumerate(own_s)
-    )
+    found = []
+    for rank, each in enumerate(own_s):
+        values = {"step_s": step_s + core_wait_s, "exposed_s": step_s - each, "data_wait_s": 0.002}
+        values |= {
+            "own_s": each + core_wait_s,
+            "optimizer_s": 0.002,
+            **dict.fromkeys(("forward_s", "backward_s"), (each - 0.004) / 2),
+        }
+        values |= {"core_wait_s": core_wait_s} if core_wait_s else {}
+        found.append(RankFigures(rank=rank, num_steps=5, values=values))
+    return with_waits(found)
 
 
 class Kept(Subscriber):
@@ -96,21 +93,21 @@ def test_means_over_the_steps_since_the_last_look():
             first, _ = found.read()
     found.machine({"kind": "machine", "time": 1.0, "rss_bytes": 5, "cpu_percent": 80.0})
     seen, interval = found.read()
-    assert (first.step, first.num_steps, first.step_s) == (8, 1, pytest.approx(0.12))
-    assert (seen.step, seen.num_steps, seen.rss_bytes, seen.gpu_percent) == (10, 2, 5, None)
-    assert seen.step_s == pytest.approx(0.024) and seen.slowest_s == pytest.approx(0.036)
-    assert seen.exposed_s == pytest.approx(0.004) and seen.own_s == pytest.approx(0.02)
+    assert (first.step, first.num_steps, first["step_s"]) == (8, 1, pytest.approx(0.12))
+    assert (seen.step, seen.num_steps, seen["rss_bytes"], seen["gpu_percent"]) == (10, 2, 5, None)
+    assert seen["step_s"] == pytest.approx(0.024) and seen["slowest_s"] == pytest.approx(0.036)
+    assert seen["exposed_s"] == pytest.approx(0.004) and seen["own_s"] == pytest.approx(0.02)
     assert (interval["samples_per_s"], interval["tokens_per_s"]) == (16 / 0.04, 200 / 0.04)
     assert interval["loss"] == 0.5
-    assert found.whole_run().step_s == pytest.approx(0.024), "the first step is left out"
+    assert found.whole_run()["step_s"] == pytest.approx(0.024), "the first step is left out"
     later = found.read()[0]
-    assert (later.step_s, later.num_steps) == (seen.step_s, 0), "no step was done since"
+    assert (later["step_s"], later.num_steps) == (seen["step_s"], 0), "no step was done since"
 
 
 def test_a_rank_that_knows_nothing_of_waiting_says_so():
     found = RankMeans(0, "cpu")
     found.add(step(0, samples=1), replace(STEP, exposed_s=None))
-    assert found.read()[0].exposed_s is None
+    assert found.read()[0]["exposed_s"] is None
 
 
 def test_a_snapshot_of_all_ranks(monkeypatch):
@@ -128,10 +125,10 @@ def test_a_snapshot_of_all_ranks(monkeypatch):
     assert (first.samples_per_s, first.num_skipped_steps, first.is_last) == (400.0, 2, False)
     assert kept.events == ["kept"] and first.event_counts == second.event_counts == {"checkpoint": 1}
     # Rank 1 was exposed 1 ms, rank 0 2 ms: of which it waited one for rank 1.
-    assert [each.peers_s for each in first.ranks] == [pytest.approx(0.001), 0.0]
+    assert [each["peers_s"] for each in first.ranks] == [pytest.approx(0.001), 0.0]
     assert first.spread("own_s") == Spread(pytest.approx(0.010), 0, pytest.approx(0.012), pytest.approx(0.014), 1)
-    assert (second.samples_per_s, second.ranks[0].step_s, second.ranks[0].num_steps, second.is_last) == (
-        *(400.0, first.ranks[0].step_s, 0, True),
+    assert (second.samples_per_s, second.ranks[0]["step_s"], second.ranks[0].num_steps, second.is_last) == (
+        *(400.0, first.ranks[0]["step_s"], 0, True),
     )
     recorder.close()
     assert kept.num_closed == 1
@@ -145,7 +142,7 @@ def test_other_ranks_only_post():
     recorder.report()
     (first, values), (second, _) = json.loads(json.dumps(board.mine))
     assert (first, second) == (1, 2)
-    assert decode(values).forward_s == 0.003
+    assert decode(values)["forward_s"] == 0.003
 
 
 def test_a_recorder_that_fails_says_so_once_and_ends(capsys, monkeypatch):
@@ -206,7 +203,7 @@ def test_a_slow_sink_misses_snapshots_and_no_events():
 
 
 def test_where_the_time_went_in_words():
-    whole = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(ranks(0.010, 0.019)), world_size=2)
+    whole = Snapshot(time=0.0, step=9, num_steps=9, ranks=ranks(0.010, 0.019), world_size=2)
     assert summary(whole) == (
         "a step took 20.0 ms: forward 26%, backward 26%, waiting for ranks 22%, data wait 10%, optimizer 10%, "
         "exchange 5%; slowest was rank 1 (19.0 ms of work in a step), fastest rank 0 (10.0 ms)"
@@ -219,8 +216,8 @@ def test_where_the_time_went_in_words():
 
 
 def test_waiting_for_a_core_is_said_first_if_it_is_the_largest_part():
-    starved = tuple(replace(each, step_s=each.step_s + 0.05, core_wait_s=0.05) for each in ranks(0.010, 0.010))
-    snapshot = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(starved), world_size=2)
+    starved = ranks(0.010, 0.010, core_wait_s=0.05)
+    snapshot = Snapshot(time=0.0, step=9, num_steps=9, ranks=starved, world_size=2)
     assert summary(snapshot).startswith(
         "a step took 61.0 ms: waiting for a core 82%, forward 5%, backward 5%, data wait 3%, optimizer 3% (stop other "
         "programs, or raise the quota); "
@@ -238,7 +235,7 @@ def test_progress_in_one_line():
         tokens_per_s=56789.0,
         counts="words",
         left_s=75.2,
-        ranks=with_waits(ranks(0.010, 0.010, 0.019)),
+        ranks=ranks(0.010, 0.010, 0.019),
         world_size=3,
     )
     assert line(snapshot) == (
@@ -263,7 +260,8 @@ def test_times(seconds, short, long):
         lambda note: {},
         lambda note: [note[0]],
         lambda note: [note[0], {**note[1], "unknown": 1}],
-        lambda note: [note[0], {**note[1], "step_s": "fast"}],
+        lambda note: [note[0], {**note[1], "values": {"step_s": "fast"}}],
+        lambda note: [note[0], {**note[1], "values": 3.0}],
         lambda note: [note[0], {**note[1], "step": None}],
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import fit as fit_module
 from lockstep.train.fit import Display, Throughput, format_metrics

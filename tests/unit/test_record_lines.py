@@ -10,7 +10,7 @@ import torch
 
 from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import record
-from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Downsampler, LineWriter, StepLine, to_json
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
@@ -23,9 +23,9 @@ FROZEN = {
     "backward_s exposed_s hidden_s optimizer_s core_wait_s loss learning_rate grad_norm samples samples_per_s counts "
     "tokens_per_s",
     "timeline": "step time spans buckets waited_from waited_until",
-    "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers cpu_percent "
-    "workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load gpu_percent "
-    "gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
+    "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers num_threads "
+    "cpu_percent workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load "
+    "gpu_percent gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
     "num_devices device_s energy_j",
     "event": "event step time seconds text metrics",
 }
@@ -98,8 +98,18 @@ def test_a_resumed_file_goes_on_behind_a_line_that_was_cut(tmp_path):
     writer.add({"step": 3})
     writer.close()
     assert (tmp_path / "a").read_text() == '{"step":1}\n{"st\n{"step":2}\n{"step":3}\n'
-    LineWriter(tmp_path / "a", fresh=True).close()
-    assert (tmp_path / "a").read_text() == ""
+
+
+def test_a_fresh_file_keeps_the_earlier_one_aside(tmp_path):
+    for number in range(3):
+        writer = LineWriter(tmp_path / "a", fresh=True)
+        writer.add({"run": "x/1", "number": number})
+        writer.close()
+    assert sorted((path.parent.name, read(path)[0]["number"]) for path in tmp_path.rglob("a")) == [
+        ("earlier-x-1", 0),
+        ("earlier-x-1.1", 1),
+        (tmp_path.name, 2),
+    ]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")

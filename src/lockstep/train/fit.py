@@ -25,15 +25,14 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
+from lockstep.telemetry.figures import EVALUATION, Snapshot, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.metrics import EVALUATION, Snapshot
 from lockstep.telemetry.record import Event, EventName, kind_of
 from lockstep.telemetry.recorder import Subscriber
-from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings, ViewName
@@ -248,7 +247,9 @@ class Display(Subscriber):
             self._live.update(snapshot)
         elif self._has_lines:
             now_s = time.perf_counter()
-            if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
+            # The loss of a script may be unknown.
+            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
                 self._shown_at = now_s
                 self.log(live_view.line(snapshot))
 
@@ -296,6 +297,7 @@ class Run:
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        signals.num_steps_done = lambda: trainer.num_steps_done
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
@@ -305,7 +307,8 @@ class Run:
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._throughput = Throughput()
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
@@ -565,13 +568,14 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
             resumed from: before the next one is written, and at the end.
     """
+    check_task(task, settings)
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
     with (
         init() as world,
         explaining_worker_failures(world.rank),
-        StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
+        StopSignals(saves=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
@@ -604,7 +608,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         place_of(settings.checkpoint),
         world,
         fresh=settings.resume is False,
-        keep=settings.keep,
+        keep=settings.keep or Checkpoints.keep,
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
@@ -660,6 +664,7 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     # Imported here, because the import is slow.
     from lockstep.launcher.api import launch, raising_task_errors
 
+    check_task(task, settings)
     check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():

@@ -20,11 +20,10 @@ from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.telemetry import stragglers
-from lockstep.telemetry.aggregator import decode, with_waits
+from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import summary
-from lockstep.telemetry.metrics import Snapshot
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import EventName
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
@@ -150,7 +149,7 @@ class RunRecord:
         copy = HostCopy(torch.stack([value.detach().to(done.loss.dtype) for value in values.values()]))
         return {name: Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
 
-    def compare_ranks(self, reporter: stragglers.StragglerReporter) -> None:
+    def compare_ranks(self, reporter: figures.StragglerReporter) -> None:
         """Report a straggler, a rank for which the others wait in each step. Called after each recorded step.
 
         Collective after some steps, the same on every rank: every rank of the group. Then it blocks until the device
@@ -160,15 +159,15 @@ class RunRecord:
         group = self._trainer.group
         if group is not self._trainer.strategy.step_group:  # between exchanges ranks do not wait for each other
             group = None
-        if group is None or self._last is None or not stragglers.is_looked_at(number):
+        window = figures.window_of(number)
+        if group is None or self._last is None or number not in window:
             return
         self._window.append(self._last)
-        if stragglers.ends_window(number):
+        if number == window[-1]:
             synchronize(self._device)
-            mine = asdict(stragglers.pace_of([_times_of(step) for step in self._window]))
+            pace = figures.pace_of([_times_of(step) for step in self._window])
             self._window.clear()
-            paces = all_gather_object(mine, group=group, device=self._device)
-            reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
+            reporter.judge(dict(enumerate(all_gather_object(pace, group=group, device=self._device))))
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""
@@ -204,7 +203,7 @@ class RunRecord:
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done
-        ranks = with_waits(map(decode, gathered))
+        ranks = figures.with_waits(map(figures.decode, gathered))
         whole = Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))
         return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None

@@ -17,7 +17,7 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.provenance import Provenance
-from lockstep.telemetry.step_times import PARTS, StepTimes, combine
+from lockstep.telemetry.step_times import StepTimes, combine
 
 # The candidate that all others are compared with.
 SINGLE = "single"
@@ -290,10 +290,7 @@ def draw(comparison: Comparison) -> str:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    rows = {
-        each.strategy: {PARTS[name].label: seconds for name, seconds in each.step.parts().items()}
-        for each in comparison.contenders
-    }
+    rows = {each.strategy: each.step.parts() for each in comparison.contenders}
     with drawing.drawing_style():
         return drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
 
