@@ -12,7 +12,8 @@ ends at once, and the launcher adopts the rank (PR_SET_CHILD_SUBREAPER); torch e
 child.
 
 If a program needs a new interpreter, ranks are not forked (`_needs_interpreters`). All forked ranks have the same
-string hashes, and ``ps`` shows the launcher's command line. A forked rank ends like any interpreter.
+string hashes, and /proc/PID/environ shows the launcher's variables: their titles have the rank. A forked rank ends like
+any interpreter.
 """
 
 from __future__ import annotations
@@ -251,6 +252,7 @@ def _needs_interpreters(mode: str, target: str) -> bool:
 def serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request until the launcher is gone; return in each child, with its arguments."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    bootstrap.set_title("fork server")
     environ = dict(os.environ)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
