@@ -24,7 +24,8 @@ from rich.text import Text
 
 import lockstep
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.metrics import Snapshot, SnapshotSink
+from lockstep.telemetry.record import Event
 from lockstep.train.task import load_task
 
 REPO = Path(__file__).parents[1]
@@ -166,7 +167,7 @@ class LastPicture(SnapshotSink):
 
     def __init__(self) -> None:
         self.lines: list[Text] = []
-        self._events: list[EventFigures] = []
+        self._events: list[Event] = []
 
     def update(self, snapshot: Snapshot) -> None:
         """Keep the first picture after some steps."""

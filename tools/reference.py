@@ -9,7 +9,7 @@ from lockstep import errors
 from lockstep.launcher.failure_report import ERROR_HINTS
 from lockstep.study.doctor import examine  # noqa: F401  # its imports fill the table of checks
 from lockstep.study.doctor.findings import CHECKS
-from lockstep.telemetry import run_record
+from lockstep.telemetry import record
 from lockstep.telemetry.metrics import ALL_METRICS
 from lockstep.train.settings import FitSettings, settings_of
 
@@ -50,7 +50,7 @@ def hints_table() -> str:
 
 def events_table() -> str:
     """Return a row for each event in the lines of a run folder."""
-    return _table(["event", "meaning"], [[f"`{name}`", text] for name, text in run_record.EVENTS.items()])
+    return _table(["event", "meaning"], [[f"`{name}`", text] for name, text in record.EVENTS.items()])
 
 
 def metrics_table() -> str:

@@ -316,7 +316,7 @@ def is_in_bad_fork(device_type: str) -> bool:
 BaseDataLoaderIter: Any = _now(
     "torch.utils.data.dataloader._BaseDataLoaderIter",
     "waits for a DataLoader are not measured.",
-    type("NoLoader", (), {}),
+    type("NoLoader", (), {"__next__": None}),
 )
 _loader_iterators = "faults of `rehearse` in a loader are not injected."
 LoaderIters: tuple[Any, ...] = (
@@ -446,6 +446,11 @@ _reduce_scatter = _late(f"{_FSDP}.DefaultReduceScatter", "waits of fully_shard a
 def fully_shard_collectives() -> tuple[Any, Any]:
     """Return the classes of what ``fully_shard`` gathers and reduces with."""
     return _all_gather(), _reduce_scatter()
+
+
+def comm_hooks_of(module: Any) -> Sequence[Any]:
+    """Return the communication hooks of torch's DDP. Without the attribute: none, so `rehearse` may be refused one."""
+    return getattr(module, "_comm_hooks", ())
 
 
 def active_ddp_module() -> Any:

@@ -61,7 +61,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
     for record in view.run.ranks.values():
         assert [(step.step, step.samples) for step in record.steps] == [(number, 8) for number in range(12)]
         for step in record.steps:
-            assert step.own_s + step.exposed_s <= step.total_s + 1e-6
+            assert sum(step.times.parts().values()) <= step.times.total_s + 1e-6
     # Rank 1 is late, so rank 0 waits for it, and rank 1 for the wire alone.
     assert view.figures.knows_waits
     assert view.figures.by_rank[0].peers_s > SLOW_S / 2 > view.figures.by_rank[1].peers_s
@@ -181,8 +181,8 @@ def check_record(folder, last_event, last_text):
     for record in view.run.ranks.values():
         assert [step.step for step in record.steps] == list(range(16))
         assert [step.samples for step in record.steps] == [8] * 16
-        for part in ("data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_s"):
-            times = [getattr(step, part) for step in record.steps]
+        for part in ("data_wait", "forward", "backward", "optimizer", "exposed"):
+            times = [step.times.part(part) for step in record.steps]
             assert min(times) >= 0 and sum(times) > 0  # of a step, it may all have been waiting for a core
         assert [step.learning_rate for step in record.steps] == [0.01] * 8 + [0.005] * 8
         events = [(event.event, event.step) for event in record.events]

@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot
+from lockstep.telemetry.metrics import RankFigures, Snapshot
+from lockstep.telemetry.record import Event
 from lockstep.telemetry.sinks import RunInfo
 
 CONFIG = {"strategy": "ddp", "seed": 3, "clip": 0.5, "quiet": True, "global_batch_size": 64, "version/torch": "2.13.0"}
@@ -14,7 +15,7 @@ def facts(**changes):
 
 
 def event(kind, step, *, seconds=None, metrics=None):
-    return EventFigures(event=kind, step=step, time=1e9 + step, seconds=seconds, text=f"{kind}!", metrics=metrics)
+    return Event(event=kind, step=step, time=1e9 + step, seconds=seconds, text=f"{kind}!", metrics=metrics)
 
 
 def snapshot(step, *events, **changes):

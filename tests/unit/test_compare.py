@@ -32,7 +32,7 @@ from lockstep.study.compare.benchmark import (
 from lockstep.study.compare.comparison import LeftOut, StepTime, footnotes, number, render
 from lockstep.study.compare.verdict import judge, to_record
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
-from lockstep.train.timing import PhaseSeconds
+from lockstep.telemetry.step_times import StepTimes
 from tests.training import make_task
 from tests.unit.compare_planted import MIB, comparison, contender
 
@@ -199,7 +199,7 @@ class PlannedTrainer:
         self.calls.append(self._sync)
         planned_s = self._planned_s[self._sync]
         backward_s = planned_s.pop(0) if len(planned_s) > 1 else planned_s[0]
-        times = PhaseSeconds(0.1, 0.2, backward_s, 0.01, 0.4)
+        times = StepTimes(data_wait_s=0.1, forward_s=0.2, backward_s=backward_s + 0.01, optimizer_s=0.4)
         return SimpleNamespace(times=times, num_samples=8, loss=torch.tensor(float(len(self.calls))))
 
     @contextlib.contextmanager

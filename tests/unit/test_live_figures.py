@@ -14,21 +14,24 @@ from lockstep.telemetry.aggregator import (
     with_waits,
 )
 from lockstep.telemetry.live_view import duration, line, summary
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread, milliseconds
+from lockstep.telemetry.metrics import RankFigures, Snapshot, SnapshotSink, Spread
+from lockstep.telemetry.record import Event
 from lockstep.telemetry.recorder import StepRecorder
-from lockstep.telemetry.run_record import Number, RecordedStep, StepSeconds
+from lockstep.telemetry.step_times import Number, StepMarks, StepTimes, milliseconds
 
-STEP = StepSeconds(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
+STEP = StepTimes(
+    total_s=0.012, data_wait_s=0.001, forward_s=0.003, backward_s=0.005, optimizer_s=0.001, exposed_s=0.002
+)
 
 
 def step(number, **fields):
     losses = [Number(loss) for loss in [fields.pop("loss", None)] if loss is not None]
     numbers = {name: Number(fields.pop(name)) for name in ("counted", "grad_norm") if fields.get(name) is not None}
-    return RecordedStep(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
+    return StepMarks(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
 
 
 def event(**fields):
-    return {"kind": "event", "step": 0, "time": 5.0, "seconds": None, **fields}
+    return Event(step=0, time=5.0, **fields)
 
 
 def figures(rank=0, **changes):
@@ -84,7 +87,7 @@ class Notes:
 def test_means_over_the_steps_since_the_last_look():
     found = figures(first_step=7)
     for number, factor in ((7, 10.0), (8, 1.0), (9, 3.0)):
-        took = StepSeconds(*(None if value is None else factor * value for value in STEP))
+        took = StepTimes(**{name: None if value is None else factor * value for name, value in asdict(STEP).items()})
         loss = {7: None, 8: 0.5, 9: None}[number]
         of_step = {"samples": 8, "interval_s": 0.02}
         found.add_step(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
@@ -105,7 +108,7 @@ def test_means_over_the_steps_since_the_last_look():
 
 def test_a_rank_that_knows_nothing_of_waiting_says_so():
     found = figures()
-    found.add_step(step(0, samples=1), STEP._replace(exposed_s=None))
+    found.add_step(step(0, samples=1), replace(STEP, exposed_s=None))
     assert found.read()[0].exposed_s is None
 
 
@@ -187,7 +190,7 @@ def test_a_slow_sink_misses_snapshots_and_no_events():
 
     slow = Slow()
     delivery = SinkThread(slow)
-    event = [EventFigures(event="remark", step=number, time=0.0, seconds=None, text="") for number in range(4)]
+    event = [Event(event="remark", step=number, time=0.0, seconds=None, text="") for number in range(4)]
     snapshots = [Snapshot(time=0.0, step=number, num_steps=9, events=(event[number],)) for number in range(4)]
     delivery.give(snapshots[0])
     assert slow.is_in.wait(10.0)

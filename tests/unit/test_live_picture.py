@@ -14,7 +14,8 @@ import pytest
 from lockstep.run_folder import TerminalRegion
 from lockstep.telemetry.aggregator import with_waits
 from lockstep.telemetry.live_view import OwnTerminalView, bar, open_live_view, picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot
+from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.record import Event
 from tests.screen import Screen
 from tests.unit.test_live_figures import ranks
 
@@ -38,7 +39,7 @@ def snapshot(*own_s, **changes):
     )
 
 
-EVENT = EventFigures(event="remark", step=12, time=0.0, seconds=None, text="took 33 ms")
+EVENT = Event(event="remark", step=12, time=0.0, seconds=None, text="took 33 ms")
 
 
 def texts(*arguments, **room):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lockstep.observe import steps as module
-from lockstep.observe.hooks import num_samples
 from lockstep.observe.observation import Engine
-from lockstep.observe.steps import Steps
-from lockstep.telemetry.run_record import measure, step_line, timeline_line
+from lockstep.observe.steps import Steps, num_samples
+from lockstep.telemetry import timer
+from lockstep.telemetry.record import StepLine, Timeline
 
 MAIN, OTHER = 1, 2
 
@@ -21,7 +21,8 @@ class Loop:
         self.now = 100.0
         clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(module.env, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
+        monkeypatch.setattr(timer, "time", clock)
+        monkeypatch.setattr(timer.env, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
         self.done_steps, self.evaluations, self.opened_steps = [], [], []
         self.steps = Steps(torch.device("cpu"), self)
 
@@ -80,7 +81,7 @@ def line_of(step, kind, num_ranks=1):
     Engine(kind).complete(step)
     own_samples, step.samples = step.samples, step.samples * num_ranks
     try:
-        return step_line(step, measure(step), 0.0, None)
+        return StepLine.of(step, step.times(), 0.0, None).to_line()
     finally:
         step.samples = own_samples
 
@@ -103,7 +104,7 @@ def test_a_plain_loop(loop):
     assert (first["interval_s"], second["interval_s"]) == (18.75, None)
     assert (first["samples"], first["samples_per_s"], first["step"], second["step"]) == (16, 0.8533333, 0, 1)
     assert first["learning_rate"] == 0.1
-    assert timeline_line(loop.done_steps[0], 5.0) == {
+    assert Timeline.of(loop.done_steps[0], 5.0).to_line() == {
         "kind": "timeline",
         "step": 0,
         "time": 5.0,

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
+from lockstep.telemetry.timer import StepTimer
 from lockstep.train.settings import FitSettings
-from lockstep.train.timing import StepTimer
 
 
 @pytest.mark.parametrize(

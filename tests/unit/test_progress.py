@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lockstep.telemetry.metrics import Snapshot
+from lockstep.telemetry.timer import StepTimer
 from lockstep.train import fit as fit_module
 from lockstep.train.fit import Display, Throughput, format_metrics
-from lockstep.train.timing import StepRecord, StepTimer
+from lockstep.train.timing import StepRecord
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
 

@@ -52,7 +52,7 @@ def test_a_slow_rank_is_named_with_its_phase():
 
 
 def test_a_rank_that_loads_slowly_alone_needs_no_workers_on_all():
-    slow = Straggler(1, "loader", lost_s=0.090, took_s=0.094, usual_s=0.004, step_s=0.188)
+    slow = Straggler(1, "data_wait", lost_s=0.090, took_s=0.094, usual_s=0.004, step_s=0.188)
     texts = [advice.cause for advice in advise(facts(data_wait_s=0.094, workers=0, straggler=slow))]
     assert texts == ["Rank 1 is slow in loading data (94.0 ms where 4.0 ms is usual), and the others wait for it"]
 

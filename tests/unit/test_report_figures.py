@@ -3,8 +3,8 @@
 import pytest
 
 from lockstep.study.report.figures import bars_of, find_figures, find_window
-from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
+from lockstep.telemetry.record import read_run
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
 
 

@@ -6,11 +6,11 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.links import given_link
 from lockstep.study.predict import predict_run
 from lockstep.study.report.figures import find_figures, find_network
-from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import sentences, view_run
 from lockstep.telemetry.aggregator import RankMetrics
 from lockstep.telemetry.live_view import line, rate, slowest_link
 from lockstep.telemetry.metrics import RankFigures, Snapshot
+from lockstep.telemetry.record import read_run
 from tests.unit.report_planted import START, session, steps, timeline_line, write_run
 
 # Two ranks with 43.2 MB of gradients: 0.09 s of forward, 0.18 of backward, and waiting for 3.81 s.

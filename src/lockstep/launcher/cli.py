@@ -22,7 +22,7 @@ from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvo
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import supervise
-from lockstep.telemetry.run_record import RANK_FILES
+from lockstep.telemetry.record import RANK_FILES
 
 
 class UsageError(Exception):
@@ -213,7 +213,7 @@ def _log_settings(args: argparse.Namespace) -> LogSettings:
     }
     excluded_by = next((flag for flag, is_given in excluding.items() if is_given), "")
     folder = None if has_torchruns else args.log_dir
-    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by)
+    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by, num_nodes=max_nodes(args))
 
 
 def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:

@@ -43,7 +43,7 @@ from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
-from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
+from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
 from lockstep.launcher.fork_server import ForkServer, server_for
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
@@ -139,9 +139,8 @@ def supervise(
     if stopped is not None:
         raise stopped
     if failures:
-        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
         hang = "\n".join(on_hang.reports)
-        raise job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes)
+        raise job_error(job.exits(failures), job.ranks, hang=hang, store=store, num_nodes=config.max_nodes)
 
 
 def _run_agent(agent: _Agent, config: LaunchConfig) -> Mapping[int, ProcessFailure]:
@@ -181,9 +180,10 @@ class _HangPolicy:
         elif self.job.num_restarts_left and awaited:
             log(f"{text}\nThe ranks are started again.")
             # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+            message = "JobHangs: it kept the others waiting; the report is above"
             for rank, pid in awaited.items():
-                run_folder.write_failure(self.job.folder, rank, failure)
+                failure = run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid)
+                failure.write(self.job.folder, rank)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         else:
@@ -275,6 +275,13 @@ class Job:
     def folder(self) -> Path:
         """The folder of the run."""
         return self.reaper.run_dir
+
+    def exits(self, failures: Mapping[int, ProcessFailure]) -> list[RankExit]:
+        """Return how the ranks have ended; show all their output, and keep the tracebacks beside it."""
+        exits = rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
+        if self.log_tail is not None:
+            self.log_tail.settle({exit.rank: exit.record.trace for exit in exits})
+        return exits
 
 
 # torch elastic's default, to which SIGUSR1 is added; and the environment variable for those that it handles itself.
@@ -523,8 +530,7 @@ class _Agent(LocalElasticAgent):
             self._pcontext.close()
             # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
-        job = self.job
-        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+        exits = self.job.exits(failures)
         first = first_failure(exits) if failures else None
         was_killed = first is not None and first.exit_code < 0
         # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
@@ -536,8 +542,6 @@ class _Agent(LocalElasticAgent):
             spec.local_world_size -= 1
         fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
         number = spec.max_restarts - self._remaining_restarts
-        if self.job.log_tail is not None:
-            self.job.log_tail.settle()
         text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
             # Our loops count a step from 0 while it runs; other loops count the steps that are done.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -15,17 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from lockstep import activity
 from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import Hook, compiled_call, in_backward, replace_attribute, updates
 from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
-from lockstep.observe.steps import Step
+from lockstep.observe.steps import Step, updates
+from lockstep.telemetry.instrument import Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.run_record import Number, num_restarts
+from lockstep.telemetry.record import num_restarts
+from lockstep.telemetry.step_times import Number
 
 # --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
 #
@@ -65,33 +64,26 @@ class Attached:
         self._found: Observation | None = None
         self._num_calls = self._num_steps = 0
         self._is_searching = True
-        check, original = Hook(self._on_call, self._fail), nn.Module.__call__
-
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            check(module, args, kwargs)
-            return original(module, *args, **kwargs)
-
-        self._undo = replace_attribute(nn.Module, "__call__", call)
-        self._handle = register_optimizer_step_post_hook(Hook(self._on_step, self._fail))
+        self._instrument = Instrument(self._fail)
+        self._instrument.before(nn.Module, "__call__", self._on_call)
+        self._instrument.optimizers(ends=self._on_step)
 
     def stop(self) -> None:
         """Stop recording, as the script calls `monitor` itself."""
         self._stop_searching()
-        self._handle.remove()
         if self._found is not None:
             self._found.close()
 
     def _stop_searching(self) -> None:
         self._is_searching = False
-        self._undo()
+        self._instrument.close()
 
-    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _on_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Check a call of any module; see [Note: finding the model]."""
         if not self._is_searching or not torch.is_grad_enabled() or not module.training:
             return
         self._num_calls += 1
-        if self._num_calls > _MOST_CALLS:
+        if self._num_calls > _MOST_CALLS or self._num_steps >= _NUM_STEPS:
             self._stop_searching()
             return
         if threading.current_thread() is not threading.main_thread() or in_backward() or module in self._models:
@@ -123,9 +115,8 @@ class Attached:
             self._stop_searching()
 
     def _on_step(self, *_: Any) -> None:
+        # The search ends at the next call of a module: torch does not allow to remove this hook here.
         self._num_steps += self._found is not None
-        if self._num_steps >= _NUM_STEPS:
-            self._stop_searching()
 
     def _fail(self, error: Exception) -> None:
         self._stop_searching()

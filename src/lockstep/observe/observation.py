@@ -23,14 +23,15 @@ from lockstep.activity import one_line
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, device_for, is_initialized
 from lockstep.errors import ConfigurationError
-from lockstep.observe.hooks import Hooks, compiled_call, num_samples
-from lockstep.observe.steps import Step, Steps
+from lockstep.observe.steps import Hooks, Step, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
+from lockstep.run_folder import FailureRecord, current_run_folder
+from lockstep.telemetry.instrument import compiled_call
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.record import EventName, RunFolder, num_restarts
 from lockstep.telemetry.recorder import StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import Event, Reduction, RunFolder, num_restarts
+from lockstep.telemetry.step_times import Reduction
 
 # --- the engine that exchanges the gradients of a script --------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class Observation:
             self._event("remark", text, self.steps.num_done)
             sys.stderr.write(f"lockstep: {text}\n")
 
-    def _event(self, event: Event, text: str, num_done: int) -> None:
+    def _event(self, event: EventName, text: str, num_done: int) -> None:
         self._recorder.event(event, text, step=num_done)
 
     @property
@@ -346,8 +347,8 @@ def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
 def _failure() -> str | None:
     """Return the error that ended this rank, as written by the launcher's bootstrap; None without an error."""
     folder = current_run_folder()
-    failure = {} if folder is None else read_object(rank_file(folder, FAILURE, os.environ["RANK"]))
-    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
+    failure = None if folder is None else FailureRecord.read(folder, os.environ["RANK"])
+    return failure.message.splitlines()[0] if failure else None
 
 
 def _leave_to_parent(steps: weakref.ref[Steps]) -> None:

@@ -13,21 +13,29 @@ batch that is then used for training.
 """
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from lockstep import activity, env
-from lockstep.accelerator import is_capturing, mark_on
-from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
+from lockstep.accelerator import is_capturing
+from lockstep.parallel.module_io import find_tensors
+from lockstep.telemetry.instrument import Fail, Hook, Instrument, in_backward
+from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
+from lockstep.telemetry.timer import Moment, add_span, moment
 
 
 @dataclass(slots=True)
-class Step(RecordedStep):
+class Step(StepMarks):
     """A step of the loop of a script, from its first batch to the end of its update.
 
     Attributes:
@@ -70,10 +78,6 @@ class _Now(Enum):
     LOSS = "between a forward and its backward"
     BACKWARD = "backward"
     OPTIMIZER = "an optimizer's step"
-
-
-# A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
-Moment = tuple[Mark, float, float, bytes]
 
 
 class Steps:
@@ -143,9 +147,7 @@ class Steps:
 
     def moment(self) -> Moment:
         """Return the present moment."""
-        at = time.perf_counter()
-        # On CPU, the time of the host is also the mark, which saves a call.
-        return (at if self._device.type == "cpu" else mark_on(self._device)), at, activity.now.waited_s, env.core_use()
+        return moment(self._device)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -297,8 +299,8 @@ class Steps:
         self._release(at)
         self._report_evaluation(at)
         step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
-        step.spans += [("data_wait", asked[0], came[0], came[2] - asked[2]) for asked, came in self._batches]
-        step.core_uses += [(asked[3], came[3]) for asked, came in self._batches]
+        for asked, came in self._batches:
+            add_span(step, "data_wait", asked, came)
         self._batches = []
         self._open, self._now = step, _Now.OUTSIDE
         self._listener.opened(step)
@@ -307,8 +309,7 @@ class Steps:
     def _add(self, phase: str, end: Moment) -> None:
         begin, step = self._since, self.current
         if begin is not None and step is not None:
-            step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
-            step.core_uses.append((begin[3], end[3]))
+            add_span(step, phase, begin, end)
 
     def _finish(self, now: Moment) -> None:
         """End the open step; keep it until the next one begins, for a loss that is given after it."""
@@ -337,3 +338,190 @@ class Steps:
         self._release(None)
         self._report_evaluation(None)
         self._open = None
+
+
+# --- from hooks to reports --------------------------------------------------------------------------------------------
+
+# A model may return thousands of tensors, such as caches; hooks on all would slow it down.
+_MOST_OUTPUTS = 64
+
+
+class Hooks:
+    """Reports forwards and backwards of models, waiting for batches, and steps of optimizers to `Steps`.
+
+    Args:
+        steps: Gets the reports.
+        take_stamps: Returns the time stamps of our engine for the backward that has just ended.
+        fail: Gets errors of the hooks.
+
+    Attributes:
+        stop: Removes all hooks.
+    """
+
+    def __init__(self, steps: Steps, take_stamps: Callable[[], list[Reduction]], fail: Fail) -> None:
+        self._steps, self._fail = steps, fail
+        self._instrument = Instrument(fail)
+        self.stop = self._instrument.close
+        self._on_gradient = self._instrument.backward(
+            self._backward_begins,
+            steps.own_work_done,
+            lambda: steps.backward_ends(take_stamps()),
+            is_watching=lambda: steps.is_watching,
+        )
+        self._num_inputs = self._num_updates = 0
+        self._trains = self._is_within = False
+        # Weak references, so that optimizers end as without hooks.
+        self._are_ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    # --- models ---
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Observe a model."""
+        self._instrument.forwards(model, self.forward_begins, self._forward_ends)
+
+    def forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Report that a forward begins."""
+        if not self._steps.is_mine or in_backward():
+            return
+        self._trains = self._steps.trains(has_grad=torch.is_grad_enabled(), is_training=model.training)
+        if self._trains:
+            self._steps.forward_begins()
+        else:
+            self._steps.idle_forward(is_over=False, is_training=model.training)
+
+    def _forward_ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._steps.is_mine or in_backward():
+            return
+        if torch.is_grad_enabled():
+            if self._steps.lacks_samples or not self._trains:
+                self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
+            tensors = (output,) if isinstance(output, Tensor) else islice(find_tensors(output), _MOST_OUTPUTS)
+            # Backward may start from any output: the first gradient of any of them counts.
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._on_gradient)
+        if self._trains:
+            self._steps.forward_ends()
+        else:
+            self._steps.idle_forward(is_over=True, is_training=model.training)
+
+    def _backward_begins(self) -> None:
+        self._steps.backward_begins(self._num_inputs)
+        self._num_inputs = 0
+
+    # --- loaders ---
+
+    def watch_loaders(self, loaders: Sequence[DataLoader[Any]] | None) -> None:
+        """Observe these DataLoaders, or all of the process."""
+        self._instrument.loaders(self._timed, loaders)
+
+    def _timed(self, fetch: Callable[[], Any], batch_size: int | None = None) -> Any:
+        """Return the result of ``fetch``, and report its time and the number of samples in it.
+
+        Calls that raise, and calls inside others, are not reported.
+        """
+        if self._is_within or not self._steps.is_mine:
+            return fetch()  # the loop waits for the outer of two nested loaders
+        asked = self._steps.moment()
+        self._is_within = True
+        try:
+            batch = fetch()
+        finally:
+            self._is_within = False
+        try:
+            self._steps.batch(asked, num_samples(batch, batch_size))
+        except Exception as error:
+            self._fail(error)
+        return batch
+
+    def iterated(self, batches: Any) -> Iterator[Any]:
+        """Yield from ``batches``, and report the waiting."""
+        iterator = self._timed(lambda: iter(batches))
+        while True:
+            try:
+                batch = self._timed(lambda: next(iterator))
+            except StopIteration:
+                return
+            yield batch
+
+    # --- optimizers ---
+
+    def watch_optimizers(self, optimizers: Sequence[Optimizer] | None, models: Sequence[nn.Module]) -> None:
+        """Observe these optimizers, or, if ``None``, all that update one of ``models``; more models may be added."""
+        self._are_ours.update(dict.fromkeys(optimizers or (), True))
+        self._updated = models if optimizers is None else ()
+        self._instrument.optimizers(self._optimizer_begins, self._optimizer_ends)
+        self._instrument.wrap(GradScaler, "step", self._scaled)
+
+    def _scaled(
+        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Report an optimizer's step that GradScaler skips if a gradient is not finite."""
+        if not (scaler.is_enabled() and self._steps.is_mine and self._is_ours(optimizer)):
+            return original(scaler, optimizer, *args, **kwargs)
+        num_before = self._num_updates
+        self._safely(self._steps.optimizer_begins, id(optimizer))
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        except BaseException:
+            self._safely(self._steps.optimizer_failed)
+            raise
+        is_skipped = self._num_updates == num_before
+        self._safely(self._steps.optimizer_ends, id(optimizer), learning_rate_of(optimizer), is_skipped=is_skipped)
+        return result
+
+    def _safely(self, report: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        Hook(report, self._fail)(*args, **kwargs)
+
+    def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if not in_backward() and self._steps.is_mine and self._is_ours(optimizer):
+            self._steps.optimizer_begins(id(optimizer))
+
+    def _optimizer_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if in_backward():  # in any thread
+            if not self._steps.is_over and self._is_ours(optimizer):
+                self._steps.optimizer_within(learning_rate_of(optimizer))
+        elif self._steps.is_mine and self._is_ours(optimizer):
+            self._num_updates += 1
+            self._steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer))
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        known = self._are_ours.get(optimizer)
+        if known is None and self._updated:
+            known = self._are_ours[optimizer] = updates(optimizer, self._updated)
+        return bool(known)
+
+
+def num_samples(batch: Any, batch_size: int | None = None) -> int:
+    """Return the number of samples in a batch: the first dimension of its first tensor; 0 without tensors.
+
+    Args:
+        batch: From a loader, or the arguments of a forward.
+        batch_size: Of the loader: a list with so many items is a list of samples.
+    """
+    if isinstance(batch, (list, tuple)) and batch:
+        first = batch[0]
+        if isinstance(first, Tensor) and first.dim() and batch_size is not None and first.shape[0] == batch_size:
+            return batch_size  # the usual case
+        if isinstance(first, (list, tuple)):
+            return len(first)
+        if len(batch) == batch_size:
+            return batch_size
+    elif isinstance(batch, Mapping) and batch:
+        first = next(iter(batch.values()))
+        if isinstance(first, (list, tuple)) and not any(isinstance(item, Tensor) for item in batch.values()):
+            return len(first)
+    tensor = next((found for found in find_tensors(batch) if found.dim()), None)
+    return 0 if tensor is None else tensor.shape[0]
+
+
+def updates(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
+    """Return whether an optimizer has a parameter of one of the models."""
+    theirs = {id(parameter) for model in models for parameter in model.parameters()}
+    return any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"])
+
+
+def learning_rate_of(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of the first group; None if there is none, or if it is on the device."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)

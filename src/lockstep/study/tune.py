@@ -316,7 +316,7 @@ def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, 
             largest_bytes=max(0, peak),
             layers=benchmark.split_layers(model),
             gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
-            wait_share=sum(record.times.data_wait_s for record in records) / seconds,
+            wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
         )
         if world.is_rank_zero:
             # Replaced at once: this process may be killed at any time.

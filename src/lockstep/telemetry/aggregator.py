@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 from lockstep.comm.store import StatusKeys
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import RecordedStep, StepSeconds, guarded
+from lockstep.telemetry.metrics import RankFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.record import Event, guarded
+from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
 
 # --- what one rank measures -------------------------------------------------------------------------------------------
 
+# What a rank waited for others is only known with the figures of all.
+_MEANS = tuple(name for name in TIMES if name != "peers_s")
 _FIGURES = frozenset(each.name for each in fields(RankFigures))
 
 
@@ -24,10 +27,10 @@ class Sums:
     def __init__(self) -> None:
         self.num_steps = self.num_samples = self.num_counted_samples = 0
         self.slowest_s = self.seconds = self.num_counted = 0.0
-        self._sums = dict.fromkeys(StepSeconds._fields, 0.0)
-        self._counts = dict.fromkeys(StepSeconds._fields, 0)
+        self._sums = dict.fromkeys(_MEANS, 0.0)
+        self._counts = dict.fromkeys(_MEANS, 0)
 
-    def add(self, step: RecordedStep, took: StepSeconds) -> None:
+    def add(self, step: StepMarks, took: StepTimes) -> None:
         """Add a step."""
         self.num_steps += 1
         self.num_samples += step.samples
@@ -36,8 +39,8 @@ class Sums:
             self.num_counted_samples += step.samples
         self.seconds += took.total_s if step.interval_s is None else step.interval_s
         self.slowest_s = max(self.slowest_s, took.total_s)
-        for name, value in took._asdict().items():
-            if value is not None:
+        for name in _MEANS:
+            if (value := getattr(took, name)) is not None:
                 self._sums[name] += value
                 self._counts[name] += 1
 
@@ -75,14 +78,14 @@ class RankMetrics:
         self._who: dict[str, Any] = {"rank": rank, "host": host, "device": device}
         # Since the last `read`, and over all steps but the first.
         self._new, self._whole, self._num_steps = Sums(), Sums(), 0
-        self._events: list[EventFigures] = []
+        self._events: list[Event] = []
         self._means: dict[str, Any] = {}
         self._machine: dict[str, Any] = {}
         self._sampled_at = first_step  # steps done at the last line
         self._step_sent: float | None = None
         self._last: dict[str, float | None] = {}
 
-    def add_step(self, step: RecordedStep, took: StepSeconds) -> None:
+    def add_step(self, step: StepMarks, took: StepTimes) -> None:
         """Add a step of this rank."""
         self.num_done = step.number + 1
         self._num_steps += 1
@@ -94,9 +97,9 @@ class RankMetrics:
             norm = None if step.grad_norm is None else float(step.grad_norm)
             self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
 
-    def add_event(self, line: Mapping[str, Any]) -> None:
-        """Add a line of kind ``event``."""
-        self._events.append(EventFigures(**{name: line[name] for name in line if name != "kind"}))
+    def add_event(self, event: Event) -> None:
+        """Add an event."""
+        self._events.append(event)
 
     def machine(self, line: Mapping[str, Any]) -> None:
         """Set the figures of the machine to those of a line of kind ``machine``."""

@@ -89,7 +89,7 @@ class Heartbeat:
     Args:
         run_dir: The run's folder.
         rank: Of this process.
-        patience_s: After how long the launcher asks what the rank waits for.
+        patience_s: After how long the launcher asks what the rank waits for; zero: nobody reads the heartbeats.
     """
 
     def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
@@ -98,7 +98,8 @@ class Heartbeat:
         self._stacks = rank_file(run_dir, STACKS, rank).open("w")
         activity.now.step_counter = make_step_counter(run_dir, rank)
         self._num_bytes = 0
-        self._recorded_after_ns = _RECORDED_AFTER * patience_s * 1e9
+        self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9
+        self._counts_steps = False
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._devices: list[str] = []
@@ -110,6 +111,9 @@ class Heartbeat:
 
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
+        self._count_steps()
+        if not self._is_read:
+            return
         self.write()
         thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         thread.start()
@@ -124,7 +128,7 @@ class Heartbeat:
 
     def write(self) -> None:
         """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self._is_read:
             return  # A forked child is not this rank; the lock may be held there forever.
         ident = threading.main_thread().ident or 0
         frame = sys._current_frames().get(ident)
@@ -162,14 +166,10 @@ class Heartbeat:
             self._num_bytes += len(text)
 
     def _run(self) -> None:
-        measured_at, is_hooked, ends_children = 0.0, False, False
+        measured_at, ends_children = 0.0, False
         has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
         while True:
-            # Modules are not imported here: that could change the program's measurements, and may fail while another
-            # thread imports the same module.
-            if not is_hooked and (optim := imported("torch.optim.optimizer")) and imported("torch"):
-                is_hooked = True
-                optim.register_optimizer_step_post_hook(_count_step)
+            self._count_steps()
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
@@ -187,9 +187,27 @@ class Heartbeat:
             if self._ends.wait(_PERIOD_S):
                 return
 
+    def _count_steps(self) -> None:
+        # Modules are not imported here: that could change the program's measurements, and may fail while another
+        # thread imports the same module.
+        if not self._counts_steps and (optim := imported("torch.optim.optimizer")) and imported("torch"):
+            self._counts_steps = True
+            optim.register_optimizer_step_post_hook(_count_step)
+
 
 def _count_step(*_: Any) -> None:
     activity.now.num_steps += 1
+
+
+# What ranks communicate with other than torch's process groups.
+_OTHER_LIBRARIES = ("mpi4py.MPI", "horovod", "jax")
+
+
+def has_joined() -> bool:
+    """Return whether this process is, or was, in a process group of torch, or uses another library for that."""
+    # `init_process_group` leaves its hook behind; a program may replace it, so the groups that live count as well.
+    by_hook = getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d"
+    return by_hook or _num_calls() > 0 or bool(_process_groups()) or any(map(imported, _OTHER_LIBRARIES))
 
 
 def end_stopped_children() -> None:

@@ -17,8 +17,10 @@ from rich.text import Text
 from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
-from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot, SnapshotSink, milliseconds, shares
+from lockstep.telemetry.metrics import PARTS, RankFigures, Snapshot, SnapshotSink, shares
 from lockstep.telemetry.rank_state import format_bytes
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.step_times import milliseconds
 
 # --- as text: pure functions of the figures of the ranks --------------------------------------------------------------
 
@@ -31,7 +33,7 @@ def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
     """Return the label of a part; backward includes the exchange if the engine does not measure that."""
     if part == "backward_s" and len(ranks) > 1 and all(each.exposed_s is None for each in ranks):
         return "backward and exchange"
-    return PARTS[part][0]
+    return PARTS[part].label
 
 
 def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
@@ -93,7 +95,7 @@ def summary(snapshot: Snapshot) -> str | None:
     if step_s is None:
         return None
     text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
-    if largest(snapshot.ranks, 1).startswith(PARTS["core_wait_s"][0]):
+    if largest(snapshot.ranks, 1).startswith(PARTS["core_wait_s"].label):
         text += " (stop other programs, or raise the quota)"
     if len(snapshot.ranks) < 2 or spread is None or not snapshot.known("exposed_s"):
         return text
@@ -127,7 +129,7 @@ _WIDE, _ROOMY, _NARROWEST_BAR = 100, 90, 6
 _STALE_S = 10.0
 
 
-def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, height: int) -> list[Text]:
+def picture(snapshot: Snapshot, events: Sequence[Event], *, width: int, height: int) -> list[Text]:
     """Return the lines of a view.
 
     Args:
@@ -184,9 +186,9 @@ def bar(ranks: Iterable[RankFigures], width: int) -> Text:
     reached = 0.0
     for part, share in shares(ranks).items():
         reached += share
-        _, letter, colors = PARTS[part]
+        colors = f"{PARTS[part].ink} on {PARTS[part].color}"
         # Rounded cumulatively, so that the bar has the full length.
-        text.append(letter * (min(width, round(reached * width)) - len(text)), style=colors)
+        text.append(PARTS[part].letter * (min(width, round(reached * width)) - len(text)), style=colors)
     return text
 
 
@@ -196,11 +198,11 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     for part, share in shares(snapshot.ranks).items():
         if share < 0.005 and part != "data_wait_s":
             continue
-        _, letter, colors = PARTS[part]
+        colors = f"{PARTS[part].ink} on {PARTS[part].color}"
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))
-        lines[-1].append(letter, style=colors)
+        lines[-1].append(PARTS[part].letter, style=colors)
         lines[-1].append(words)
     return lines
 
@@ -242,7 +244,7 @@ def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
     return text
 
 
-def _event(event: EventFigures) -> Text:
+def _event(event: Event) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")
 
@@ -257,7 +259,7 @@ class LiveView(SnapshotSink):
     """Shows the last snapshot and the last events, and redraws them in place."""
 
     def __init__(self) -> None:
-        self._events: deque[EventFigures] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
 
     @override
     def update(self, snapshot: Snapshot) -> None:

@@ -8,6 +8,9 @@ from operator import attrgetter
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from lockstep.telemetry import step_times
+from lockstep.telemetry.record import Event
+
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 _UNUSUAL = re.compile(r"[^\w.-]", re.ASCII)
@@ -58,26 +61,8 @@ def _metrics_of(cls: type, prefix: str) -> Iterator[Metric]:
 
 # --- of one rank ------------------------------------------------------------------------------------------------------
 
-# The parts of a step in order, by their names in `RankFigures`: label, letter and colors in the live view.
-#
-# The colors are those of Okabe and Ito, which most people with color blindness can tell apart; the letters make a bar
-# readable without colors.
-PARTS = {
-    "data_wait_s": ("data wait", "D", "#000000 on #E69F00"),
-    "forward_s": ("forward", "F", "#000000 on #56B4E9"),
-    "backward_s": ("backward", "B", "#FFFFFF on #0072B2"),
-    "wire_s": ("exchange", "X", "#000000 on #009E73"),
-    "peers_s": ("waiting for ranks", "W", "#000000 on #D55E00"),
-    "optimizer_s": ("optimizer", "O", "#000000 on #CC79A7"),
-    "core_wait_s": ("waiting for a core", "C", "#000000 on #F0E442"),
-}
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a short time with its unit, such as ``14.5 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.{1 if seconds >= 0.001 else 2}f} ms"
+# The parts of a step in the live view, in order, by their names in `RankFigures`.
+PARTS = {f"{name}_s": part for name, part in step_times.PARTS.items() if name != "other"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,27 +151,6 @@ def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
 # --- of the run -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class EventFigures:
-    """An event on rank zero.
-
-    Attributes:
-        event: A name in ``EVENTS`` of lockstep.telemetry.run_record.
-        step: Number of steps done.
-        time: Unix time.
-        seconds: The pause of training, if there was one.
-        text: What happened, in words.
-        metrics: The results of an evaluation by name; None for other events.
-    """
-
-    event: str
-    step: int
-    time: float
-    seconds: float | None
-    text: str
-    metrics: Mapping[str, float] | None = None
-
-
 class Spread(NamedTuple):
     """Minimum, median and maximum of a value over the ranks that know it, with the ranks of the extremes."""
 
@@ -229,7 +193,7 @@ class Snapshot:
     )
     counts: str = "tokens"
     ranks: tuple[RankFigures, ...] = ()
-    events: tuple[EventFigures, ...] = ()
+    events: tuple[Event, ...] = ()
     event_counts: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     is_last: bool = False
@@ -260,7 +224,7 @@ def _slowest_rank(snapshot: Snapshot) -> float | None:
 
 
 def _share(part: str) -> Metric:
-    name, meaning = part.removesuffix("_s"), f"share of the step, over all ranks: {PARTS[part][0]}"
+    name, meaning = part.removesuffix("_s"), f"share of the step, over all ranks: {PARTS[part].label}"
     return Metric(f"time/{name}_share", f"lockstep_time_{name}_ratio", meaning, lambda run: shares(run.ranks).get(part))
 
 
@@ -299,7 +263,7 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def evaluations(snapshot: Snapshot) -> Iterator[tuple[EventFigures, dict[str, float]]]:
+def evaluations(snapshot: Snapshot) -> Iterator[tuple[Event, dict[str, float]]]:
     """Yield the evaluations since the last snapshot, with their results by the names in sinks."""
     for event in snapshot.events:
         if event.metrics:

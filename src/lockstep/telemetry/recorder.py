@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from lockstep.accelerator import start_thread, synchronize
-from lockstep.telemetry import run_record
 from lockstep.telemetry.aggregator import RankMetrics
-from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, guarded, seconds_between
+from lockstep.telemetry.record import Downsampler, Event, EventName, Line, LineWriter, StepLine, Timeline, guarded
+from lockstep.telemetry.step_times import Mark, StepMarks, seconds_between
 
 PERIOD_S = 1.0
 # Until the first beat, as a run may be short.
@@ -38,7 +38,7 @@ def has_timeline(step: int) -> bool:
 class StepRecorder:
     """Writes the steps and events of this rank to its file, and adds them to the metrics of the run.
 
-    ``fit`` and ``monitor`` give it a `RecordedStep` for each step.
+    ``fit`` and ``monitor`` give it a `StepMarks` for each step.
 
     [Note: in another thread]
     The training thread only appends to a queue. Another thread calls `drain` about once a second. It checks, without
@@ -63,9 +63,9 @@ class StepRecorder:
         steps_per_epoch: int | None = None,
     ) -> None:
         self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
-        self._queue: deque[RecordedStep | Line] = deque(maxlen=_MOST_WAITING)
-        self._downsampler = run_record.Downsampler()
-        self._last: RecordedStep | None = None
+        self._queue: deque[StepMarks | Event] = deque(maxlen=_MOST_WAITING)
+        self._downsampler = Downsampler()
+        self._last: StepMarks | None = None
         self._last_begin: tuple[Mark, float] | None = None
         self._sample, self._device, self._num_beats = sample, device, 0
         self._then: Callable[..., None] = lambda **_: None
@@ -106,7 +106,7 @@ class StepRecorder:
         self.drain(at_once=True)
         self._take_sample()
         if self._writer is not None and (rest := self._downsampler.rest()) is not None:
-            self._writer.add(rest)
+            self._writer.add(rest.to_line())
         self._then(is_last=True)
 
     def _take_sample(self) -> None:
@@ -119,14 +119,14 @@ class StepRecorder:
         if self._writer is not None:
             self._writer.add(line)
 
-    def add(self, step: RecordedStep) -> None:
+    def add(self, step: StepMarks) -> None:
         """Add a step, which the device may not have completed. Does not block."""
         self._last = step
         self._queue.append(step)
 
     def event(
         self,
-        event: run_record.Event,
+        event: EventName,
         text: str,
         *,
         step: int,
@@ -137,7 +137,7 @@ class StepRecorder:
         """Add an event. Does not block.
 
         Args:
-            event: A name in `run_record.EVENTS`.
+            event: A name in `record.EVENTS`.
             text: What happened, in words.
             step: Number of steps done.
             time_s: When it began, in Unix time; now if None.
@@ -145,8 +145,7 @@ class StepRecorder:
             metrics: The results of an evaluation.
         """
         began_s = time.time() if time_s is None else time_s
-        line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
-        self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
+        self._queue.append(Event(event=event, step=step, time=began_s, seconds=seconds, text=text, metrics=metrics))
 
     def drain(self, *, at_once: bool = False) -> None:
         """Record the steps that the device has completed, and the events between them. Does not wait for the device.
@@ -158,7 +157,7 @@ class StepRecorder:
         count = 0
         while self._queue:
             item = self._queue[0]
-            if not isinstance(item, RecordedStep):
+            if not isinstance(item, StepMarks):
                 self._record_event(item)
             elif all(mark.query() for mark in item.device_marks):
                 self._record_step(item)
@@ -184,27 +183,27 @@ class StepRecorder:
         self._over.set()
         self._thread.join(_JOIN_S)
 
-    def _record_step(self, step: RecordedStep) -> None:
-        took = run_record.measure(step)
+    def _record_step(self, step: StepMarks) -> None:
+        took = step.times()
         if self._metrics is not None:
             self._metrics.add_step(step, took)
         if self._writer is not None:
             began_s = self._begin_of(step, took.total_s)
-            line = self._downsampler.add(run_record.step_line(step, took, began_s, self._steps_per_epoch))
+            line = self._downsampler.add(StepLine.of(step, took, began_s, self._steps_per_epoch))
             if line is not None:
-                self._writer.add(line)
+                self._writer.add(line.to_line())
             if step.has_timeline:
-                self._writer.add(run_record.timeline_line(step, began_s))
+                self._writer.add(Timeline.of(step, began_s).to_line())
 
-    def _record_event(self, line: Line) -> None:
+    def _record_event(self, event: Event) -> None:
         if self._metrics is not None:
-            self._metrics.add_event(line)
+            self._metrics.add_event(event)
         if self._writer is not None:
-            self._writer.add(line)
-        if line["seconds"] is not None:
+            self._writer.add(event.to_line())
+        if event.seconds is not None:
             self._last_begin = None  # the device is idle: the next step begins when the host launches it
 
-    def _begin_of(self, step: RecordedStep, total_s: float) -> float:
+    def _begin_of(self, step: StepMarks, total_s: float) -> float:
         """Return when a step began, in Unix time of this host; called for each step in order.
 
         On CUDA, a step begins when the device reaches it, possibly long after the host launched it. The device only

@@ -27,7 +27,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry import metrics
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import guarded
+from lockstep.telemetry.record import guarded
 
 Plain = str | int | float | bool
 

@@ -11,35 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low, quantiles
 
-from lockstep.telemetry.metrics import milliseconds
-
-PHASES = ("loader", "forward", "backward", "optimizer", "core", "other")
-
-# Names of phases in messages, if they differ.
-PHASE_NAMES = {"loader": "loading data", "core": "waiting for a core", "other": "code between steps"}
+from lockstep.telemetry.step_times import OWN_PARTS, PARTS, StepTimes, milliseconds
 
 # A slow rank loses at least this share of a step ...
 _MIN_SHARE = 0.1
 # ... and at least so many seconds.
 _MIN_LOST_S = 0.001
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of a step of one rank: work by phase, and waiting for others and the transfer."""
-
-    loader: float
-    forward: float
-    backward: float
-    optimizer: float
-    waits: float
-    core: float = 0.0
-    other: float = 0.0
-
-    @property
-    def own_s(self) -> float:
-        """Seconds of its own work, including waiting for a core."""
-        return float(sum(getattr(self, phase) for phase in PHASES))
 
 
 @dataclass(frozen=True)
@@ -59,7 +36,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that keeps the others waiting in every step; times in seconds per step."""
+    """A rank that keeps the others waiting in every step; ``phase`` is one of `PARTS`, times are seconds per step."""
 
     rank: int
     phase: str
@@ -73,8 +50,8 @@ def pace_of(steps: Sequence[StepTimes]) -> Pace:
     """Return the pace of at least two steps."""
     # Medians and quartiles, so that single slow steps, as after a checkpoint, do not count.
     low_s, _, high_s = quantiles((step.own_s for step in steps), n=4, method="inclusive")
-    phases = {phase: median(getattr(step, phase) for step in steps) for phase in PHASES}
-    return Pace(phases, median(step.waits for step in steps), low_s, high_s)
+    phases = {part: median(step.part(part) for step in steps) for part in OWN_PARTS}
+    return Pace(phases, median(step.exposed_s or 0.0 for step in steps), low_s, high_s)
 
 
 def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
@@ -82,7 +59,7 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
     if len(paces) < 2:
         return []
     # The lower median: of two ranks, the faster one counts as usual.
-    usual = {phase: median_low(pace.phases[phase] for pace in paces.values()) for phase in PHASES}
+    usual = {phase: median_low(pace.phases[phase] for pace in paces.values()) for phase in OWN_PARTS}
     usual_own_s = median_low(pace.own_s for pace in paces.values())
     usual_high_s = median_low(pace.high_s for pace in paces.values())
     step_s = max(pace.own_s + pace.waits_s for pace in paces.values())
@@ -91,14 +68,14 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
         lost_s = pace.own_s - usual_own_s
         # Persistently slower: its fast steps take longer than slow steps of the others.
         if lost_s >= max(_MIN_LOST_S, _MIN_SHARE * step_s) and pace.low_s > usual_high_s:
-            phase = max(PHASES, key=lambda phase: pace.phases[phase] - usual[phase])
+            phase = max(OWN_PARTS, key=lambda phase: pace.phases[phase] - usual[phase])
             found.append(Straggler(rank, phase, lost_s, pace.phases[phase], usual[phase], step_s))
     return sorted(found, key=lambda straggler: -straggler.lost_s)
 
 
 def describe(straggler: Straggler) -> str:
     """Return a message about a straggler."""
-    phase = PHASE_NAMES.get(straggler.phase, straggler.phase)
+    phase = PARTS[straggler.phase].doing
     times = (straggler.lost_s, straggler.step_s, straggler.took_s, straggler.usual_s)
     lost, step, took, usual = map(milliseconds, times)
     return (

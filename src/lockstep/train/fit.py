@@ -27,7 +27,7 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.heartbeat import end_stopped_children
 from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import Event, kind_of
+from lockstep.telemetry.record import EventName, kind_of
 from lockstep.telemetry.stragglers import StragglerReporter
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
@@ -132,7 +132,7 @@ class Throughput:
         self._unread.append((record.loss, record.count))
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
-        self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
+        self._took.append((record.num_samples, time.perf_counter() - record.timer.marks.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has finished the last step."""
@@ -351,12 +351,12 @@ class Run:
         self._throughput.add(record)
         self._record.compare_ranks(self._stragglers)
 
-    def pause_for(self, event: Event, act: Callable[[], str]) -> None:
+    def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
         self._settle()
         self._log(event, act())
 
-    def _log(self, event: Event, text: str) -> None:
+    def _log(self, event: EventName, text: str) -> None:
         self._display.log(text)
         self._record.event(event, text)
 
@@ -492,7 +492,7 @@ class Run:
         if skipped := len(trainer.nonfinite.found):
             self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
 
-    def _end(self, event: Event, text: str) -> None:
+    def _end(self, event: EventName, text: str) -> None:
         """Record the end of the run, and print where the time went. Collective: every rank."""
         where = self._record.finish(event, text)
         if where is not None and self._first_step < self.num_steps_done:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -22,14 +22,16 @@ from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.telemetry import aggregator, run_record, stragglers
+from lockstep.telemetry import aggregator, record, stragglers
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.record import EventName, RunFolder
 from lockstep.telemetry.recorder import PERIOD_S, StepRecorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import MetricsSink, RunInfo, open_sinks, parse_targets
+from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
 from lockstep.train.timing import StepRecord
@@ -63,7 +65,7 @@ class RunRecord:
     def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
         self._task, self._settings, self._num_steps = task, settings, num_steps
         self._world, self._trainer, self._device = world, trainer, trainer.device
-        restarts = run_record.num_restarts()
+        restarts = record.num_restarts()
         self._is_fresh = not trainer.num_steps_done and not restarts
         self._num_ranks = 1 if trainer.group is None else world.world_size
         self._is_alone = len(trainer.devices) == 1 and self._num_ranks == 1
@@ -81,7 +83,7 @@ class RunRecord:
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
-        self._last: run_record.RecordedStep | None = None  # until its duration is known
+        self._last: StepMarks | None = None  # until its duration is known
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
         self._has_timeline = has_timeline(first_step)
@@ -97,7 +99,7 @@ class RunRecord:
         )
         self._is_over = self._has_ended = False
         self._num_taken = 0
-        self._window: list[run_record.RecordedStep] = []  # steps whose times the ranks compare
+        self._window: list[StepMarks] = []  # steps whose times the ranks compare
         if restarts:
             self.event("restart", f"start {restarts + 1} of this run")
         if first_step:
@@ -110,39 +112,27 @@ class RunRecord:
             self._aggregator.deliveries += [aggregator.SinkThread(each) for each in shown]
         self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, done: StepRecord) -> None:
         """Record a step that has just ended on the host. Does not block."""
-        timer = record.timer
-        self._release(timer.began_at)
+        step = done.timer.marks
+        self._release(step.began_at)
         self._paused_at = None
-        numbers = self._numbers(record)
+        numbers = self._numbers(done)
         rate = self._trainer.optimizer.param_groups[0]["lr"]
         if isinstance(rate, Tensor):
             rate = float(rate) if rate.is_cpu else None
+        step.number, step.samples, step.learning_rate = done.step, done.num_samples, rate
+        step.losses = [numbers["loss"]] if numbers else []
+        step.grad_norm, step.counted = numbers.get("grad_norm"), numbers.get("count")
         stamps = None if self._stamps is None else self._stamps.take()
-        reductions = [run_record.Reduction(waited=waited) for waited in timer.waits]
         if stamps is not None:
-            reductions = [run_record.Reduction(stamps.buckets, stamps.waited, stamps.exposed_s)]
-        self._last = run_record.RecordedStep(
-            record.step,
-            timer.begin,
-            timer.began_at,
-            timer.wall_s,
-            timer.end,
-            timer.spans,
-            samples=record.num_samples,
-            losses=[numbers["loss"]] if numbers else [],
-            grad_norm=numbers.get("grad_norm"),
-            counted=numbers.get("count"),
-            learning_rate=rate,
-            reductions=reductions,
-            exposed_s=0.0 if self._is_alone else None,  # for an engine that reports no reductions
-            core_uses=timer.core_uses,
-            copies=self._copies[:],
-            has_timeline=self._has_timeline,
-        )
+            step.reductions = [stamps]
+        if self._is_alone:
+            step.exposed_s = 0.0
+        step.copies, step.has_timeline = self._copies[:], self._has_timeline
+        self._last = step
         self._copies.clear()
-        self._has_timeline = has_timeline(record.step + 1)
+        self._has_timeline = has_timeline(done.step + 1)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
 
@@ -166,26 +156,26 @@ class RunRecord:
             paces = all_gather_object(mine, group=group, device=self._device)
             reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
 
-    def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
+    def _numbers(self, done: StepRecord) -> dict[str, Number]:
         """Return loss, norm and count of a step, with the state of their copies to the host."""
-        maybe = {"loss": record.loss, "grad_norm": record.grad_norm, "count": record.count}
+        maybe = {"loss": done.loss, "grad_norm": done.grad_norm, "count": done.count}
         values = {name: value for name, value in maybe.items() if value is not None}
         if self._device.type == "cpu":
-            return {name: run_record.Number(value, None) for name, value in values.items()}
+            return {name: Number(value, None) for name, value in values.items()}
         # Copied on the stream of the step, so that nothing waits: in every step if there is a file, otherwise from time
         # to time, for the display.
-        if self._folder is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
+        if self._folder is None and done.timer.marks.began_at - self._loss_at < _LOSS_EVERY_S:
             return {}
-        self._loss_at = record.timer.began_at
-        copy = HostCopy(torch.stack([value.detach().to(record.loss.dtype) for value in values.values()]))
-        return {name: run_record.Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
+        self._loss_at = done.timer.marks.began_at
+        copy = HostCopy(torch.stack([value.detach().to(done.loss.dtype) for value in values.values()]))
+        return {name: Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""
         self._paused_at = time.perf_counter()
         self._release(self._paused_at)
 
-    def event(self, event: run_record.Event, text: str, metrics: Mapping[str, float] | None = None) -> None:
+    def event(self, event: EventName, text: str, metrics: Mapping[str, float] | None = None) -> None:
         """Record an event, which ends a `pause`. Does not block.
 
         Args:
@@ -201,7 +191,7 @@ class RunRecord:
         self._recorder.event(event, text, step=step, time_s=began_s, seconds=seconds, metrics=metrics)
         self._has_ended |= event in ("end", "stop")
 
-    def finish(self, event: run_record.Event, text: str) -> str | None:
+    def finish(self, event: EventName, text: str) -> str | None:
         """Record the end of the run; return a summary of time and resources, on rank zero.
 
         Collective: every rank. Blocks for some small messages, and until the device has finished.
@@ -243,10 +233,10 @@ class RunRecord:
             self._recorder.add(self._last)
             self._last = None
 
-    def _open_folder(self, folder: Path) -> run_record.RunFolder:
+    def _open_folder(self, folder: Path) -> RunFolder:
         """Open the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
         world, trainer, settings = self._world, self._trainer, self._settings
-        opened = run_record.RunFolder(
+        opened = RunFolder(
             folder,
             world.rank,
             world.world_size,
@@ -303,7 +293,7 @@ class RunRecord:
             "device": str(trainer.device),
             "backend": self._world.backend if trainer.group is not None else "none",
             "host": platform.node(),
-            "command": run_record.how_called()["command"],
+            "command": record.how_called()["command"],
             **{f"version/{name}": version for name, version in origin.versions.items()},
             **{f"commit/{name}": commit for name, commit in origin.commits.items()},
             **{f"machine/{name}": fact for name, fact in origin.machine.items() if name != "load"},
@@ -333,11 +323,10 @@ def _plain(value: object) -> str | int | float | bool:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _times_of(step: run_record.RecordedStep) -> stragglers.StepTimes:
-    took = run_record.measure(step)
-    own = {"loader": took.data_wait_s or 0.0, "forward": 0.0, "backward": 0.0, "optimizer": took.optimizer_s or 0.0}
+def _times_of(step: StepMarks) -> StepTimes:
+    found = step.times()
+    if found.exposed_s is not None:
+        return found
     # If work and waiting in forward and backward cannot be separated, none of it counts as work.
-    if took.exposed_s is not None:
-        own |= {"forward": max(0.0, took.forward_s or 0.0), "backward": took.backward_s or 0.0}
-    own["core"] = took.core_wait_s or 0.0
-    return stragglers.StepTimes(**own, waits=took.total_s - sum(own.values()))
+    own_s = sum(part or 0.0 for part in (found.data_wait_s, found.optimizer_s, found.core_wait_s))
+    return replace(found, forward_s=None, backward_s=None, exposed_s=found.total_s - own_s)

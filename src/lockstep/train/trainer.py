@@ -26,6 +26,7 @@ from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry import ranges
+from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.checkpoints.model_state import (
@@ -41,7 +42,7 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
-from lockstep.train.timing import StepRecord, StepTimer
+from lockstep.train.timing import StepRecord
 
 
 class Trainer:

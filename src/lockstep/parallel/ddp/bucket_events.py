@@ -23,7 +23,7 @@ from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from lockstep.parallel.ddp.reducer import Event, Reducer
 from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 from lockstep.telemetry import ranges
-from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction
+from lockstep.telemetry.step_times import BucketMarks, Mark, Reduction
 
 
 @final
@@ -89,7 +89,7 @@ class BucketStamps:
 
     def _stamp(self, kind: Event, bucket: Bucket) -> None:
         if kind is Event.READY:
-            self._now.buckets.append(BucketTimes(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
+            self._now.buckets.append(BucketMarks(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
         elif kind is Event.GATHERED:
             self._now.buckets[-1].sent = mark_on(self._device)
         elif kind is Event.LAUNCHED:

@@ -22,7 +22,6 @@ from lockstep.accelerator import check_count, default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
-from lockstep.env import core_use, core_wait_s
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
@@ -419,9 +418,9 @@ def measure_candidate(
 
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
-    meter, began = UsageMeter(trainer.devices), core_use()
+    meter = UsageMeter(trainer.devices)
     seconds, records = time_steps(trainer, num_steps)
-    ended, energy_j = core_use(), meter.read().energy_j
+    energy_j = meter.read().energy_j
     exposed_s = trainer.strategy.exposed_s  # of the last step
     if exposed_s is not None:
         # The engine measures only one micro-batch, and by the host's clock, which does not include work of a device.
@@ -431,22 +430,22 @@ def measure_candidate(
         alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
     synchronize(trainer.device)
     times = [record.times for record in records]
-    backward_s = [each.backward_s + each.communication_s for each in times]
+    backward_s = [each.part("backward") for each in times]
     if name in PER_PROCESS:
-        exposed_s = median(backward_s) - median(each.times.backward_s + each.times.communication_s for each in alone)
+        exposed_s = median(backward_s) - median(each.times.part("backward") for each in alone)
     turn = Measurement(
         round=round_index,
         place=place,
         num_samples=sum(record.num_samples for record in records),
         seconds=seconds,
         step_s=seconds / num_steps,
-        data_wait_s=fmean(each.data_wait_s for each in times),
-        forward_s=fmean(each.forward_s for each in times),
+        data_wait_s=fmean(each.part("data_wait") for each in times),
+        forward_s=fmean(each.part("forward") for each in times),
         backward_s=fmean(backward_s),
         exposed_s=exposed_s,
-        optimizer_s=fmean(each.optimizer_s for each in times),
+        optimizer_s=fmean(each.part("optimizer") for each in times),
         energy_j=energy_j,
-        core_wait_s=core_wait_s([(began, ended)], sum(each.forward_s + each.optimizer_s for each in times)) / num_steps,
+        core_wait_s=fmean(each.part("core_wait") for each in times),
     )
     return turn, [record.loss for record in records]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigurationError
+from lockstep.run_folder import read_object
+
+# Keys of a number with a fraction; a kind has at most one of them.
+_UNITS = ("ms", "seconds", "mbit")
 
 # Where in a step a rank can be when a fault strikes.
 PLACES = ("loader", "forward", "backward", "optimizer", "collective")
@@ -23,53 +26,45 @@ class Kind:
     Attributes:
         what: What it does, for the help.
         example: An example of a rule.
-        optional: Optional keys with their defaults; the other keys of the example are required.
-        places: Where in a step it may strike; if empty, only at the place in ``optional``.
+        defaults: Optional keys with their defaults, written as in a rule; the other keys of the example are required.
+        places: Where in a step it may strike; if empty, only at the place in ``defaults``.
         is_silent: Whether it does harm without an error: then a job that continues has not survived it.
     """
 
     what: str
     example: str
-    optional: Mapping[str, float | str]
+    # Every script has a forward, but not all have a loader or an optimizer of torch.
+    defaults: str = "in=forward"
     places: tuple[str, ...] = ()
     is_silent: bool = False
 
-    @property
-    def required(self) -> list[str]:
-        """Keys that must be given."""
-        return [key for key in re.findall(r"(\w+)=", self.example) if key not in self.optional]
 
-
-# The default place: every script has a forward, but not all have a loader or an optimizer of torch.
-_FORWARD: dict[str, float | str] = {"in": "forward"}
-KINDS: dict[str, Kind] = {
-    "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", _FORWARD, PLACES),
+KINDS = {
+    "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", places=PLACES),
     "hang": Kind(
         "the rank stops forever, or for this number of seconds",
         "hang:rank=1,step=5,in=loader",
-        {**_FORWARD, "seconds": float("inf")},
+        "in=forward,seconds=inf",
         PLACES,
     ),
     "straggler": Kind(
         "the rank is this much slower in every step",
         "straggler:rank=3,ms=50,in=backward",
-        {**_FORWARD, "step": 1},
+        "in=forward,step=1",
         PLACES[:4],
         is_silent=True,
     ),
-    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", {"in": "backward"}, is_silent=True),
+    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", "in=backward", is_silent=True),
     # After the update: a bit that flips before it would be shared between the ranks again.
     "bitflip": Kind(
-        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", {"in": "update"}, is_silent=True
+        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", "in=update", is_silent=True
     ),
-    "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", {**_FORWARD, "step": 3}, PLACES[1:4]),
-    "slowlink": Kind(
-        "messages take as long as over a link of this rate", "slowlink:mbit=100", {"step": 1, "in": "collective"}
-    ),
+    "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", "in=forward,step=3", PLACES[1:4]),
+    "slowlink": Kind("messages take as long as over a link of this rate", "slowlink:mbit=100", "step=1,in=collective"),
     "drop": Kind(
-        "no message from or to the rank passes for this time", "drop:rank=2,seconds=5", {"step": 3, "in": "collective"}
+        "no message from or to the rank passes for this time", "drop:rank=2,seconds=5", "step=3,in=collective"
     ),
-    "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", {"step": 1, "in": ""}),
+    "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", "step=1,in="),
 }
 
 
@@ -105,45 +100,47 @@ def parse(text: str) -> Rule:
             f"--inject {text}: there is no fault {name!r}.\nThese can be injected:\n{describe_kinds()}"
         )
     kind = KINDS[name]
-    known = [key for key in (*kind.required, *kind.optional) if key != "in" or kind.places]
-    given: dict[str, str | float] = {}
-    for pair in filter(None, rest.split(",")):
-        # ``in`` is refused if there is only one place.
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if key not in known:
-            raise _wrong(text, kind, f"it has no key {key!r}" if equals else f"{pair!r} is not key=value")
-        if key in given:
-            raise _wrong(text, kind, f"{key} is given twice")
-        given[key] = value
-    if missing := [key for key in kind.required if key not in given]:
-        raise _wrong(text, kind, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-    values = {**kind.optional, **given}
-    place = str(values["in"])
-    if kind.places and place not in kind.places:
-        raise _wrong(text, kind, f"it cannot strike in {place!r}, only in {', '.join(kind.places)}")
+    values = {key: value for key, _, value in _pairs(kind.defaults)}
+    optional = [key for key in values if key != "in"]
+    required = [key for key, _, _ in _pairs(kind.example.partition(":")[2]) if key not in values]
+    # ``in`` is refused if there is only one place.
+    known = [*required, *optional, *(["in"] if kind.places else [])]
 
-    def number(key: str, read: Callable[[str | float], float], what: str, least: float) -> float:
+    def wrong(reason: str) -> ConfigurationError:
+        hint = f"Write it like {kind.example}."
+        hint += f" It may also have {' and '.join(optional)}." if optional else ""
+        hint += f" in= is one of {', '.join(kind.places)}." if kind.places else ""
+        return ConfigurationError(f"--inject {text}: {reason}.\n{hint}")
+
+    def number(key: str, least: float, what: str) -> float:
         try:
-            value = read(values[key])
+            value = float(values[key]) if key in _UNITS else int(values[key])
         except ValueError:
-            value = -1.0
+            value = -1
         if not value >= least:  # written so that NaN is also refused
-            raise _wrong(text, kind, f"{key}={values[key]} is not {what}")
+            raise wrong(f"{key}={values[key]} is not {what}")
         return value
 
-    rank = int(number("rank", int, "the number of a rank, from 0", 0)) if "rank" in values else None
-    step = int(number("step", int, "the number of a step, from 1", 1))
-    unit = next((key for key in ("ms", "seconds", "mbit") if key in values), None)
-    amount = number(unit, float, "a number above 0", 1e-9) if unit else 0.0
-    return Rule(text.strip(), name, rank, step, place, amount)
+    given = set()
+    for key, equals, value in _pairs(rest):
+        if key not in known:
+            raise wrong(f"it has no key {key!r}" if equals else f"{key!r} is not key=value")
+        if key in given:
+            raise wrong(f"{key} is given twice")
+        given.add(key)
+        values[key] = value
+    if missing := [key for key in required if key not in given]:
+        raise wrong(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if kind.places and values["in"] not in kind.places:
+        raise wrong(f"it cannot strike in {values['in']!r}, only in {', '.join(kind.places)}")
+    rank = int(number("rank", 0, "the number of a rank, from 0")) if "rank" in values else None
+    step = int(number("step", 1, "the number of a step, from 1"))
+    amounts = [number(unit, 1e-9, "a number above 0") for unit in _UNITS if unit in values]
+    return Rule(text.strip(), name, rank, step, values["in"], *amounts)
 
 
-def _wrong(text: str, kind: Kind, reason: str) -> ConfigurationError:
-    optional = [key for key in kind.optional if key != "in"]
-    hint = f"Write it like {kind.example}."
-    hint += f" It may also have {' and '.join(optional)}." if optional else ""
-    hint += f" in= is one of {', '.join(kind.places)}." if kind.places else ""
-    return ConfigurationError(f"--inject {text}: {reason}.\n{hint}")
+def _pairs(text: str) -> list[tuple[str, ...]]:
+    return [tuple(part.strip() for part in pair.partition("=")) for pair in text.split(",") if pair]
 
 
 def check_ranks(rules: Sequence[Rule], num_ranks: int) -> None:
@@ -194,11 +191,9 @@ def is_spent(folder: Path, number: int) -> bool:
 
 
 def read(folder: Path, number: int) -> Note | None:
-    """Return the note; ``None`` if the fault has not struck."""
-    try:
-        return Note(**json.loads(_path(folder, number).read_text()))
-    except (FileNotFoundError, ValueError):  # ValueError: the rank was killed before it had written anything
-        return None
+    """Return the note; ``None`` if the fault has not struck, or killed the rank before it had written anything."""
+    found = read_object(_path(folder, number))
+    return Note(**found) if found else None
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import io
 import os
-import re
 import signal
 import stat
 import sys
@@ -14,22 +12,20 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.comm.collectives import Group, stock_comm_hooks
-from lockstep.comm.shm.process_group import CpuProcessGroup
+from lockstep import activity
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
+from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import LoaderIters
 from lockstep.train.trainer import Trainer
-
-_COLLECTIVE = re.compile(r"_?(all|reduce|broadcast|barrier|gather|scatter|send)")
 
 OOM_TEXT = "Tried to allocate 20.00 GiB: out of memory (made up by lockstep rehearse)."
 
@@ -62,7 +58,6 @@ class FaultInjector:
 
     def __init__(self, folder: Path, rank: int, rules: dict[int, Rule]) -> None:
         self._folder, self._rank, self._rules = folder, rank, rules
-        self._fit_step: int | None = None
         self._is_in_fit_step = False
         self._num_updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # The outermost module of the step's first forward that has parameters to train.
@@ -73,41 +68,36 @@ class FaultInjector:
 
     def arm(self) -> None:
         """Install all hooks; they are not removed."""
+        instrument = Instrument()
+        # Within the loader, as a loader that hangs does.
         for kind in LoaderIters:
-            _call_before(kind, "_next_data", lambda *_: self._reach("loader"))
-        register_module_forward_pre_hook(self._on_forward)
-        register_module_forward_hook(self._on_forward_end)
-        register_optimizer_step_pre_hook(lambda *_: self._reach("optimizer"))
-        register_optimizer_step_post_hook(self._on_updated)
-        self._follow_fit()
+            instrument.before(kind, "_next_data", lambda *_: self._reach("loader"))
+        instrument.all_forwards(self._on_forward, self._on_forward_end)
+        instrument.optimizers(lambda *_: self._reach("optimizer"), self._on_updated)
+        # On the class, because the trainer of a run is created long after the ranks are armed.
+        instrument.wrap(Trainer, "step", self._on_fit_step)
         if any(rule.place == "collective" for rule in self._rules.values()):
-            self._watch_collectives()
+            instrument.collectives(self._before_collective)
         for number, rule in self._rules.items():
             if rule.kind == "disk-full":
-                fill_disk(functools.partial(self._is_full, number, rule))
+                fill_disk(instrument, partial(self._is_full, number, rule))
 
     # --- The current place and step of this rank
 
     @property
     def _step(self) -> int:
         """The step of this rank; between two steps of ``fit``, the previous one."""
-        return self._fit_step or max(self._num_updates.values(), default=0) + 1
+        fit_step = activity.now.step
+        return (max(self._num_updates.values(), default=0) if fit_step is None else fit_step) + 1
 
-    def _follow_fit(self) -> None:
-        step = Trainer.step
-
-        @functools.wraps(step)
-        def followed(loop: Trainer) -> Any:
-            self._fit_step, self._is_in_fit_step = loop.num_steps_done + 1, True
-            try:
-                record = step(loop)
-                self._reach("update")
-                return record
-            finally:
-                self._is_in_fit_step = False
-
-        # On the class, because the trainer of a run is created long after the ranks are armed.
-        Trainer.step = followed  # type: ignore[method-assign, assignment]
+    def _on_fit_step(self, step: Callable[[Trainer], Any], loop: Trainer) -> Any:
+        self._is_in_fit_step = True
+        try:
+            record = step(loop)
+            self._reach("update")
+            return record
+        finally:
+            self._is_in_fit_step = False
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
@@ -122,14 +112,13 @@ class FaultInjector:
         if model is None or not torch.is_grad_enabled():
             return
         for number, rule in self._due("backward"):
-            path, name = middle_parameter(model)
-            owner = model.get_submodule(path)
-            parameter = owner._parameters[name]
+            owner, name, full_name = middle_parameter(model)
+            parameter = getattr(owner, name)
             # A parameter of fully_shard is whole only while its own module computes, and hooks run only on the whole
             # parameter. Other parameters may be used by a different module, so the model's end is included.
-            if module in (owner, model) and parameter is not None and not _is_sharded(parameter):
+            if module in (owner, model) and not _is_sharded(parameter):
                 self._last_step[number] = self._step
-                self._act_on_gradient(number, rule, parameter, f"gradient of {_without_wrappers(path, name)}")
+                self._act_on_gradient(number, rule, parameter, f"gradient of {full_name}")
 
     def _act_on_gradient(self, number: int, rule: Rule, parameter: Tensor, detail: str) -> None:
         def act(gradient: Tensor) -> Tensor | None:
@@ -147,7 +136,7 @@ class FaultInjector:
         handle = parameter.register_hook(act)
 
     def _on_updated(self, optimizer: Any, *_: Any) -> None:
-        if self._fit_step is None:  # before counting: this still belongs to the previous step
+        if activity.now.step is None:  # before counting: this still belongs to the previous step
             self._reach("update")
         self._num_updates[optimizer] = self._num_updates.get(optimizer, 0) + 1
 
@@ -155,7 +144,7 @@ class FaultInjector:
 
     def _due(self, place: str) -> list[tuple[int, Rule]]:
         """Return the faults that have to strike now."""
-        if self._fit_step is not None and not self._is_in_fit_step:
+        if activity.now.step is not None and not self._is_in_fit_step:
             return []  # work between the steps of fit, such as evaluation, does not belong to a step
         found = []
         for number, rule in self._rules.items():
@@ -187,24 +176,7 @@ class FaultInjector:
         if rule.kind == "oom":
             raise torch.OutOfMemoryError(OOM_TEXT)
         seconds = rule.amount / 1000 if rule.kind == "straggler" else rule.amount
-        deadline = time.monotonic() + seconds
-        while (left_s := deadline - time.monotonic()) > 0:
-            time.sleep(min(left_s, 3600.0))  # sleep does not accept infinity
-
-    def _watch_collectives(self) -> None:
-        """Hook all collectives, to delay them; the hooks are not removed."""
-        for kind in (Group, CpuProcessGroup):
-            for name in filter(_COLLECTIVE.match, list(vars(kind))):
-                _call_before(kind, name, functools.partial(self._before_collective, name))
-
-        def hook_torchs(module: nn.Module, _args: Any) -> None:
-            # torch's class starts its collectives in C++, unless it has a hook: this hook does the same from Python.
-            kind = type(module)
-            is_torchs = kind.__module__.startswith("torch.") and kind.__name__ == "DistributedDataParallel"
-            if is_torchs and not module._comm_hooks:
-                module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
-
-        register_module_forward_pre_hook(hook_torchs)
+        time.sleep(min(seconds, 1e6))  # not infinity, which sleep refuses
 
     def _before_collective(self, name: str, group: Any, *args: Any, **kwargs: Any) -> None:
         for number, rule in self._rules.items():
@@ -233,27 +205,12 @@ class FaultInjector:
             sys.stderr.flush()  # the next thing may be SIGKILL
 
 
-def _call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
-    """Call ``action`` with the arguments of a method before each call of it."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        action(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, called)
-
-
-def middle_parameter(model: nn.Module) -> tuple[str, str]:
-    """Return the module and the name within it of a parameter in the middle of the model."""
+def middle_parameter(model: nn.Module) -> tuple[nn.Module, str, str]:
+    """Return the module of a parameter in the middle of the model, its name there, and its name without wrappers."""
     trained = [name for name, found in model.named_parameters() if found.requires_grad and found.numel()]
     path, _, name = trained[len(trained) // 2].rpartition(".")
-    return path, name
-
-
-def _without_wrappers(path: str, name: str) -> str:
-    return ".".join([*(part for part in path.split(".") if part not in ("", "module")), name])
+    full_name = ".".join(part for part in (*path.split("."), name) if part not in ("", "module"))
+    return model.get_submodule(path), name, full_name
 
 
 def _is_sharded(parameter: Tensor) -> bool:
@@ -263,15 +220,15 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 def flip_bit(model: nn.Module) -> str:
     """Flip one bit of one number of a parameter in the middle of the model; return which."""
-    path, name = middle_parameter(model)
-    parameter: Any = model.get_submodule(path)._parameters[name]
+    owner, name, full_name = middle_parameter(model)
+    parameter = getattr(owner, name)
     numbers = (parameter.to_local() if _is_sharded(parameter) else parameter).detach()
     first = (0,) * numbers.ndim
     changed = numbers[first].clone().reshape(1)
     # Of the second most significant byte: large enough to see, far too small to become infinite.
     changed.view(torch.uint8)[-2] ^= 0b0100_0000
     numbers[first] = changed[0]
-    return _without_wrappers(path, name)
+    return full_name
 
 
 # A full disk: files can be created, but writes fail with the same error.
@@ -280,34 +237,28 @@ def flip_bit(model: nn.Module) -> str:
 _SPARED = (f"{tempfile.gettempdir()}{os.sep}lockstep-", "/dev/", "/proc/")
 
 
-def fill_disk(is_full: Callable[[], bool]) -> None:
+def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     """Make writes to files fail in this process once ``is_full`` returns true.
 
     The descriptor is redirected to /dev/full, so that the error is the kernel's own. Files that native code opens by
     name are not covered, except for those of torch and safetensors.
     """
-    import safetensors.torch
+    open_plain = os.open
 
-    open_descriptor, save = os.open, torch.save
-
-    def lead_nowhere(original: Callable[..., Any], writes: Callable[[Any], Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(file, *args, **kwargs)
-            # "mode" has another meaning if there are flags.
-            mode = args[0] if args else kwargs.get("flags", kwargs.get("mode", "r"))
-            descriptor = found if isinstance(found, int) else found.fileno()
-            if writes(mode) and _is_on_disk(descriptor) and is_full():
-                nowhere = open_descriptor("/dev/full", os.O_WRONLY)
-                os.dup2(nowhere, descriptor, inheritable=False)
-                os.close(nowhere)
-            return found
-
-        return opened
+    def opened(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(file, *args, **kwargs)
+        # "mode" has another meaning if there are flags.
+        mode = args[0] if args else kwargs.get("flags", kwargs.get("mode", "r"))
+        writes = set(mode) & set("wax+") if isinstance(mode, str) else mode & (os.O_WRONLY | os.O_RDWR)
+        descriptor = found if isinstance(found, int) else found.fileno()
+        if writes and _is_on_disk(descriptor) and is_full():
+            nowhere = open_plain("/dev/full", os.O_WRONLY)
+            os.dup2(nowhere, descriptor, inheritable=False)
+            os.close(nowhere)
+        return found
 
     # Files that torch and safetensors write in native code are written by Python's files instead.
-    @functools.wraps(save)
-    def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+    def saved(save: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, str | os.PathLike):
             return save(obj, f, *args, **kwargs)
         with open(f, "wb") as file:
@@ -316,10 +267,10 @@ def fill_disk(is_full: Callable[[], bool]) -> None:
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
         Path(filename).write_bytes(safetensors.torch.save(tensors, metadata))
 
-    builtins.open = io.open = lead_nowhere(open, lambda mode: set(mode) & set("wax+"))
-    os.open = lead_nowhere(open_descriptor, lambda flags: flags & (os.O_WRONLY | os.O_RDWR))
-    torch.save = saved
-    safetensors.torch.save_file = save_file
+    for owner in (builtins, io, os):
+        instrument.wrap(owner, "open", opened)
+    instrument.wrap(torch, "save", saved)
+    instrument.replace(safetensors.torch, "save_file", save_file)
 
 
 def _is_on_disk(descriptor: int) -> bool:

@@ -28,7 +28,7 @@ from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
 from lockstep.study.report.figures import find_figures
-from lockstep.study.report.run_reader import read_run
+from lockstep.telemetry.record import read_run
 from lockstep.telemetry.stragglers import describe
 
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")

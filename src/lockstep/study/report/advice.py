@@ -8,9 +8,9 @@ from typing import Any
 from lockstep.study.common import MIB
 from lockstep.study.links import Cost, Method, format_megabytes, predict_step
 from lockstep.study.report.figures import Cores, Figures, Network, Parts, find_cores, num_machines
-from lockstep.study.report.run_reader import Recorded
-from lockstep.telemetry.metrics import milliseconds
-from lockstep.telemetry.stragglers import PHASE_NAMES, Straggler
+from lockstep.telemetry.record import Recorded
+from lockstep.telemetry.step_times import PARTS, milliseconds
+from lockstep.telemetry.stragglers import Straggler
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
@@ -152,7 +152,7 @@ def _cores(facts: Facts) -> Advice:
 
 def _loading(facts: Facts) -> Advice | None:
     # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
-    if facts.workers is None or (facts.straggler is not None and facts.straggler.phase == "loader"):
+    if facts.workers is None or (facts.straggler is not None and facts.straggler.phase == "data_wait"):
         return None
     wait_s, rest_s = facts.critical.data_wait_s, facts.step_s - facts.critical.data_wait_s
     # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
@@ -177,7 +177,7 @@ def _slow_rank(facts: Facts) -> Advice | None:
     if slow is None:
         return None
     # All others wait for it, so all lose this time.
-    where = PHASE_NAMES.get(slow.phase, slow.phase)
+    where = PARTS[slow.phase].doing
     took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
     change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
-from lockstep.study.report.run_reader import RankRecord, Recorded, Step, Timeline
 from lockstep.telemetry.cost import Price, Usage
-from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
+from lockstep.telemetry.record import RankRecord, Recorded, StepLine, Timeline
+from lockstep.telemetry.step_times import OWN_PARTS, StepTimes
+from lockstep.telemetry.stragglers import Straggler, find_stragglers, pace_of
 
 # [Note: the rank that all wait for]
 # All ranks leave the reduction of a step together. The last rank has waited only for the transfer: its wait is the
@@ -55,19 +56,19 @@ class AlignedStep:
     """The step (or steps) of a line on all ranks."""
 
     number: int
-    ranks: Mapping[int, Step]
+    ranks: Mapping[int, StepLine]
 
     @property
     def knows_waits(self) -> bool:
         """Whether every rank measured its waiting for communication."""
-        return all(step.exposed_s is not None for step in self.ranks.values())
+        return all(step.times.exposed_s is not None for step in self.ranks.values())
 
     @property
     def last_rank(self) -> int:
         """The rank that all wait for: it waits least, or, if waiting is unknown, works longest."""
         if self.knows_waits:
-            return min(self.ranks, key=lambda rank: self.ranks[rank].exposed_s or 0.0)
-        return max(self.ranks, key=lambda rank: self.ranks[rank].own_s)
+            return min(self.ranks, key=lambda rank: self.ranks[rank].times.exposed_s or 0.0)
+        return max(self.ranks, key=lambda rank: self.ranks[rank].times.own_s)
 
     @property
     def lasted_s(self) -> float:
@@ -76,18 +77,20 @@ class AlignedStep:
 
     def parts(self, rank: int) -> Parts:
         """Return the parts of the step of a rank."""
-        step = self.ranks[rank]
-        waits_s = [each.exposed_s or 0.0 for each in self.ranks.values()]
-        exposed_s, wire_s = (step.exposed_s or 0.0, min(waits_s)) if self.knows_waits else (0.0, 0.0)
+        line = self.ranks[rank]
+        step = line.times.lasting(line.lasted_s)
+        waits_s = [each.times.exposed_s or 0.0 for each in self.ranks.values()]
+        wire_s = min(waits_s) if self.knows_waits else 0.0
+        peers_s = (step.exposed_s or 0.0) - wire_s if self.knows_waits else 0.0
         return Parts(
-            data_wait_s=step.data_wait_s,
-            forward_s=step.forward_s,
-            backward_s=step.backward_s,
+            data_wait_s=step.part("data_wait"),
+            forward_s=step.part("forward"),
+            backward_s=step.part("backward"),
             wire_s=wire_s,
-            peers_s=exposed_s - wire_s,
-            optimizer_s=step.optimizer_s,
-            other_s=_other_s(step, exposed_s),
-            core_wait_s=step.core_wait_s,
+            peers_s=peers_s,
+            optimizer_s=step.part("optimizer"),
+            other_s=step.other_s,
+            core_wait_s=step.part("core_wait"),
         )
 
 
@@ -116,7 +119,9 @@ def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
     compared instead, so that disturbances of all ranks cancel: the slow rank is the one that comes last in most steps,
     if that costs a considerable part of a step.
     """
-    times = {rank: [_times(step.ranks[rank]) for step in steps] for rank in steps[0].ranks}
+    times = {
+        rank: [step.ranks[rank].times.lasting(step.ranks[rank].lasted_s) for step in steps] for rank in steps[0].ranks
+    }
     clear = find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()})
     if clear:
         return clear[0]
@@ -127,28 +132,19 @@ def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
     if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
         return None
 
-    def later_s(name: str) -> float:
+    def later_s(time_of: Callable[[StepTimes], float]) -> float:
         """Return by how much the rank is slower than the others: the median over the steps."""
         others = [of_rank for rank, of_rank in times.items() if rank != slow]
-        usual = [median_low(getattr(each, name) for each in at) for at in zip(*others, strict=True)]
-        return float(median(getattr(mine, name) - other for mine, other in zip(times[slow], usual, strict=True)))
+        usual = [median_low(time_of(each) for each in at) for at in zip(*others, strict=True)]
+        return float(median(time_of(mine) - other for mine, other in zip(times[slow], usual, strict=True)))
 
-    lost_s, step_s = later_s("own_s"), median(step.lasted_s for step in steps)
+    lost_s, step_s = later_s(lambda each: each.own_s), median(step.lasted_s for step in steps)
     if lost_s < _MIN_SHARE * step_s:
         return None
-    phase = max(PHASES, key=later_s)
-    took_s = median(getattr(each, phase) for each in times[slow])
-    return Straggler(slow, phase, lost_s, took_s, took_s - later_s(phase), step_s)
-
-
-def _times(step: Step) -> StepTimes:
-    work, waits_s = (step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s), step.exposed_s or 0.0
-    return StepTimes(*work, waits=waits_s, core=step.core_wait_s, other=_other_s(step, waits_s))
-
-
-def _other_s(step: Step, exposed_s: float) -> float:
-    """Return the seconds of what no phase accounts for, in a step and until the next."""
-    return max(0.0, max(step.total_s, step.lasted_s) - step.own_s - exposed_s)
+    by_phase = {part: later_s(lambda each, part=part: each.part(part)) for part in OWN_PARTS}  # type: ignore[misc]
+    phase = max(by_phase, key=by_phase.__getitem__)
+    took_s = median(each.part(phase) for each in times[slow])
+    return Straggler(slow, phase, lost_s, took_s, took_s - by_phase[phase], step_s)
 
 
 # The figures.
@@ -218,7 +214,7 @@ def find_figures(run: Recorded) -> Figures | None:
         slow_step_s=lasted_s[min(len(lasted_s) - 1, math.floor(0.95 * len(lasted_s)))],
         samples_per_s=sum(samples) / trained_s,
         tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
-        total_s=max(of_rank[-1].time + of_rank[-1].total_s for of_rank in records)
+        total_s=max(of_rank[-1].time + of_rank[-1].times.total_s for of_rank in records)
         - min(of_rank[0].time for of_rank in records),
         paused_s=paused_s,
         by_rank={rank: _mean([step.parts(rank) for step in calm]) for rank in calm[0].ranks},
@@ -373,7 +369,11 @@ def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
     known = [step for step in run.zero.steps if step.loss is not None]
     windows = [known[at - NUM_LOSSES : at] for at in range(NUM_LOSSES, len(known) + 1)]
     return f"training loss (mean of {NUM_LOSSES} steps)", [
-        (each[-1].time + each[-1].total_s, fmean(step.loss or 0.0 for step in each), each[-1].step + each[-1].num_steps)
+        (
+            each[-1].time + each[-1].times.total_s,
+            fmean(step.loss or 0.0 for step in each),
+            each[-1].step + each[-1].num_steps,
+        )
         for each in windows
     ]
 

@@ -21,8 +21,8 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import PARTS, html_page, html_table, items
 from lockstep.study.report.figures import bars_of, find_costs
-from lockstep.study.report.run_reader import Step
 from lockstep.study.report.view import BaselineComparison, View, by_words, compare_with_baseline, sentences, view_run
+from lockstep.telemetry.record import StepLine
 
 STYLE = """
 .gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
@@ -279,7 +279,7 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     return [plot for plot in plots if plot is not None]
 
 
-def _rate(step: Step) -> float:
+def _rate(step: StepLine) -> float:
     return step.samples / step.lasted_s if step.lasted_s else math.nan
 
 
@@ -309,7 +309,7 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _curve(
-    view: View, baseline: BaselineComparison | None, heading: str, label: str, read: Callable[[Step], float | None]
+    view: View, baseline: BaselineComparison | None, heading: str, label: str, read: Callable[[StepLine], float | None]
 ) -> str | None:
     """Draw a figure over the steps, and the baseline's if there is one; None if it never changed."""
     views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}

@@ -21,11 +21,10 @@ from lockstep.study.report.figures import (
     find_network,
     find_window,
 )
-from lockstep.study.report.run_reader import Recorded, Timeline, read_run
+from lockstep.telemetry import step_times
 from lockstep.telemetry.live_view import rate
-from lockstep.telemetry.metrics import milliseconds
-from lockstep.telemetry.run_record import kind_of
-from lockstep.telemetry.stragglers import PHASE_NAMES
+from lockstep.telemetry.record import Recorded, Timeline, kind_of, read_run
+from lockstep.telemetry.step_times import milliseconds
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _where(view: View, figures: Figures) -> str:
         text = f"Of a step, {critical.core_wait_s / total_s:.0%} is waiting for a core, as {why}: {listed}"
     slow = figures.straggler
     if slow is not None:
-        phase = PHASE_NAMES.get(slow.phase, slow.phase)
+        phase = step_times.PARTS[slow.phase].doing
         text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({phase})"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
         text += "; backward includes waiting for other ranks, which this engine does not measure"

@@ -27,11 +27,11 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
-from lockstep.telemetry.run_record import Mark
+from lockstep.telemetry.step_times import Mark
+from lockstep.telemetry.timer import StepTimer
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
-from lockstep.train.timing import StepTimer
 
 if TYPE_CHECKING:  # imported by whoever uses it
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel

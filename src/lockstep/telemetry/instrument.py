@@ -1,0 +1,290 @@
+"""Hooks on models, loaders, optimizers and collectives of code that is not ours, and the one way to remove them.
+
+`monitor`, `rehearse` and `verify` use it. It reports when something happens; the listeners know what that means::
+
+    with Instrument() as instrument:
+        instrument.optimizers(before, after)
+        instrument.replace(random, "random", lambda: 0.5)
+    # here torch and random are as they were
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from lockstep.torch_internals import (
+    COMPILED_CALL,
+    BaseDataLoaderIter,
+    comm_hooks_of,
+    current_graph_task_id,
+    queue_callback,
+)
+
+Listener = Callable[..., object]
+Fail = Callable[[Exception], None]
+
+# Methods of a process group that send or receive data, or wait for other ranks; also the older private names.
+_COLLECTIVE = re.compile(r"_?(all|reduce|broadcast|barrier|gather|scatter|send|monitored)")
+
+
+class Hook:
+    """Calls ``listener`` and returns nothing; passes its errors to ``fail``, so that they do not affect the program.
+
+    Does nothing while a function is compiled. Copies and pickles do nothing, so that a copy of an observed model, such
+    as one for averaged weights, is not observed.
+    """
+
+    # Suppresses torch's warning that tensors are pickled without the hook.
+    __torch_unserializable__ = True
+
+    def __init__(self, listener: Listener | None = None, fail: Fail | None = None) -> None:
+        self._listener, self._fail = listener, fail
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Call the listener."""
+        if torch.compiler.is_compiling() or self._listener is None:
+            return
+        try:
+            self._listener(*args, **kwargs)
+        except Exception as error:
+            assert self._fail is not None
+            self._fail(error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class Instrument:
+    """Hooks of this process; `close`, or the end of a ``with`` block, removes them all, the last one first.
+
+    Each method adds hooks and may be called any number of times. Nothing here is collective, and nothing blocks.
+
+    Args:
+        fail: Gets the errors of listeners. Without it, a listener is called directly: what it raises ends the program's
+            call, and what the hook of a tensor returns replaces the gradient, as with hooks of torch.
+    """
+
+    def __init__(self, fail: Fail | None = None) -> None:
+        self._fail = fail
+        self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._undo.close()
+
+    def __enter__(self) -> Instrument:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hook(self, listener: Listener) -> Callable[..., Any]:
+        return listener if self._fail is None else Hook(listener, self._fail)
+
+    # --- any attribute ------------------------------------------------------------------------------------------------
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute of a module, a class or an object; undone unless other code has replaced it since."""
+        is_own, original = name in vars(owner), vars(owner).get(name)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not value:
+                return
+            if is_own:
+                setattr(owner, name, original)
+            else:  # it was inherited
+                delattr(owner, name)
+
+        self._undo.callback(undo)
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a function by one that returns ``around(function, *args, **kwargs)``.
+
+        Errors of ``around`` reach the program, also with ``fail``.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        self.replace(owner, name, call)
+
+    def before(self, owner: Any, name: str, listener: Listener) -> None:
+        """Call ``listener(*args, **kwargs)`` before each call of a function, with its arguments."""
+        original, hook = getattr(owner, name), self._hook(listener)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            hook(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        self.replace(owner, name, call)
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def forwards(self, model: nn.Module, begins: Listener, ends: Listener) -> None:
+        """Call ``begins(model, args, kwargs)`` and ``ends(model, args, kwargs, output)`` at the forwards of a model."""
+        before, behind = self._hook(begins), self._hook(ends)
+        if (compiled := compiled_call(model)) is not None:
+            # Around the compiled function, as hooks inside would be compiled.
+            def call(*args: Any, **kwargs: Any) -> Any:
+                before(model, args, kwargs)
+                output = compiled(*args, **kwargs)
+                behind(model, args, kwargs, output)
+                return output
+
+            self.replace(model, COMPILED_CALL, call)
+        else:
+            self._undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+            self._undo.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
+
+    def all_forwards(self, begins: Listener | None = None, ends: Listener | None = None) -> None:
+        """Call ``begins(module, args)`` and ``ends(module, args, output)`` at the forwards of all modules.
+
+        They are called before hooks of the module itself, so ``ends`` sees the whole parameters of ``fully_shard``.
+        torch warns of such hooks when it calls a compiled model; ``before(nn.Module, "__call__", ...)`` avoids that.
+        """
+        if begins is not None:
+            self._undo.callback(register_module_forward_pre_hook(self._hook(begins)).remove)
+        if ends is not None:
+            self._undo.callback(register_module_forward_hook(self._hook(ends)).remove)
+
+    # [Note: the end of backward]
+    # A backward begins with the first gradient of an output of the model. Then a callback is queued for its end.
+    # Autograd calls such callbacks in order. torch's DistributedDataParallel queues the callback that waits for its
+    # buckets later, when the last bucket has been launched, so ours is called at the end of this rank's own work. It
+    # then queues a second callback after all others, which is called when the gradients are reduced. On CUDA, both are
+    # called after waiting for the streams of backward, so events mark the same moments on the device.
+
+    def backward(
+        self, begins: Listener, own_work_done: Listener, ends: Listener, *, is_watching: Callable[[], bool]
+    ) -> Callable[[Tensor], None]:
+        """Return a hook for the outputs of a forward (``tensor.register_hook``), which reports their backward.
+
+        Each backward calls ``begins()`` at its first gradient, in a thread of autograd on CUDA, ``own_work_done()``
+        and ``ends()``; see [Note: the end of backward]. Nothing is called while ``is_watching()`` is false.
+        """
+        task = -1
+        at_end = self._hook(ends)
+
+        def finish() -> None:
+            own_work_done()
+            queue_callback(at_end)
+
+        at_own_end = self._hook(finish)
+
+        def first_gradient(_: Tensor) -> None:
+            nonlocal task
+            current = current_graph_task_id()
+            if current in (-1, task) or not is_watching():
+                return
+            task = current
+            begins()
+            queue_callback(at_own_end)
+
+        return self._hook(first_gradient)
+
+    # --- loaders ------------------------------------------------------------------------------------------------------
+
+    def loaders(
+        self,
+        around: Callable[[Callable[[], Any], int | None], Any],
+        chosen: Sequence[DataLoader[Any]] | None = None,
+    ) -> None:
+        """Call ``around(fetch, batch_size)`` at each start of a DataLoader and each request for a batch.
+
+        It must return ``fetch()``. Loaders may be nested: then a ``fetch`` contains further calls of ``around``.
+
+        Args:
+            around: ``fetch()`` returns the iterator or the batch. The batch size is ``None`` at the start, and if a
+                sampler defines it.
+            chosen: Only these loaders; all of the process by default.
+        """
+        # Weak references, so that loaders, iterators and their processes end as without hooks.
+        observed: weakref.WeakSet[Any] = weakref.WeakSet()
+        sizes: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+        for each in chosen or ():
+            observed.add(getattr(each, "base_dataloader", None) or each)  # Accelerate's loaders contain one
+
+        def start(original: Callable[..., Any], loader: Any) -> Any:
+            if chosen is not None and loader not in observed:
+                return original(loader)
+            iterator = around(lambda: original(loader), None)
+            sizes[iterator] = _batch_size(loader)
+            return iterator
+
+        def fetch(original: Callable[..., Any], iterator: Any) -> Any:
+            if chosen is not None and iterator not in sizes:
+                return original(iterator)
+            return around(lambda: original(iterator), sizes.get(iterator))
+
+        self.wrap(DataLoader, "__iter__", start)
+        self.wrap(BaseDataLoaderIter, "__next__", fetch)
+
+    # --- optimizers ---------------------------------------------------------------------------------------------------
+
+    def optimizers(self, begins: Listener | None = None, ends: Listener | None = None) -> None:
+        """Call ``begins(optimizer, args, kwargs)`` and ``ends(...)`` at the steps of all optimizers.
+
+        They must not `close` this: torch iterates over its hooks while it calls them.
+        """
+        if begins is not None:
+            self._undo.callback(register_optimizer_step_pre_hook(self._hook(begins)).remove)
+        if ends is not None:
+            self._undo.callback(register_optimizer_step_post_hook(self._hook(ends)).remove)
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def collectives(self, before: Listener) -> None:
+        """Call ``before(name, group, *args, **kwargs)`` before the collectives of all groups, with their arguments.
+
+        torch's DistributedDataParallel starts its collectives in C++, where no hook sees them. It gets, in its first
+        forward, the communication hook with which it does the same from Python; torch cannot remove that again.
+        """
+        from lockstep.comm.collectives import Group, stock_comm_hooks
+        from lockstep.comm.shm.process_group import CpuProcessGroup
+
+        for kind in (Group, CpuProcessGroup):
+            for name in filter(_COLLECTIVE.match, list(vars(kind))):
+                self.before(kind, name, functools.partial(before, name))
+
+        def hook_torchs(module: nn.Module, _: Any) -> None:
+            # By name, as --adopt puts our class in the place of torch's.
+            kind = type(module)
+            is_torchs = kind.__module__.startswith("torch.") and kind.__name__ == "DistributedDataParallel"
+            if is_torchs and not comm_hooks_of(module):
+                module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
+
+        self.all_forwards(hook_torchs)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward, which may recompute forwards."""
+    return current_graph_task_id() != -1
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return the function set by ``module.compile()``, which calls module and hooks; None if there is none."""
+    return getattr(module, COMPILED_CALL, None)
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the batch size of a loader; None if its sampler defines it."""
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
