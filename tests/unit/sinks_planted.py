@@ -31,6 +31,7 @@ def snapshot(step, *events, **changes):
     ranks = []
     for rank in range(2):
         values = {"age_s": 0.5 * rank, "step_s": 0.1, "forward_s": 0.02 + 0.02 * rank, "exposed_s": 0.03 - 0.02 * rank}
+        values["own_s"] = values["step_s"] - values["exposed_s"]
         who = {"rank": rank, "host": "here", "device": "cpu", "step": step, "num_steps": 4}
         ranks.append(RankFigures(**who, values={**values, **about}))
     fields = {

@@ -38,7 +38,11 @@ def ranks(*own_s, core_wait_s=0.0):
     found = []
     for rank, each in enumerate(own_s):
         values = {"step_s": step_s + core_wait_s, "exposed_s": step_s - each, "data_wait_s": 0.002}
-        values |= {"optimizer_s": 0.002, **dict.fromkeys(("forward_s", "backward_s"), (each - 0.004) / 2)}
+        values |= {
+            "own_s": each + core_wait_s,
+            "optimizer_s": 0.002,
+            **dict.fromkeys(("forward_s", "backward_s"), (each - 0.004) / 2),
+        }
         values |= {"core_wait_s": core_wait_s} if core_wait_s else {}
         found.append(RankFigures(rank=rank, num_steps=5, values=values))
     return with_waits(found)
@@ -92,7 +96,7 @@ def test_means_over_the_steps_since_the_last_look():
     assert (first.step, first.num_steps, first["step_s"]) == (8, 1, pytest.approx(0.12))
     assert (seen.step, seen.num_steps, seen["rss_bytes"], seen["gpu_percent"]) == (10, 2, 5, None)
     assert seen["step_s"] == pytest.approx(0.024) and seen["slowest_s"] == pytest.approx(0.036)
-    assert seen["exposed_s"] == pytest.approx(0.004) and with_waits([seen])[0]["own_s"] == pytest.approx(0.02)
+    assert seen["exposed_s"] == pytest.approx(0.004) and seen["own_s"] == pytest.approx(0.02)
     assert (interval["samples_per_s"], interval["tokens_per_s"]) == (16 / 0.04, 200 / 0.04)
     assert interval["loss"] == 0.5
     assert found.whole_run()["step_s"] == pytest.approx(0.024), "the first step is left out"

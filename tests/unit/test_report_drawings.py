@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
 from lockstep.study.report import run_page
-from lockstep.study.report.run_page import _curve, draw, figure_tables
+from lockstep.study.report.run_page import _curve, draw, ranks_table
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
 from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, write_run
 
@@ -126,7 +126,7 @@ def test_evaluations_are_drawn_beside_the_training_loss_and_by_metric(tmp_path):
 
 def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
     ranks = [[*steps(), *machine_lines(**GPU)], [*steps(), *machine_lines(**{**GPU, "gpu_percent": 40.0})]]
-    table = figure_tables(view_run(write_run(tmp_path / "run", ranks)))[0]
+    table = ranks_table(view_run(write_run(tmp_path / "run", ranks)))
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["GPU busy, %"] for row in rows] == ["90", "40"]
     assert [row["CPU, % of a core"] for row in rows] == ["95", "95"]

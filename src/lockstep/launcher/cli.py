@@ -300,6 +300,10 @@ def _monitoring(args: argparse.Namespace) -> Iterator[None]:
                 raise ConfigurationError(f"--{name} needs --monitor.\nAdd --monitor DIR, or omit --{name}.")
         yield
         return
+    if args.log_to is not None:
+        from lockstep.telemetry.sinks import parse_targets  # imports torch
+
+        parse_targets(args.log_to)
     if args.no_python:
         raise ConfigurationError(
             "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."

@@ -20,13 +20,13 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.errors import ConfigurationError
 from lockstep.observe.observation import Observation, find_place, trained_parameters
-from lockstep.observe.steps import Step, updates
+from lockstep.observe.steps import updates
 from lockstep.telemetry.instrument import Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import num_restarts
 from lockstep.telemetry.recorder import Place
 from lockstep.telemetry.sinks import parse_targets
-from lockstep.telemetry.step_times import Number
+from lockstep.telemetry.step_times import Number, StepMarks
 from lockstep.train.settings import ViewName
 
 # --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Watch:
         self._observation, self.run_dir = observation, observation.run_dir
 
     @property
-    def _step(self) -> Step | None:
+    def _step(self) -> StepMarks | None:
         return self._observation.steps.current if self._observation.steps.is_watching else None
 
     @property

@@ -24,7 +24,7 @@ from lockstep.comm.clocks import ClockOffset
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
-from lockstep.observe.steps import Hooks, Step, Steps, num_samples
+from lockstep.observe.steps import Hooks, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.run_folder import FailureRecord, current_run_folder
 from lockstep.telemetry.figures import Snapshot
@@ -33,7 +33,7 @@ from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import EventName, num_restarts
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
 from lockstep.telemetry.sinks import open_sinks, run_info
-from lockstep.telemetry.step_times import Reduction
+from lockstep.telemetry.step_times import Reduction, StepMarks
 from lockstep.train.fit import Display
 from lockstep.train.settings import ViewName
 
@@ -67,18 +67,16 @@ class Engine:
         for module in self.ours:
             module.stamp_buckets(None)
 
-    def take(self) -> list[Reduction]:
-        """Return the record of the backward that has just ended."""
-        return [found for each in self.stamps if (found := each.take()) is not None]
+    def take(self) -> list[Reduction] | None:
+        """Return the record of the backward that has just ended, if the engine takes one."""
+        return [found for each in self.stamps if (found := each.take()) is not None] if self.ours else None
 
-    def complete(self, step: Step) -> None:
-        """Add to a completed step its communication, and which phases could not be observed."""
-        if self.kind == "torch-ddp":
-            step.reductions = [Reduction(waited=wait) for wait in step.waits]
-        is_known = self.kind == "single" or (step.has_backward and self.kind in ("ddp", "torch-ddp"))
+    def complete(self, step: StepMarks) -> None:
+        """Complete what is known of the communication in a step."""
+        if self.kind not in ("ddp", "torch-ddp"):
+            step.reductions = []
+        is_known = self.kind == "single" or (self.kind in ("ddp", "torch-ddp") and "backward" not in step.unseen)
         step.exposed_s = 0.0 if is_known else None
-        seen = {"data_wait": step.sees_batches, "forward": step.has_forward, "backward": step.has_backward}
-        step.unseen = frozenset(phase for phase, is_seen in seen.items() if not is_seen)
         step.has_timeline = has_timeline(step.number)
 
 
@@ -220,13 +218,13 @@ class Observation:
 
     # --- from the hooks, by way of Steps ---
 
-    def opened(self, step: Step) -> None:
+    def opened(self, step: StepMarks) -> None:
         """A step has begun."""
         # Single buckets get time stamps only in steps with a timeline.
         for each in self._engine.stamps:
             each.closely = has_timeline(step.number)
 
-    def done(self, step: Step) -> None:
+    def done(self, step: StepMarks) -> None:
         """Record a step, which the device may not have completed. Does not block."""
         self._engine.complete(step)
         # Assumes batches of equal size on all ranks, as a collective in the loop of the script is not allowed.

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from importlib.resources import files
 from types import ModuleType
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from lockstep.telemetry.step_times import PARTS, Part
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#999999"
+
+# Of all pages, which contain it.
+STYLE = files("lockstep.study").joinpath("page.css").read_text()
 
 # Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
@@ -197,7 +201,7 @@ def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], comma
 </footer>"""
 
 
-def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str, style: str = "") -> str:
+def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:
     """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
     return f"""<!doctype html>
 <html lang="en">
@@ -205,7 +209,7 @@ def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], b
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{STYLE}{style}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <a class="skip" href="#figures">To the figures</a>
@@ -217,38 +221,4 @@ def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], b
 </main>
 </body>
 </html>
-"""
-
-
-STYLE = """
-:root { color-scheme: light dark; --ground: #fcfcfa; --text: #1c1c1e; --soft: #5c5c63; --line: #d5d5d8; --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #17171a; --text: #ececee; --soft: #a3a3ab; --line: #3c3c42; --card: #1f1f23; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 68rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.soft, li.soft, footer { color: var(--soft); }
-.verdict { padding: 0; list-style: none; }
-.verdict li { margin: .4rem 0; }
-.verdict li:first-child { font-size: 1.2rem; font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-figure { margin: 0; padding: .75rem 1rem; border: 1px solid var(--line); border-radius: .5rem; }
-figure { background: var(--card); }
-figcaption { font-weight: 600; margin-bottom: .5rem; }
-.note { margin: 0 0 .5rem; font-size: .9rem; color: var(--soft); }
-svg { display: block; width: 100%; height: auto; max-width: 34rem; }
-svg text { font-family: system-ui, sans-serif !important; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--ground); }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
-thead th { color: var(--soft); font-weight: 500; }
-code { overflow-wrap: anywhere; }
-.skip { position: absolute; left: -100rem; }
-.skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
-footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; font-size: .85rem; }
 """

@@ -105,12 +105,9 @@ def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
     least_s = min((wait_s for each in ranks if (wait_s := each["exposed_s"]) is not None), default=0.0)
     found = []
     for each in ranks:
-        values, step_s, wait_s = dict(each.values), each["step_s"], each["exposed_s"]
-        if step_s is not None:
-            values["own_s"] = step_s - (wait_s or 0.0)
-        if wait_s is not None:
-            values |= {"wire_s": least_s, "peers_s": wait_s - least_s}
-        found.append(replace(each, values=values))
+        wait_s = each["exposed_s"]
+        waits = {} if wait_s is None else {"wire_s": least_s, "peers_s": wait_s - least_s}
+        found.append(replace(each, values={**each.values, **waits}))
     return tuple(found)
 
 

@@ -41,7 +41,7 @@ from lockstep.telemetry.record import (
     num_restarts,
 )
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, seconds_between
+from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
 PERIOD_S = 1.0
 # Until the first beat, as a run may be short.
@@ -149,49 +149,7 @@ class Delivery:
 
 # --- the figures of one rank ------------------------------------------------------------------------------------------
 
-# The times whose means a rank reports; what it waited for others is only known with the figures of all.
-_MEANS = tuple(name for name in TIMES if name != "peers_s")
 _FIGURES = frozenset(each.name.removeprefix("rank/") for each in RANK_METRICS)
-
-
-class Sums:
-    """Sums over steps; of each time over the steps in which it is known."""
-
-    def __init__(self) -> None:
-        self.num_steps = self._num_samples = self._num_counted_samples = 0
-        self._slowest_s = self._seconds = self._num_counted = 0.0
-        self._times: dict[str, tuple[float, int]] = {}
-
-    def add(self, step: StepMarks, times: StepTimes) -> None:
-        """Add a step."""
-        self.num_steps += 1
-        self._num_samples += step.samples
-        if step.counted is not None:
-            self._num_counted += float(step.counted)
-            self._num_counted_samples += step.samples
-        self._seconds += times.total_s if step.interval_s is None else step.interval_s
-        self._slowest_s = max(self._slowest_s, times.total_s)
-        for name in _MEANS:
-            if (value := getattr(times, name)) is not None:
-                total, count = self._times.get(name, (0.0, 0))
-                self._times[name] = total + value, count + 1
-
-    def means(self) -> dict[str, Any]:
-        """Return the means by the names of `RANK_METRICS`; empty if there was no step."""
-        if not self.num_steps:
-            return {}
-        means = {name: total / count for name, (total, count) in self._times.items()}
-        return {"step_s": means.pop("total_s"), "slowest_s": self._slowest_s, **means}
-
-    def rates(self) -> dict[str, float]:
-        """Return the rates by the names of `Snapshot`; empty if there was no step."""
-        if not (self._seconds and self._num_samples):
-            return {}
-        rates = {"samples_per_s": self._num_samples / self._seconds}
-        # Not every step's loss and count are copied from the device: the mean of the known ones is used.
-        if self._num_counted_samples:
-            rates["tokens_per_s"] = self._num_counted / self._num_counted_samples * rates["samples_per_s"]
-        return rates
 
 
 class RankMeans:
@@ -206,21 +164,24 @@ class RankMeans:
     def __init__(self, rank: int, device: str, first_step: int = 0) -> None:
         self.num_done = self._sampled_at = first_step
         self._who: dict[str, Any] = {"rank": rank, "host": platform.node(), "device": device}
-        # Since the last `read`, and over all steps but the first.
-        self._new, self._whole, self._num_steps = Sums(), Sums(), 0
-        self._means: dict[str, Any] = {}
+        # The times of the steps since the last `read`; their seconds, samples and counts. Not the marks, whose events
+        # would serve again later.
+        self._new: list[tuple[StepTimes, float, int, float | None]] = []
+        self._values: dict[str, Any] = {}
         self._machine: Line = {}
         self._step_sent: float | None = None
         self._last: dict[str, float | None] = {}
+        # Over all steps but the first, which allocates and compiles, and counts only until there is another.
+        self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
 
     def add(self, step: StepMarks, times: StepTimes) -> None:
         """Add a step."""
         self.num_done = step.number + 1
-        self._num_steps += 1
-        if self._num_steps == 2:  # the first step allocates and compiles, and counts only until there is another
-            self._whole, self._new = Sums(), Sums()
-        self._whole.add(step, times)
-        self._new.add(step, times)
+        if self._is_first and (self._new or self._num_steps):
+            self._new, self._num_steps, self._is_first = [], 0, False
+        counted = None if step.counted is None else float(step.counted)
+        lasted_s = times.total_s if step.interval_s is None else step.interval_s
+        self._new.append((times, lasted_s, step.samples, counted))
         if (loss := step.loss) is not None:
             norm = None if step.grad_norm is None else float(step.grad_norm)
             self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
@@ -236,17 +197,47 @@ class RankMeans:
 
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
-        new, self._new = self._new, Sums()
+        new, self._new = self._new, []
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
-        self._means = new.means() or self._means
-        self._last |= new.rates()
-        values = {"age_s": 0.0, **self._means, **self._machine, "step_sent_bytes": self._step_sent}
-        return RankFigures(**self._who, step=self.num_done, num_steps=new.num_steps, values=values), dict(self._last)
+        if new:
+            all_times = [times for times, *_ in new]
+            means = combine(all_times)
+            self._whole = _mean_of_two(self._whole, self._num_steps, means, len(new))
+            self._num_steps += len(new)
+            self._values = {**_values_of(means), "slowest_s": max(times.total_s for times in all_times)}
+            seconds, samples = sum(each[1] for each in new), sum(each[2] for each in new)
+            if seconds and samples:
+                rate = self._last["samples_per_s"] = samples / seconds
+                # Not every step's loss and count are copied from the device: the mean of the known ones is used.
+                counts = [(count, samples) for *_, samples, count in new if count is not None]
+                if counted := sum(samples for _, samples in counts):
+                    self._last["tokens_per_s"] = sum(count for count, _ in counts) / counted * rate
+        values = {"age_s": 0.0, **self._values, **self._machine, "step_sent_bytes": self._step_sent}
+        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), dict(self._last)
 
     def whole_run(self) -> RankFigures:
-        """Return the means over all steps without the first, unless it is the only one."""
-        means = self._whole.means()
-        return RankFigures(**self._who, step=self.num_done, num_steps=self._whole.num_steps, values=means)
+        """Return the means over all steps that were read."""
+        values = _values_of(self._whole) if self._num_steps else {}
+        return RankFigures(**self._who, step=self.num_done, num_steps=self._num_steps, values=values)
+
+
+def _values_of(means: StepTimes) -> dict[str, float | None]:
+    """Return times by the names of `RANK_METRICS`; what a rank waited for others follows from the figures of all."""
+    values = {name: getattr(means, name) for name in TIMES}
+    del values["peers_s"]
+    step_s = values.pop("total_s")
+    return {"step_s": step_s, "own_s": step_s - (means.exposed_s or 0.0), **values}
+
+
+def _mean_of_two(one: StepTimes, num_one: int, two: StepTimes, num_two: int) -> StepTimes:
+    """Return the mean of ``num_one`` and ``num_two`` steps from their means."""
+    share = num_two / (num_one + num_two)
+    found: dict[str, Any] = {name: getattr(two, name) for name in TIMES}
+    for name, now in found.items():
+        before = getattr(one, name) if num_one else None
+        if before is not None:
+            found[name] = before if now is None else before + share * (now - before)
+    return StepTimes(**found)
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------

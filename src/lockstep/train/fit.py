@@ -297,6 +297,7 @@ class Run:
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        signals.num_steps_done = lambda: trainer.num_steps_done
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
@@ -306,7 +307,8 @@ class Run:
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._throughput = Throughput()
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
@@ -573,7 +575,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
     with (
         init() as world,
         explaining_worker_failures(world.rank),
-        StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
+        StopSignals(saves=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):

@@ -79,6 +79,7 @@ class Trainer:
         stop_requested, failure_seen: Flags that this rank sends to the others with each step: whether the run is to
             stop, and whether something failed outside of the steps, such as a write to disk.
         caveats: Reasons why the bits may differ from those of another run, to be shown to the user.
+        changes: What the plan of a resumed run has changed, such as ``steps from 100 to 200``.
 
     Raises:
         ConfigurationError: Task, settings and devices cannot be combined.
@@ -94,6 +95,7 @@ class Trainer:
         )
         late = reproducible.find_late_cublas(self.device) if self.arithmetic.deterministic else None
         self.caveats = [] if late is None else [late]
+        self.changes: list[str] = []
         self.stop_requested: Callable[[], bool] = bool  # which returns False
         self.failure_seen: Callable[[], bool] = bool
         self.num_steps_done = self._num_updates = 0
@@ -573,6 +575,16 @@ class Trainer:
             identity |= {"reproducible": settings.reproducible, "threads": self.arithmetic.threads}
         return identity
 
+    def _planned(self) -> dict[str, Any]:
+        """Return the values that may change when a run is resumed, by name; a line says which have."""
+        rate, base = self.plan.learning_rate, self._base_rates
+        return {
+            "steps": self.plan.num_steps,
+            "schedule": rate.decay if isinstance(rate.decay, str) else "of the task",
+            "warmup": rate.warmup,
+            "learning rate": ", ".join(f"{each * rate.scale:.6g}" for each in dict.fromkeys(base)),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state of the run. Collective: every rank of the group."""
         self.settle()
@@ -580,6 +592,7 @@ class Trainer:
         return {
             **({} if compressed is None else {"compression": compression_state(compressed)}),
             "run": self._identity(),
+            "plan": self._planned(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
@@ -615,6 +628,12 @@ class Trainer:
             ) from error
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler = step_parts.GradScaler(**state["scaler"])
+        before = state.get("plan", {})
+        self.changes = [
+            f"{name} from {before[name]} to {value}"
+            for name, value in self._planned().items()
+            if before.get(name, value) != value
+        ]
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))

@@ -1,8 +1,8 @@
 """Advice on what to change in a run, with a predicted gain."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.study.common import MIB
@@ -98,10 +98,9 @@ def advise(facts: Facts) -> list[Advice]:
     """
     if facts.step_s <= 0:
         return []
-    if largest_part(facts.critical) == "core_wait":  # the other times of such a run do not show what could be gained
-        return [advice for advice in [_cores(facts)] if advice is not None]
-    found = [advice for rule in _RULES if (advice := rule(facts)) is not None and advice.gain >= WORTH]
-    found += [advice for advice in _pauses(facts) if advice.gain >= WORTH]
+    # The other times of a run that mostly waits for cores do not show what could be gained.
+    rules = [_cores] if largest_part(facts.critical) == "core_wait" else _RULES
+    found = [advice for rule in rules for advice in rule(facts) if advice.gain >= WORTH]
     return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
 
@@ -156,19 +155,18 @@ def _crowded(cores: Cores) -> tuple[str, str]:
     return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
 
 
-def _cores(facts: Facts) -> Advice | None:
+def _cores(facts: Facts) -> Iterator[Advice]:
     # At most, as ranks that run at the same time compete for memory.
     why, change = who_has_the_cores(facts.cores)
-    if not change:
-        return None
-    cause = f"The ranks wait for a core during {facts.share('core_wait')} of the step, as {why}"
-    return Advice(cause, change, facts.gain(facts.critical.part("core_wait")), bound="at most")
+    if change:
+        cause = f"The ranks wait for a core during {facts.share('core_wait')} of the step, as {why}"
+        yield Advice(cause, change, facts.gain(facts.critical.part("core_wait")), bound="at most")
 
 
-def _loading(facts: Facts) -> Advice | None:
+def _loading(facts: Facts) -> Iterator[Advice]:
     # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
     if facts.workers is None or (facts.straggler is not None and facts.straggler.part == "data_wait"):
-        return None
+        return
     wait_s, rest_s = facts.critical.part("data_wait"), facts.step_s - facts.critical.part("data_wait")
     # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
@@ -181,27 +179,27 @@ def _loading(facts: Facts) -> Advice | None:
         step_s = max(step_s, has * facts.step_s)
     # On CPUs, loaders also take time from the ranks: in bench/advice.py, a run became slower where less was predicted.
     if facts.device == "cpu" and facts.step_s / step_s < _WORTH_WORKERS_ON_CPU:
-        return None
+        return
     cause = f"Data wait is {facts.share('data_wait')} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {facts.workers} (--workers {workers})"
-    return Advice(cause, change, facts.step_s / step_s, bound="at most" if facts.device == "cpu" else "about")
+    yield Advice(cause, change, facts.step_s / step_s, bound="at most" if facts.device == "cpu" else "about")
 
 
-def _slow_rank(facts: Facts) -> Advice | None:
+def _slow_rank(facts: Facts) -> Iterator[Advice]:
     slow = facts.straggler
     if slow is None:
-        return None
+        return
     # All others wait for it, so all lose this time.
     where = PARTS[slow.part].doing
     took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
     change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
-    return Advice(cause, change, facts.gain(slow.lost_s))
+    yield Advice(cause, change, facts.gain(slow.lost_s))
 
 
-def _too_small(facts: Facts) -> Advice | None:
+def _too_small(facts: Facts) -> Iterator[Advice]:
     if facts.num_ranks < 2 or facts.straggler is not None:  # which is why the others wait
-        return None
+        return
     critical = facts.critical
     # One device computes all shares one after the other, without an exchange. On CPUs the process could also use the
     # cores of the other ranks. As its use of them is unknown, the prediction does not include it, and is a lower bound.
@@ -212,27 +210,27 @@ def _too_small(facts: Facts) -> Advice | None:
     cause = f"{why}: computing is {facts.share('forward', 'backward')} of the step on {facts.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
     alone, bound = ("--devices 1 --threads 1", "at least") if facts.device == "cpu" else ("--devices 1", "about")
-    return Advice(cause, f"one device ({alone})", facts.step_s / alone_s, bound=bound)
+    yield Advice(cause, f"one device ({alone})", facts.step_s / alone_s, bound=bound)
 
 
-def _optimizer(facts: Facts) -> Advice | None:
+def _optimizer(facts: Facts) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
     if facts.num_ranks < 2 or facts.strategy != "ddp" or facts.num_machines > 1:
-        return None
+        return
     saved_s = facts.critical.part("optimizer") * (1 - 1 / facts.num_ranks)
     if saved_s < _DIVIDED_SHARE * facts.step_s:
-        return None
+        return
     cause = f"The optimizer is {facts.share('optimizer')} of the step, the same on every rank"
-    return Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
+    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
 
 
-def _larger_batch(facts: Facts) -> Advice | None:
+def _larger_batch(facts: Facts) -> Iterator[Advice]:
     # The time that does not depend on the number of samples is then spent less often.
-    critical, rarer, alone = facts.critical, 1 - 1 / _TIMES, _too_small(facts)
-    if facts.num_ranks > 1 and (alone is None or alone.gain < WORTH):
+    critical, rarer = facts.critical, 1 - 1 / _TIMES
+    if facts.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(facts)):
         # Accumulation needs no more memory. The update is less frequent, too.
         if facts.gain(rarer * critical.part("wire")) < WORTH:
-            return None
+            return
         fixed_s, pieces = critical.part("wire", "optimizer"), _TIMES * facts.accumulate
         cause = f"Exposed communication is {facts.share('wire')} of the step"
         flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
@@ -240,68 +238,51 @@ def _larger_batch(facts: Facts) -> Advice | None:
     else:
         fixed_s = critical.part("wire", "optimizer", "other")
         if fixed_s < _OVERHEAD * facts.step_s:
-            return None
+            return
         size = f" {_TIMES * facts.global_batch_size}" if facts.global_batch_size else ""
         cause = f"{facts.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
         change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
-    return Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
+    yield Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
 
 
-def _pauses(facts: Facts) -> list[Advice]:
+def _pauses(facts: Facts) -> Iterator[Advice]:
     flags = {"evaluation": "--eval-every", "checkpoint": "--checkpoint-every"}
-    return [
-        Advice(
-            f"Training pauses for {event}s during {share:.0%} of the run",
-            f"half as many of them ({flags[event]} STEPS)",
-            1 / (1 - min(share, 0.99) / 2),
-        )
-        for event, share in (facts.paused_share or {}).items()
-    ]
+    for event, share in (facts.paused_share or {}).items():
+        cause = f"Training pauses for {event}s during {share:.0%} of the run"
+        yield Advice(cause, f"half as many of them ({flags[event]} STEPS)", 1 / (1 - min(share, 0.99) / 2))
 
 
-# Rules about the exchange of gradients.
+# Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
+_METHODS = {
+    "rounding gradients for the exchange (--compression bf16)": (Method("bf16", cost=Cost(0.5)), True),
+    "rounding gradients to 8 bits, with error feedback (--compression int8)": (Method("int8", cost=Cost(0.25)), True),
+    "exchanging parameters every 8 steps (--strategy local-sgd)": (Method("local-sgd", sync_every=8), False),
+}
 
 
-def _rounding(facts: Facts) -> Advice | None:
-    # Half the bytes take half the time, unless most of it is latency.
-    if facts.gradient_bytes < LARGE_BYTES or facts.is_compressed or facts.strategy != "ddp":
-        return None
-    if facts.device == "cpu" and facts.num_machines == 1:
-        return None  # in shared memory, rounding takes as long as adding
-    change = "rounding gradients for the exchange (--compression bf16)"
-    if (found := _over_network(facts, Method("bf16", cost=Cost(0.5)), change)) is not None:
-        return found
-    cause = f"Exposed communication is {facts.share('wire')} of the step"
-    return Advice(cause, change, facts.gain(facts.critical.part("wire") / 2))
+def _exchange(facts: Facts) -> Iterator[Advice]:
+    network, cause = facts.network, f"Exposed communication is {facts.share('wire')} of the step"
+    if facts.strategy != "ddp":
+        return
+    for change, (method, keeps_run) in _METHODS.items():
+        is_rounding = method.name == "bf16"
+        if (facts.is_compressed and keeps_run) or (is_rounding and facts.gradient_bytes < LARGE_BYTES):
+            continue
+        if network is not None and network.link is not None:
+            sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
+            where = f"{cause} ({sent} at {network.link.bytes_per_s / 1e6:.3g} MB/s)"
+            ways = (Method("ddp"), method)
+            now, then = (predict_step(network.profile, way, network.link, network.num_machines) for way in ways)
+            # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
+            bound = "at most" if facts.device == "cpu" else "about"
+            yield Advice(where, change, now.seconds / then.seconds, keeps_run, bound)
+        elif is_rounding and (facts.device != "cpu" or facts.num_machines > 1):
+            # Half the bytes take half the time, unless most of it is latency. In shared memory, rounding takes as long
+            # as adding.
+            yield Advice(cause, change, facts.gain(facts.critical.part("wire") / 2))
 
 
-def _quantizing(facts: Facts) -> Advice | None:
-    change = "rounding gradients to 8 bits, with error feedback (--compression int8)"
-    return None if facts.is_compressed else _over_network(facts, Method("int8", cost=Cost(0.25)), change)
-
-
-def _local_steps(facts: Facts) -> Advice | None:
-    change = "exchanging parameters every 8 steps (--strategy local-sgd)"
-    found = _over_network(facts, Method("local-sgd", sync_every=8), change)
-    return None if found is None else replace(found, keeps_run=False)
-
-
-def _over_network(facts: Facts, method: Method, change: str) -> Advice | None:
-    """Return the advice for a method between the machines of the run; None if the link is unknown."""
-    network = facts.network
-    if network is None or network.link is None or facts.strategy != "ddp":
-        return None
-    sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
-    rate = f"{network.link.bytes_per_s / 1e6:.3g} MB/s"
-    cause = f"Exposed communication is {facts.share('wire')} of the step ({sent} at {rate})"
-    now, then = (
-        predict_step(network.profile, each, network.link, network.num_machines) for each in (Method("ddp"), method)
-    )
-    # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
-    return Advice(cause, change, now.seconds / then.seconds, bound="at most" if facts.device == "cpu" else "about")
-
-
-_RULES = (_cores, _loading, _slow_rank, _rounding, _quantizing, _local_steps, _optimizer, _too_small, _larger_batch)
+_RULES = (_cores, _loading, _slow_rank, _exchange, _optimizer, _too_small, _larger_batch, _pauses)
 
 
 def find_facts(run: Recorded, device: str, figures: Figures, network: Network | None) -> Facts:

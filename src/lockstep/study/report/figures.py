@@ -84,15 +84,11 @@ def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None
 
 
 def _slowest_link(run: Recorded) -> str:
-    rates = [
-        (line.figures["link_bytes_per_s"], f"{record.host} (rank {rank}) to {line.link_peer}")
-        for rank, record in run.ranks.items()
-        for line in record.machine
-        if line.figures.get("link_bytes_per_s")
-    ]
     by_link: dict[str, list[float]] = {}
-    for rate, name in rates:
-        by_link.setdefault(name, []).append(rate)
+    for rank, record in run.ranks.items():
+        for line in record.machine:
+            if per_s := line.figures.get("link_bytes_per_s"):
+                by_link.setdefault(f"{record.host} (rank {rank}) to {line.link_peer}", []).append(per_s)
     if not by_link:
         return ""
     slowest = min(by_link, key=lambda name: median(by_link[name]))

@@ -25,19 +25,6 @@ from lockstep.study.report.view import BaselineComparison, View, compare_with_ba
 from lockstep.telemetry.record import StepLine, Timeline
 from lockstep.telemetry.step_times import PARTS
 
-STYLE = """
-.gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
-.gaps h2 { margin: 0; }
-section li { margin: .3rem 0; }
-.verdict > li:nth-child(3) { border-left: .25rem solid #0072B2; padding-left: .75rem; }
-@media (max-width: 30rem) { figure { padding: .75rem .5rem; } figcaption, .note { padding: 0 .25rem; } }
-details { margin: .5rem 0; }
-summary { cursor: pointer; color: var(--soft); }
-summary:focus-visible, .scroll:focus-visible { outline: 2px solid #0072B2; outline-offset: 2px; }
-tr.differs th, tr.differs td { font-weight: 600; }
-@media print { details > * { display: block; } }
-"""
-
 _MOST_ADVICE = 6
 _MOST_EVENTS = 200
 _MOST_METRICS = 6
@@ -120,7 +107,7 @@ def render(view: View, baseline: BaselineComparison | None = None, costs: Sequen
 <div class="plots">
 {"".join(plots)}
 </div>
-{_folded(figure_tables(view))}
+{_folded([ranks_table(view), _events(view)])}
 {_listing("What it used", costs)}
 <h2>The run</h2>
 {_folded(about_tables(view, baseline))}
@@ -132,7 +119,7 @@ for it.</p>
 </footer>"""
     hosts = len({record.host for record in view.run.ranks.values()})
     subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
-    return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body, STYLE)
+    return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
 
 
 def _listing(heading: str, texts: Sequence[str], look: str = "", note: str = "") -> str:
@@ -170,11 +157,6 @@ LOADS = {
 }
 
 
-def figure_tables(view: View) -> list[Table]:
-    """Return the tables of the measurements."""
-    return [_by_rank(view), _events(view)]
-
-
 def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
     """Return the tables of program and machine; with a baseline in a second column, and differences marked."""
     views = [view] if baseline is None else [view, baseline.view]
@@ -191,7 +173,7 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
     return found
 
 
-def _by_rank(view: View) -> Table:
+def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
     figures = view.figures
     peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
@@ -263,7 +245,7 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     metrics = list(found)[:_MOST_METRICS]
     plots = [
         _parts(view),
-        _curve(view, None, "Throughput", "samples/s", _rate),
+        _curve(view, None, "Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
         _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
         *(_curve(view, baseline, f"Evaluation: {name}", "evaluated", metric=name) for name in metrics),
         _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
@@ -271,10 +253,6 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
         draw_timeline(view),
     ]
     return [plot for plot in plots if plot is not None]
-
-
-def _rate(step: StepLine) -> float:
-    return step.samples / step.lasted_s if step.lasted_s else math.nan
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
@@ -303,12 +281,7 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 # The looks of a run in curves: its steps, its evaluations; then those of the run that it is compared with.
-_LOOKS: tuple[dict[str, Any], ...] = (
-    {"color": drawing.BLUE, "linestyle": "-"},
-    {"color": drawing.GREEN, "linestyle": "-", "marker": "o", "markersize": 4},
-    {"color": drawing.VERMILION, "linestyle": "--"},
-    {"color": drawing.TEXT, "linestyle": "--", "marker": "s", "markersize": 4},
-)
+_LOOKS = ((drawing.BLUE, "-"), (drawing.GREEN, "-o"), (drawing.VERMILION, "--"), (drawing.TEXT, "--s"))
 
 
 def _curve(
@@ -331,11 +304,11 @@ def _curve(
         curves[evaluated] = [(step, value) for step, value in found if value is not None]
     figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
     words = []
-    for (name, points), look in zip(curves.items(), _LOOKS, strict=False):
+    for (name, points), (colour, look) in zip(curves.items(), _LOOKS, strict=False):
         known = [value for _, value in points if math.isfinite(value)]
         if not known or (min(known) == max(known) and heading != "Loss"):
             continue
-        axes.plot(*zip(*_binned(points), strict=True), linewidth=1.8, label=name, **look)
+        axes.plot(*zip(*_binned(points), strict=True), look, color=colour, linewidth=1.8, markersize=4, label=name)
         text = f"from {points[0][1]:.3g} to {points[-1][1]:.3g}, between {min(known):.3g} and {max(known):.3g}"
         words.append(f"{name}: {text}" if len(views) > 1 or name == "evaluation" else text)
     if not words:
