@@ -12,7 +12,7 @@ import torch
 from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import record
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.record import Downsampler, LineWriter, StepLine, to_json
+from lockstep.telemetry.record import Downsampler, Event, LineWriter, StepLine, to_json
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.step_times import StepMarks, StepTimes, combine
@@ -47,7 +47,7 @@ def test_lines_have_the_names_that_the_reference_explains(tmp_path):
     recorder = recorder_into(tmp_path)
     step = StepMarks(4, 0.0, 0.0, 1000.0, 1.0, has_timeline=True)
     recorder.add(step)
-    recorder.event("evaluation", "done", step=1, metrics={"loss": 0.5})
+    recorder.event(Event(event="evaluation", text="done", step=1, metrics={"loss": 0.5}))
     recorder.finish(waits=True)
     written = {line["kind"]: " ".join(sorted(line.keys() - {"kind"})) for line in read(tmp_path / "rank-0.jsonl")}
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
@@ -213,7 +213,7 @@ def test_the_error_that_ended_a_run_is_recorded_though_the_device_is_not_done(tm
     recorder.sampler = lambda: sample
     recorder.add(StepMarks(0, 0.0, 0.0, 0.0, 1.0))
     recorder.add(StepMarks(1, NeverReached(), 1.0, 1.0, NeverReached()))
-    recorder.event("error", "RuntimeError: CUDA error", step=1)
+    recorder.event(Event(event="error", text="RuntimeError: CUDA error", step=1))
     recorder.drain()
     recorder.finish(waits=False)
     lines = read(tmp_path / "rank-0.jsonl")
