@@ -29,16 +29,7 @@ from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for
 from lockstep.comm.store import StatusKeys
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
-from lockstep.telemetry.record import (
-    Downsampler,
-    Event,
-    Line,
-    RunFolder,
-    StepLine,
-    Timeline,
-    guarded,
-    num_restarts,
-)
+from lockstep.telemetry.record import Downsampler, Event, Line, RunFolder, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
@@ -305,12 +296,8 @@ class Recorder:
         steps_per_epoch: int | None = None,
         num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._device, self._steps_per_epoch, self._num_skipped = (
-            place,
-            devices[0],
-            steps_per_epoch,
-            num_skipped,
-        )
+        self._place, self._device = place, devices[0]
+        self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
         restarts = num_restarts()
         self.is_fresh = not first_step and not restarts
         name = ", ".join(map(str, devices))
