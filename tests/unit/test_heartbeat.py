@@ -246,7 +246,10 @@ def test_a_rank_that_closes_its_world_counts_as_finished(tmp_path, watched):
         assert reported.wait(30.0)
     ((text, verdict, awaited_pids),) = reports
     assert verdict is Verdict.HANGS and awaited_pids == {0: os.getpid()}
-    assert text.splitlines()[1].startswith("rank 0 has already finished; rank 1 waits in all_reduce (train.py:7) for ")
+    assert text.splitlines()[1].startswith(
+        "rank 0 ended normally [after 3 optimizer steps]; rank 1 waits in all_reduce (train.py:7) for "
+    )
+    assert text.splitlines()[-1] == f"Their PIDs: {os.getpid()} (rank 0), {os.getpid()} (rank 1)."
 
 
 def entry(number, state, **more):

@@ -55,7 +55,9 @@ def main(argv: list[str]) -> None:
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
     sys.argv = [target, *args]
-    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"])
+    # A function of `lockstep.launch` may be meant to run alone.
+    num_peers = int(os.environ["WORLD_SIZE"]) if mode != "call" else 1
+    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"], num_peers=num_peers)
 
     def on_failure(error: BaseException) -> None:
         record_end(error)

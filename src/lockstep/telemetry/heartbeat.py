@@ -39,6 +39,12 @@ _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
 # After this share of the patience at one place, a rank reads once which collective torch recorded last.
 _RECORDED_AFTER = 0.5
+# No program trains alone for so many steps before it joins a process group.
+_SURE_STEPS = 100
+_HOW_TO_JOIN = (
+    "To train one model on all of them, call lockstep.init() and wrap the model in lockstep.DistributedDataParallel; "
+    "if each is to run alone, nothing is wrong."
+)
 
 
 def imported(name: str) -> Any:
@@ -90,9 +96,10 @@ class Heartbeat:
         run_dir: The run's folder.
         rank: Of this process.
         patience_s: After how long the launcher asks what the rank waits for; zero: nobody reads the heartbeats.
+        num_peers: The number of processes that are to train together; rank zero says if they do not.
     """
 
-    def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
+    def __init__(self, run_dir: str, rank: int, *, patience_s: float, num_peers: int = 1) -> None:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
         # Kept open, as a signal handler cannot open it.
         self._stacks = rank_file(run_dir, STACKS, rank).open("w")
@@ -100,6 +107,7 @@ class Heartbeat:
         self._num_bytes = 0
         self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9
         self._counts_steps = False
+        self._num_peers, self._has_warned = num_peers if rank == 0 else 1, False
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._devices: list[str] = []
@@ -112,6 +120,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
         self._count_steps()
+        atexit.register(self._warn_if_alone, is_over=True)
         if not self._is_read:
             return
         self.write()
@@ -170,6 +179,8 @@ class Heartbeat:
         has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
         while True:
             self._count_steps()
+            if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
+                self._warn_if_alone(is_over=False)
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
@@ -186,6 +197,17 @@ class Heartbeat:
             self.write()
             if self._ends.wait(_PERIOD_S):
                 return
+
+    def _warn_if_alone(self, *, is_over: bool) -> None:
+        """Print on rank zero that no rank has joined a process group; without it, the others cannot have."""
+        if self._num_peers == 1 or os.getpid() != self._pid or activity.now.failure or has_joined():
+            return
+        self._has_warned = True
+        each = f"each of {self._num_peers} processes"
+        text = f"no rank has joined a process group so far: {each} trains alone"
+        if is_over:
+            text = f"no rank joined a process group: {each} ran the whole script alone"
+        print(f"lockstep: {text}.\n{_HOW_TO_JOIN}", file=sys.stderr, flush=True)
 
     def _count_steps(self) -> None:
         # Modules are not imported here: that could change the program's measurements, and may fail while another

@@ -172,8 +172,6 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
 
 
 def _step(seen: RankState) -> str:
-    if seen.has_left:
-        return ""
     if seen.step is None:
         return f" [after {seen.num_steps} optimizer step{'s' * (seen.num_steps != 1)}]" if seen.num_steps else ""
     return f" [step {seen.step + 1}{f', {seen.phase}' if seen.phase else ''}]"
@@ -524,7 +522,8 @@ class Watchdog:
         awaited = {each.rank for each in seen if found.all_wait or operation(each) is None}
         workers = busy_workers(folder, sorted(awaited & set(pids)))
         stacks = f"The Python stacks of {'all' if self._num_nodes == 1 else 'the'} ranks are in {folder}."
-        text = "\n".join([found.text, *workers, stacks])
+        processes = f"Their PIDs: {', '.join(f'{pid} (rank {rank})' for rank, pid in pids.items())}."
+        text = "\n".join([found.text, *workers, stacks, processes])
         return self._on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _end_failed(self, seen: Sequence[RankState], pids: Mapping[int, int]) -> None:
@@ -557,7 +556,8 @@ class Watchdog:
                 pids[rank] = pid
                 self._resources.devices[rank] = heartbeat["devices"]
             if has_ended or (heartbeat["collective"] == CLOSE and state not in STOPPED):
-                found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat)))
+                known = {name: heartbeat[name] for name in ("step", "phase", "num_steps")}
+                found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat), **known))
             else:
                 found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
         return found, pids
