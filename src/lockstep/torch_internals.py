@@ -5,6 +5,7 @@ clear error where anything else would be wrong; no import fails. ``tests/contrac
 all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
 """
 
+import argparse
 import functools
 import itertools
 import operator
@@ -485,3 +486,49 @@ def prepare_elastic_ranks(agent: Any, envs: dict[int, dict[str, str]]) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def matches_machine_hostname(host: str) -> bool:
+    """Return whether torch finds that a host is this machine.
+
+    Raises:
+        socket.gaierror: The name of this machine does not resolve.
+    """
+    return bool(_matches_machine_hostname()(host))
+
+
+_matches_machine_hostname = _late(
+    "torch.distributed.elastic.rendezvous.utils._matches_machine_hostname",
+    "a machine hosts the store of --rdzv-endpoint if that is one of its addresses, though another may do so already.",
+    lambda _host: False,
+)
+
+
+def stop_heartbeats(handler: Any) -> None:
+    """End the keepalives of a dynamic rendezvous. Without the method: each one that fails is logged."""
+    getattr(handler, "_stop_heartbeats", _nothing)()
+
+
+def is_removed(handler: Any) -> bool:
+    """Return whether the machines of a dynamic rendezvous go on without this one. Without its state: False."""
+    state = getattr(getattr(handler, "_state_holder", None), "state", None)
+    return state is not None and getattr(handler, "_this_node", None) not in state.participants
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def argparse_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return what a parser accepts. Without the attribute: nothing, so the help shows torchrun's own texts."""
+    return list(getattr(parser, "_actions", ()))
+
+
+def set_argparse_title(parser: argparse.ArgumentParser, title: str) -> None:
+    """Set the title above the options of a parser. Without the attribute: it stays."""
+    getattr(parser, "_optionals", parser).title = title  # type: ignore[union-attr]
+
+
+def put_last_argparse_group_first(parser: argparse.ArgumentParser) -> None:
+    """Show the last group of options first. Without the attribute: last."""
+    groups = getattr(parser, "_action_groups", None) or [None]
+    groups.insert(0, groups.pop())

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from lockstep import launch
@@ -73,6 +74,30 @@ def test_a_forked_rank_is_what_a_new_interpreter_is(tmp_path):
     one, other = found["forked"]
     assert one["hash"] == other["hash"]
     assert not set(one["numbers"]) & set(other["numbers"])
+
+
+@pytest.mark.parametrize("fork", ["1", "0"])
+def test_the_title_of_a_process_has_the_number_of_its_rank(tmp_path, monkeypatch, fork):
+    monkeypatch.setenv("LOCKSTEP_FORK", fork)
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "child = os.fork()\n"
+        "line, name = (open(f'/proc/self/{file}').read().rstrip('\\0\\n') for file in ('cmdline', 'comm'))\n"
+        "is_kept = 'PATH=' in open('/proc/self/environ').read() and 'SPT_NOENV' not in os.environ\n"
+        "os.write(1, f'{line}|{name}|{is_kept}\\n'.encode())\n"  # in one piece: both ranks write to the same pipe
+        "if child == 0: os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = lockstep("run", "--devices", "2", "--logs", "raw", str(tmp_path / "train.py"))
+    assert (done.code, sorted(done.out.splitlines())) == (
+        0,
+        [
+            "lockstep: child of rank 0 of 2, train.py|child of rank 0|True",
+            "lockstep: child of rank 1 of 2, train.py|child of rank 1|True",
+            "lockstep: rank 0 of 2, train.py|rank 0 of 2, tr|True",
+            "lockstep: rank 1 of 2, train.py|rank 1 of 2, tr|True",
+        ],
+    )
 
 
 def test_what_tests_start_is_forked_whatever_they_have_imported(tmp_path):

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,30 @@ def test_signals_end_everything(job, number, code, text):
     assert not alive(pids)
     assert_nothing_left(pids, scratch)
     assert (process.returncode, out, err.splitlines(keepends=True)[1:]) == (code, "", [text])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_waits_for_other_machines_ends_at_a_signal(tmp_path, number):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    scratch = Path(tempfile.mkdtemp(prefix="scratch-"))
+    place = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    (tmp_path / "train.py").touch()
+    process = commands.start(
+        "run", *place, "--devices", "2", str(tmp_path / "train.py"),
+        env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        # Its store listens: torch's C++ code waits in it for the other machine, and runs no handler of Python's.
+        wait_for(lambda: port in [each.laddr.port for each in psutil.Process(process.pid).net_connections()], 90)
+        time.sleep(0.5)
+        pids = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        process.send_signal(number)
+        assert process.wait(timeout=30) == -number
+        assert_nothing_left(pids, scratch)
+    finally:
+        process.kill()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @pytest.mark.parametrize("kind", ["stubborn", pytest.param("loader", marks=pytest.mark.soak)])

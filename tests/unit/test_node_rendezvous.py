@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,6 +145,30 @@ def test_srun_starts_several_launchers_on_a_machine(slurm):
         "srun has started 3 launchers on 2 machines, and each would start a rank on every device.\n"
         "Start one on each: srun --ntasks-per-node=1 lockstep run ... With --standalone each is a separate job."
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_ours", "conf"),
+    [
+        (["--master-addr", "10.0.0.1"], True, ""),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29641"], False, "is_host=0"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29641"], True, "is_host=1"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29641"], True, ""),
+    ],
+)
+def test_the_name_of_a_machine_need_not_resolve(monkeypatch, flags, is_ours, conf):
+    resolve = socket.getaddrinfo
+
+    def resolve_others(host, *args, **kwargs):
+        if host == socket.gethostname():
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_others)
+    monkeypatch.setattr(node_rendezvous, "is_local", lambda host: is_ours)
+    args = parse_arguments(["--nnodes", "2", *flags, "train.py"])
+    choose_rendezvous(args)
+    assert args.rdzv_conf == conf
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -112,9 +111,14 @@ def single_process_view() -> Iterator[None]:
         return 1 if group is None else true_size(group)
 
     # Only variables that are set: a program that finds RANK assumes that it is part of a job.
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, {key: value for key, value in _ALONE.items() if key in os.environ}))
-        for module in (dist, dist.distributed_c10d):
-            stack.enter_context(patch.object(module, "get_rank", rank))
-            stack.enter_context(patch.object(module, "get_world_size", size))
+    true_environ = {name: os.environ[name] for name in _ALONE if name in os.environ}
+    os.environ.update({name: _ALONE[name] for name in true_environ})
+    modules = vars(dist), vars(dist.distributed_c10d)
+    for module in modules:
+        module.update(get_rank=rank, get_world_size=size)
+    try:
         yield
+    finally:
+        for module in modules:
+            module.update(get_rank=true_rank, get_world_size=true_size)
+        os.environ.update(true_environ)

@@ -12,7 +12,8 @@ ends at once, and the launcher adopts the rank (PR_SET_CHILD_SUBREAPER); torch e
 child.
 
 If a program needs a new interpreter, ranks are not forked (`_needs_interpreters`). All forked ranks have the same
-string hashes, and ``ps`` shows the launcher's command line. A forked rank ends like any interpreter.
+string hashes, and /proc/PID/environ shows the launcher's variables: their titles have the rank. A forked rank ends like
+any interpreter.
 """
 
 from __future__ import annotations
@@ -233,12 +234,12 @@ def _can_fork() -> bool:
 
 def _needs_interpreters(mode: str, target: str) -> bool:
     """Return whether the program, or a device, needs a new interpreter."""
-    import torch
+    from lockstep import torch_internals
 
     if mode == "command":
         return True
     # A plug-in backend, which torch imports by itself, may have threads or a device as soon as it is imported.
-    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+    if torch_internals.privateuse1_name() != "privateuseone":
         return True
     # A script sets such variables before it imports torch; here torch is already imported.
     is_file = mode == "script" and os.path.isfile(target)
@@ -251,6 +252,7 @@ def _needs_interpreters(mode: str, target: str) -> bool:
 def serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request until the launcher is gone; return in each child, with its arguments."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    bootstrap.set_title("fork server")
     environ = dict(os.environ)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
@@ -295,8 +297,10 @@ def _is_bound_to_device() -> bool:
     """Return, in a child of the server, whether the server has used a device: then this process cannot use it."""
     import torch
 
+    from lockstep import torch_internals
+
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and bool(torch.get_device_module(accelerator)._is_in_bad_fork())
+    return accelerator is not None and torch_internals.is_in_bad_fork(accelerator.type)
 
 
 def import_modules(names: Sequence[str]) -> None:

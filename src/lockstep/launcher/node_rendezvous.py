@@ -9,9 +9,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -21,14 +21,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    _parse_rendezvous_config,
-    parse_rendezvous_endpoint,
-)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_min_max_nnodes
 
+from lockstep import torch_internals
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
 from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, start_store_server
 from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
@@ -150,7 +147,8 @@ class RendezvousPerRestart(RendezvousHandler):
             return 0
         try:
             if not self._is_lost:
-                return self._inner.num_nodes_waiting() or int(self._is_forgotten())
+                # The others remove this machine if its keepalives did not arrive in time.
+                return self._inner.num_nodes_waiting() or int(torch_internals.is_removed(self._inner))
         except RendezvousConnectionError:
             if self._inner.get_backend() != "c10d":  # its store keeps its contents, and may answer again
                 return 0
@@ -160,7 +158,7 @@ class RendezvousPerRestart(RendezvousHandler):
     def _note_loss(self) -> None:
         assert self._config is not None
         self._is_lost = True
-        cast(Any, self._inner)._stop_heartbeats()  # torch's client would log every heartbeat that fails
+        torch_internals.stop_heartbeats(self._inner)  # torch's client would log every heartbeat that fails
         text = (
             f"lockstep: the store at {self._config.rdzv_endpoint}, where the machines meet, does not respond any more"
         )
@@ -173,12 +171,6 @@ class RendezvousPerRestart(RendezvousHandler):
         self._next_try_s = time.monotonic() + _TRY_PERIOD_S
         with contextlib.suppress(OSError), socket.create_connection(_address(self._config), timeout=_TRY_S):
             return True
-        return False
-
-    def _is_forgotten(self) -> bool:
-        """Return whether the others removed this machine, because its keepalives did not arrive in time."""
-        with contextlib.suppress(AttributeError):  # private parts of torch, which may differ in another version
-            return cast(Any, self._inner)._this_node not in cast(Any, self._inner)._state_holder.state.participants
         return False
 
     def is_closed(self) -> bool:
@@ -278,10 +270,15 @@ def choose_rendezvous(args: argparse.Namespace) -> None:
             f"Port {port} on this machine {reason}.\n"
             "Choose another with --master-port, the same on every machine; on one machine leave it out for a free one."
         )
-    # torch compares the host with the addresses of this machine's name, which may not be all of its addresses.
-    is_chosen = "is_host" in args.rdzv_conf or _matches_machine_hostname(host)
-    if args.rdzv_backend == "c10d" and port and not is_chosen and is_local(host) and _why_not_bindable(port) is None:
-        args.rdzv_conf = f"{args.rdzv_conf},is_host=1".lstrip(",")
+    if args.rdzv_backend == "c10d" and port and "is_host" not in args.rdzv_conf:
+        # torch compares the host with the addresses of this machine's name, which may not be all of its addresses.
+        is_host = is_local(host) and _why_not_bindable(port) is None
+        try:
+            is_chosen = torch_internals.matches_machine_hostname(host) or not is_host
+        except socket.gaierror:  # this name does not resolve: torch would raise the same error
+            is_chosen = False
+        if not is_chosen:
+            args.rdzv_conf = f"{args.rdzv_conf},is_host={int(is_host)}".lstrip(",")
 
 
 def choose_interfaces(args: argparse.Namespace) -> list[str]:
@@ -302,7 +299,7 @@ def choose_interfaces(args: argparse.Namespace) -> list[str]:
     return [*notes, f"waiting for the other machines of --nnodes {args.nnodes} at {host}:{port}"]
 
 
-def wait_for_host(args: argparse.Namespace) -> None:
+def wait_for_host(config: LaunchConfig) -> None:
     """Wait until the machine that hosts the rendezvous answers.
 
     Blocks at most for the rendezvous timeout. This is done here because torch's own client logs every attempt with its
@@ -311,10 +308,9 @@ def wait_for_host(args: argparse.Namespace) -> None:
     Raises:
         LockstepError: It did not answer in time.
     """
-    host, port = _endpoint(args)
-    is_first = args.rdzv_backend == "static" and args.node_rank == 0
-    if max_nodes(args) > 1 and args.rdzv_backend in ("static", "c10d") and not is_first:
-        _await_host(host, port, _parse_rendezvous_config(args.rdzv_conf), may_be_here=True)
+    is_first = config.rdzv_backend == "static" and config.rdzv_configs["rank"] == 0
+    if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d") and not is_first:
+        _await_host(*_address(config), config.rdzv_configs, may_be_here=True)
 
 
 def _await_host(host: str, port: int, conf: Mapping[str, Any], *, may_be_here: bool) -> None:

@@ -97,7 +97,10 @@ def supervise(
     """
     allow_open_files(_FILES_PER_RANK * config.nproc_per_node, f"The launcher of {config.nproc_per_node} ranks")
     patience_s = _PATIENCE_S if watchdog_s is None else watchdog_s
+    # For the ranks' titles. A call has the name of the program that made it, or of the file that its command names.
+    files = [word for word in sys.argv if word.endswith(".py")] if mode == "call" else [target]
     orders = {
+        "program": os.path.basename((files or ["launch"])[-1]),
         "launcher_pid": os.getpid(),
         "run_dir": str(reaper.run_dir),
         "mode": mode,
