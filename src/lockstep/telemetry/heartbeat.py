@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -148,7 +147,7 @@ class Heartbeat:
         if place != self._last:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
-            self._recorded_call = awaited(recorded_calls())
+            self._recorded_call = recorded_call()
         bucket = now.bucket
         content = {
             "pid": os.getpid(),
@@ -158,7 +157,7 @@ class Heartbeat:
             "step": now.step,
             "phase": now.phase,
             "num_steps": now.num_steps,
-            "num_calls": calls,
+            "has_trained": calls > 0 or now.num_steps > 0,
             "bucket": "" if bucket is None else f"bucket {bucket[0]} ({name_of_bucket(bucket[1])})",
             "collective": now.collective,
             "recorded_call": self._recorded_call or "",
@@ -176,7 +175,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, ends_children = 0.0, False
-        has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
+        is_with_others = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
         while True:
             self._count_steps()
             if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
@@ -184,16 +183,14 @@ class Heartbeat:
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
-            groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
-            if is_due := time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
+            if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
-            if groups - known_groups or (groups and is_due):
-                # A new process group has connections to other machines: let the kernel probe them. Those of NCCL are
-                # opened later, when a collective first needs them.
-                from lockstep.comm.network import set_keepalive
+                if is_with_others and _process_groups():
+                    # Let the kernel probe the connections to other machines. Those of NCCL are opened later than the
+                    # group, when a collective first needs them.
+                    from lockstep.comm.network import set_keepalive
 
-                set_keepalive()
-            known_groups = groups
+                    set_keepalive()
             self.write()
             if self._ends.wait(_PERIOD_S):
                 return
@@ -299,12 +296,12 @@ def device_memory() -> list[str]:
 # --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
-# A call such as ``all_reduce of 8 elements, number 3, scheduled``, and whether it has completed.
-Call = tuple[str, bool]
+def recorded_call() -> str:
+    """Return the collective of this process in torch's record that it waits for; empty without a record.
 
-
-def recorded_calls() -> list[Call]:
-    """Return the collectives of this process in torch's record, oldest first; none without a record."""
+    This is the first one after the last completed one, such as ``all_reduce of 8 elements, number 3, scheduled``. If
+    torch did not record which have completed, or if all have, it is the last one.
+    """
     with contextlib.suppress(Exception):  # torch is not imported, or its record has another format
         if activity.now.device is not None:
             # The record queries events: see [Note: streams and threads] in accelerator.py.
@@ -312,25 +309,14 @@ def recorded_calls() -> list[Call]:
         for text in internals().flight_records():
             entries = [entry for entry in json.loads(text)["entries"] if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
+            ended = [place for place, entry in enumerate(entries) if _is_over(entry)]
             if entries:
-                return [_call(entry) for entry in entries]
-    return []
+                entry = entries[min(ended[-1] + 1, len(entries) - 1) if ended else -1]
+                name, numel = entry["profiling_name"].rpartition(":")[2], sum(map(math.prod, entry["input_sizes"]))
+                state = "completed" if _is_over(entry) else entry.get("state")
+                return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}"
+    return ""
 
 
-def _call(entry: dict[str, Any]) -> Call:
-    name, numel = entry["profiling_name"].rpartition(":")[2], sum(math.prod(size) for size in entry["input_sizes"])
-    # Gloo sets the first, NCCL both.
-    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
-    state = "completed" if is_over else entry.get("state")
-    return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}", is_over
-
-
-def awaited(calls: Sequence[Call]) -> str:
-    """Return the first collective after the last completed one; empty if there are no calls.
-
-    If torch did not record which have completed, or if all have, return the last one.
-    """
-    if not calls:
-        return ""
-    ended = [place for place, (_, is_over) in enumerate(calls) if is_over]
-    return calls[min(ended[-1] + 1, len(calls) - 1) if ended else -1][0]
+def _is_over(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo sets the first, NCCL both
