@@ -121,7 +121,9 @@ def supervise(
     with stop.handling(config):
         try:
             with server_for(mode, target, config.nproc_per_node) as server, elastic_quiet(), watchdog:
-                failures = _Agent(job, config, (python, *command), server).run().failures
+                # Kept to the end of this function: it has the store, in which `job_error` meets the other launchers.
+                agent = _Agent(job, config, (python, *command), server)
+                failures = agent.run().failures
         except SignalException as error:
             # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
             stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
@@ -175,8 +175,6 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
 
 
 def _step(seen: RankState) -> str:
-    if seen.has_left:
-        return ""
     if seen.step is None:
         return f" [after {seen.num_steps} optimizer step{'s' * (seen.num_steps != 1)}]" if seen.num_steps else ""
     return f" [step {seen.step + 1}{f', {seen.phase}' if seen.phase else ''}]"
@@ -527,7 +525,8 @@ class Watchdog:
         awaited = {each.rank for each in seen if found.all_wait or operation(each) is None}
         workers = busy_workers(folder, sorted(awaited & set(pids)))
         stacks = f"The Python stacks of {'all' if self._num_nodes == 1 else 'the'} ranks are in {folder}."
-        text = "\n".join([found.text, *workers, stacks])
+        processes = f"Their PIDs: {', '.join(f'{pid} (rank {rank})' for rank, pid in pids.items())}."
+        text = "\n".join([found.text, *workers, stacks, processes])
         return self._on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _end_failed(self, seen: Sequence[RankState], pids: Mapping[int, int]) -> None:
@@ -560,7 +559,7 @@ class Watchdog:
                 pids[rank] = pid
                 self._resources.devices[rank] = heartbeat["devices"]
             if has_ended or (heartbeat["collective"] == CLOSE and state not in STOPPED):
-                found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat)))
+                found.append(RankState(rank, has_left=True, **_reported(heartbeat)))
             else:
                 found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
         return found, pids
@@ -573,7 +572,6 @@ class Watchdog:
             liveness.clear()
         else:
             liveness.add(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
-        names = ("frames", "step", "phase", "num_steps", "bucket", "collective", "recorded_call", "handles", "failure")
         return RankState(
             rank,
             still_s=still_s,
@@ -581,11 +579,10 @@ class Watchdog:
             is_busy=liveness.is_busy,
             life=liveness.signs() or rank_state.waits_outside(heartbeat["frames"]),
             is_stopped=is_stopped,
-            has_trained=_has_trained(heartbeat),
-            uses_gpu=heartbeat["uses_gpu"],
-            **{name: heartbeat[name] for name in names},
+            **_reported(heartbeat),
         )
 
 
-def _has_trained(heartbeat: Mapping[str, Any]) -> bool:
-    return bool(heartbeat["num_calls"] > 0 or heartbeat["num_steps"] > 0)
+def _reported(heartbeat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank reports itself of its state."""
+    return {each.name: heartbeat[each.name] for each in fields(RankState) if each.name in heartbeat}
