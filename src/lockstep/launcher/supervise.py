@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from string import Template
 from types import FrameType
@@ -44,6 +45,7 @@ from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_o
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.telemetry.heartbeat import read_step_counter
+from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
@@ -430,10 +432,8 @@ class _Agent(LocalElasticAgent):
         # Before the lines of each rank, with --tee.
         prefix = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
         names = {"role_name": spec.role, "hostname": socket.gethostname()}
-        prefixes = {
-            each.local_rank: prefix.safe_substitute(names, rank=each.global_rank, local_rank=each.local_rank)
-            for each in workers
-        }
+        numbers = {each.local_rank: {"rank": each.global_rank, "local_rank": each.local_rank} for each in workers}
+        prefixes = {rank: prefix.safe_substitute(names, **numbers[rank]) for rank in envs}
         # torchrun's placeholder in arguments: ${local_rank}.
         args = {rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs}
         where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), prefixes
@@ -495,11 +495,8 @@ class _Agent(LocalElasticAgent):
         if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
             return
         # A signal may have been sent to all machines, and arrive here a moment later.
-        poll_until(
-            lambda: run_folder.is_stopped_by_signal(self.job.folder) or handler.num_nodes_waiting() > 0,
-            _NOTICED_S,
-            _POLL_S,
-        )
+        is_signalled = partial(run_folder.is_stopped_by_signal, self.job.folder)
+        poll_until(lambda: is_signalled() or handler.num_nodes_waiting() > 0, _NOTICED_S, _POLL_S)
         self._raise_if_signalled()
         if self.job.may_shrink or handler.num_nodes_waiting() > 0:
             self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
@@ -595,8 +592,9 @@ class _RankProcesses(SubprocessContext):
         torch calls this during the poll that has found the first failed rank: only at this moment can failed ranks be
         distinguished from ranks that are stopped because of the failure.
         """
-        for pid in filter(_runs, self.pids().values()):
-            self.job.stopped_at_ns[pid] = time.time_ns()
+        for pid in self.pids().values():
+            if process_state(pid)[0] not in ("", "Z", "X"):
+                self.job.stopped_at_ns[pid] = time.time_ns()
         super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
         if self.watcher is not None:
             self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
@@ -624,14 +622,6 @@ def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread
     watcher = threading.Thread(target=watch, name="lockstep-rank-ends", daemon=True)
     watcher.start()
     return ended_at_ns, watcher
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a child of this process still runs; does not consume its exit status, which torch reads."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # its status has already been read
-        return False
 
 
 def _hide_device(index: int, num_ranks: int) -> None:
