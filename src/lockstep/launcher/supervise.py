@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -40,7 +40,7 @@ from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
-from lockstep.launcher.fork_server import ForkServer, server_for
+from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
@@ -109,6 +109,7 @@ def supervise(
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
     job = Job(reaper, range(config.nproc_per_node), log_tail, min_ranks, config.min_nodes < config.max_nodes, store)
+    job.is_command = mode != "call"
     on_hang = _HangPolicy(job, watchdog_action)
     watchdog = Watchdog(
         reaper.run_dir,
@@ -241,6 +242,8 @@ class Job:
         store: The store in which the launchers of several machines exchange notes.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
+        is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
+        has_started: Whether ranks were started.
         stop_by: Until when they must have stopped gracefully, and the signal for which they were requested to.
         stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
         ended_at_ns: When each process ended.
@@ -254,6 +257,8 @@ class Job:
     store: InterNodeStore | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
+    is_command: bool = False
+    has_started: bool = False
     stop_by: tuple[float, signal.Signals] | None = None
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
     ended_at_ns: Mapping[int, int] = field(default_factory=dict)
@@ -295,7 +300,7 @@ class GracefulShutdown:
     def handling(self, config: LaunchConfig) -> Iterator[None]:
         """Handle the signals that torch elastic would. Works in the main thread only."""
         names = config.signals_to_handle + ",SIGUSR1" * (config.signals_to_handle == _SIGNALS_OF_ELASTIC)
-        with _handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal):
+        with signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal):
             yield
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
@@ -311,6 +316,10 @@ class GracefulShutdown:
         sigval = signal.Signals(number)
         # Interrupts the main thread, possibly while it prints: so this function must not print.
         self._num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
+        if self._job.is_command and not self._job.has_started:
+            # An exception could be lost: what torch does at a start catches some. The reaper removes what is left.
+            signal.signal(sigval, signal.SIG_DFL)
+            signal.raise_signal(sigval)
         if self._requested_for is None and number in run_folder.STOP_SIGNALS and self._can_stop():
             self._requested_for = sigval
             if sigval is signal.SIGINT and self._job.log_tail is not None:
@@ -328,25 +337,6 @@ class GracefulShutdown:
         """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
         counts = run_folder.num_graceful_ranks(self._job.folder), len(run_folder.stop_reports(self._job.folder))
         return len(self._job.ranks) in counts
-
-
-_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
-
-
-@contextmanager
-def _handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
-    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in before:
-            signal.signal(number, handler)
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 # torch elastic's agent, extended.
@@ -395,7 +385,7 @@ class _Agent(LocalElasticAgent):
 
         While it waits for other machines in torch's C++ code, no handler in Python would run.
         """
-        return _handlers(_SIGNALS if self.config.max_nodes > 1 else (), signal.SIG_DFL)
+        return signal_handlers(_SIGNALS if self.job.is_command else (), signal.SIG_DFL)
 
     def run(self, *args: Any) -> RunResult:
         """Run until all ranks have ended, as torch's ``launch_agent`` does."""
@@ -440,8 +430,9 @@ class _Agent(LocalElasticAgent):
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
         ranks = self._pcontext = _RankProcesses(*where, spec.numa_options, *filters)
         ranks.job, ranks.server, ranks.numa_options = self.job, self.server, spec.numa_options
+        self.job.has_started = True
         ranks.start()
-        return self._pcontext.pids()
+        return ranks.pids()
 
     def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
         """Return the variables that torchrun sets for each rank, by its number on this machine."""
