@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.launcher.api import launch as launch
     from lockstep.observe.monitor import monitor as monitor
+    from lockstep.parallel.ddp.reducer import backward as backward
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
-    from lockstep.parallel.ddp.wrapper import backward as backward
     from lockstep.parallel.dp.wrapper import DataParallel as DataParallel
     from lockstep.parallel.local_sgd import DiLoCo as DiLoCo
     from lockstep.parallel.local_sgd import LocalSGD as LocalSGD
@@ -43,7 +43,8 @@ _HOMES = {
     "data.sampler": ["DistributedSampler"],
     "launcher.api": ["launch"],
     "observe.monitor": ["monitor"],
-    "parallel.ddp.wrapper": ["DistributedDataParallel", "backward"],
+    "parallel.ddp.reducer": ["backward"],
+    "parallel.ddp.wrapper": ["DistributedDataParallel"],
     "parallel.dp.wrapper": ["DataParallel"],
     "parallel.local_sgd": ["DiLoCo", "LocalSGD"],
     "parallel.sync_batchnorm": ["SyncBatchNorm"],

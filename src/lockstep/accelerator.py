@@ -33,8 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import activity, torch_internals
+from lockstep import activity
 from lockstep.errors import ConfigurationError
+from lockstep.torch_internals import apply_to_tensors, has_compatible_shallow_copy_type
 
 # By type of device, the variable that names those that a process may use; ROCm reads CUDA's, too.
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -179,7 +180,7 @@ def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) ->
 
 def keeps_objects(device: torch.device | str) -> bool:
     """Return whether ``module.to(device)`` keeps parameter objects; for PrivateUse1 it replaces them."""
-    return torch_internals.has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+    return has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -196,9 +197,7 @@ def move(module: nn.Module, device: torch.device | str) -> nn.Module:
     torch.__future__.set_swap_module_params_on_conversion(swaps or on_meta or not keeps_objects(device))
     try:
         if on_meta:
-            torch_internals.apply_to_tensors(
-                module, lambda each: torch.empty_like(each, device=device) if each.is_meta else each
-            )
+            apply_to_tensors(module, lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
         return module.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)

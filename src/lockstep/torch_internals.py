@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
 
-WITHOUT: dict[str, str] = {}
-"""By the private name: what happens without it."""
+INSTEAD: dict[str, Any] = {}
+"""By the private name: what stands in for it."""
 
 
 def _late(path: str, without: str, instead: Any = None) -> Callable[[], Any]:
     """Return a function that returns the object at ``path``, or ``instead``. It imports torch's module when called."""
-    WITHOUT[path] = without
+    INSTEAD[path] = instead
 
     @functools.cache
     def find() -> Any:
@@ -46,21 +46,6 @@ def _now(path: str, without: str, instead: Any = None) -> Any:
     return _late(path, without, instead)()
 
 
-def _attribute(path: str, without: str, instead: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that returns the attribute at ``path`` of an object of that class, or calls ``instead``."""
-    return operator.attrgetter(path.rpartition(".")[2]) if _now(path, without) is not None else instead
-
-
-def _method(path: str, without: str, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the method at ``path`` of its first argument, or calls ``instead``."""
-    name = path.rpartition(".")[2]
-    if _now(path, without) is None:
-        return instead
-    return lambda owner, *args, **kwargs: getattr(owner, name)(
-        *args, **kwargs
-    )  # that of its class, perhaps a derived one
-
-
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ConfigurationError(
         f"This cannot work with torch {torch.__version__}, which lacks what a line above names.\n"
@@ -68,16 +53,12 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-_NEVER_TWICE = itertools.count()
-
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
+# Calls a function when the running backward ends, unless it fails. Outside of backward: RuntimeError.
 queue_callback: Callable[[Callable[[], None]], None] = _now(
-    "torch.autograd.Variable._execution_engine.queue_callback",
-    "DistributedDataParallel raises an error in backward.",
-    _refuse,
+    "torch.autograd.Variable._execution_engine.queue_callback", "distributed backwards raise an error.", _refuse
 )
-"""Call a function when the running backward ends, unless it fails. Outside of backward: RuntimeError."""
 
 
 def _is_in_backward() -> int:
@@ -88,38 +69,29 @@ def _is_in_backward() -> int:
     return 0
 
 
+# Returns the number of the running backward of this thread; -1 outside of backward.
 current_graph_task_id: Callable[[], int] = _now(
     "torch._C._current_graph_task_id", "a backward in a backward counts as a part of it.", _is_in_backward
 )
-"""Return the number of the running backward of this thread; -1 outside of backward."""
 
+# In this context, tensors change without a new version, so autograd does not refuse those that it saved.
 unsafe_preserve_version_counter: Callable[[tuple[Tensor, ...]], Any] = _now(
     "torch.autograd._unsafe_preserve_version_counter",
     "a backward after two forwards with broadcast buffers may raise an error.",
     lambda _tensors: nullcontext(),
 )
-"""In this context, tensors change without a new version, so autograd does not refuse those that it saved."""
 
 profiler_enabled: Callable[[], bool] = _now(
     "torch.autograd._profiler_enabled", "profiles lack the ranges of the engines.", lambda: False
 )
 
-version_of: Callable[[Tensor], int] = _attribute(
-    "torch.Tensor._version",
-    "each step reads all accumulated gradients to find out whether they were reset.",
-    lambda _tensor: next(_NEVER_TWICE),
-)
-"""Return the number of changes of a tensor in place."""
-
-_backward_hooks = _attribute("torch.Tensor._backward_hooks", "the next line.", lambda _: True)
-_post_accumulate_grad_hooks = _attribute(
-    "torch.Tensor._post_accumulate_grad_hooks", "DataParallel adds gradients one by one.", lambda _: True
-)
+# The number of changes of a tensor in place. Without it: AttributeError when gradients are accumulated.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Return whether autograd calls hooks when it adds to the gradient of ``weight``."""
-    return bool(_backward_hooks(weight)) or bool(_post_accumulate_grad_hooks(weight))
+    """Return whether autograd calls hooks when it adds to ``weight.grad``. Without the attributes: True, so slower."""
+    return bool(getattr(weight, "_backward_hooks", True) or getattr(weight, "_post_accumulate_grad_hooks", True))
 
 
 def in_backward_optimizers(parameter: nn.Parameter) -> list[torch.optim.Optimizer]:
@@ -131,67 +103,57 @@ def in_backward_optimizers(parameter: nn.Parameter) -> list[torch.optim.Optimize
 
 
 def _one_by_one(method: str) -> Callable[..., None]:
-    def apply(tensors: Sequence[Tensor], *others: Any) -> None:
+    def call(tensors: Sequence[Tensor], *others: Any) -> None:
         for index, tensor in enumerate(tensors):
-            getattr(tensor, method)(*(each[index] if isinstance(each, (list, tuple)) else each for each in others))
+            getattr(tensor, method)(*(each[index] if isinstance(each, list | tuple) else each for each in others))
 
-    return apply
+    return call
 
 
-_SLOWER = "a kernel for each tensor, so slower."
-foreach_copy_: Callable[..., None] = _now("torch._foreach_copy_", _SLOWER, _one_by_one("copy_"))
-foreach_add_: Callable[..., None] = _now("torch._foreach_add_", _SLOWER, _one_by_one("add_"))
-foreach_mul_: Callable[..., None] = _now("torch._foreach_mul_", _SLOWER, _one_by_one("mul_"))
-foreach_zero_: Callable[..., None] = _now("torch._foreach_zero_", _SLOWER, _one_by_one("zero_"))
+# Methods of many tensors, in few kernels.
+foreach_copy_, foreach_add_, foreach_mul_, foreach_zero_ = (
+    _now(f"torch._foreach_{each}", "a kernel for each tensor, which is slower.", _one_by_one(each))
+    for each in ("copy_", "add_", "mul_", "zero_")
+)
 
+# Whether ``module.to`` can give the old parameter, the first argument, the storage of the new one, and keep the object.
 has_compatible_shallow_copy_type: Callable[[Tensor, Tensor], bool] = _now(
     "torch._has_compatible_shallow_copy_type", "modules are moved by swapping tensors.", lambda _old, _new: False
 )
-"""Return whether ``module.to`` gives the old parameter the storage of the new one, and so keeps the object."""
 
-_address_of = _attribute("torch.UntypedStorage._cdata", "the next line.", lambda storage: storage.data_ptr())
+# How many tensors share the storage at an address.
 storage_use_count: Callable[[int], int] = _now(
     "torch._C._storage_Use_Count",
     "buckets are allocated anew in each step, as if the script kept its gradients.",
-    lambda _address: next(_NEVER_TWICE),
+    lambda _address, calls=iter(itertools.count()): next(calls),  # noqa: B008
 )
-"""Return how many tensors share the storage at an address."""
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of the storage of ``tensor``, for `storage_use_count`."""
-    return int(_address_of(tensor.untyped_storage()))
+    """Return the address of the storage of ``tensor``, for `storage_use_count`. Without the attribute: 0."""
+    return int(getattr(tensor.untyped_storage(), "_cdata", 0))
 
 
-# Of sparse tensors. The public methods demand coalesced ones, and copy in autograd.
-nnz = _method("torch.Tensor._nnz", "sparse gradients are slower.", lambda each: each.coalesce().values().shape[0])
-indices_of = _method("torch.Tensor._indices", "sparse gradients are slower.", lambda each: each.coalesce().indices())
-values_of = _method("torch.Tensor._values", "embeddings with sparse=True raise an error.", _refuse)
+# Of sparse tensors: the public methods refuse those that are not coalesced. Without them: AttributeError.
+nnz, indices_of, values_of = map(operator.methodcaller, ("_nnz", "_indices", "_values"))
+
+# Public constructors warn about invariants in torch 2.11.
+_sparse = _now("torch.ops.aten._sparse_coo_tensor_with_dims", "embeddings with sparse=True raise an error.", _refuse)
 
 
 def empty_sparse(shape: Sequence[int], **options: Any) -> Tensor:
-    """Return a sparse tensor with rows of an embedding, none yet. Public constructors warn in torch 2.11."""
-    return _empty_sparse(1, len(shape) - 1, shape, layout=torch.sparse_coo, **options)  # type: ignore[no-any-return]
+    """Return a sparse tensor of rows of an embedding, none yet."""
+    return _sparse(1, len(shape) - 1, shape, layout=torch.sparse_coo, **options)  # type: ignore[no-any-return]
 
-
-_empty_sparse = _now(
-    "torch.ops.aten._sparse_coo_tensor_with_dims",
-    "embeddings with sparse=True may print a warning of torch.",
-    lambda _sparse, _dense, shape, layout, **options: torch.sparse_coo_tensor(size=shape, **options),
-)
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 
-BatchNorm: Any = _now(
-    "torch.nn.modules.batchnorm._BatchNorm", "batch norm of a user's own class is not recognised.", nn.BatchNorm1d
-)
-NormBase: Any = _now(
-    "torch.nn.modules.batchnorm._NormBase", "statistics of instance norm are not recognised.", nn.BatchNorm1d
-)
-LazyNorm: Any = _now(
-    "torch.nn.modules.batchnorm._LazyNormBase", "converting lazy batch norm raises torch's error.", nn.LazyBatchNorm1d
-)
-Dropout: Any = _now("torch.nn.modules.dropout._DropoutNd", "dropout is recognised for vectors only.", nn.Dropout)
+_LAYERS = "torch.nn.modules"
+_UNKNOWN = "layers of other classes than the usual are not recognised."
+BatchNorm: Any = _now(f"{_LAYERS}.batchnorm._BatchNorm", _UNKNOWN, nn.BatchNorm2d)
+NormBase: Any = _now(f"{_LAYERS}.batchnorm._NormBase", _UNKNOWN, nn.BatchNorm2d)
+LazyNorm: Any = _now(f"{_LAYERS}.batchnorm._LazyNormBase", _UNKNOWN, nn.LazyBatchNorm2d)
+Dropout: Any = _now(f"{_LAYERS}.dropout._DropoutNd", _UNKNOWN, nn.Dropout)
 
 
 def check_batch_norm_input(layer: nn.SyncBatchNorm, input: Tensor) -> None:
@@ -200,26 +162,24 @@ def check_batch_norm_input(layer: nn.SyncBatchNorm, input: Tensor) -> None:
         getattr(layer, check, bool)(input)
 
 
-_dispatch_key = _now("torch._C._dispatch_key_for_device", "the next line.")
-_has_kernel = _now(
-    "torch._C._dispatch_has_kernel_for_dispatch_key",
-    "SyncBatchNorm uses the kernels of batch_norm, also on a GPU.",
-    lambda _operation, _key: False,
-)
-
-
 def has_kernel(operation: str, device_type: str) -> bool:
-    """Return whether ``operation`` of ATen runs on devices of this type."""
-    return _dispatch_key is not None and bool(_has_kernel(operation, _dispatch_key(device_type)))
+    """Return whether ``operation`` of ATen runs on devices of this type. Without the functions: on CUDA."""
+    try:
+        key = torch._C._dispatch_key_for_device(device_type)
+        return torch._C._dispatch_has_kernel_for_dispatch_key(operation, key)
+    except AttributeError:
+        return device_type == "cuda"
 
 
-# A module's dictionaries; they exist since torch 0.1, and libraries without number use them.
+# The dictionaries of a module, which libraries without number use. Without them: AttributeError.
 submodules: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 
-apply_to_tensors = _method("torch.nn.Module._apply", "models on the meta device raise an error.", _refuse)
-"""Replace each parameter and buffer of a module by what a function returns for it."""
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer by what ``function`` returns for it. Without the method: AttributeError."""
+    module._apply(function)
 
 
 def replicate_for_data_parallel(module: nn.Module) -> nn.Module:
@@ -234,95 +194,69 @@ def replicate_for_data_parallel(module: nn.Module) -> nn.Module:
 
 
 def flat_weights(layer: nn.RNNBase) -> dict[str, Any]:
-    """Return the list that an RNN keeps of its weights, by name; empty without it."""
+    """Return the list that an RNN keeps of its weights, by name. Without it: empty."""
     return dict(zip(getattr(layer, "_flat_weights_names", ()), getattr(layer, "_flat_weights", ()), strict=True))
 
 
-COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module in which ``module.compile()`` keeps what is called instead."""
+# Attributes of modules: what is called after ``module.compile()``; the module that ``torch.compile`` was given, also a
+# part of names; and what ``_set_params_and_buffers_to_ignore_for_model`` marks: names, and the tensors themselves.
+COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
+DDP_IGNORED, TENSOR_IGNORED = "_ddp_params_and_buffers_to_ignore", "_ddp_ignored"
 
-ORIGINAL = "_orig_mod"
-"""The attribute, and so a part of names, under which ``torch.compile`` keeps the module that it was given."""
-
+# In this context a module has other tensors, by name.
 reparametrize_module: Callable[..., Any] = _now(
     "torch.nn.utils.stateless._reparametrize_module", "sharded models on the meta device raise an error.", _refuse
 )
-"""In this context a module has other tensors, by name."""
 
-DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a module in which ``_set_params_and_buffers_to_ignore_for_model`` keeps names."""
+# Takes the exception of a thread, to be raised in another with the place in its text.
+ExceptionWrapper: Any = _now("torch._utils.ExceptionWrapper", "DataParallel raises an error.", _refuse)
 
-
-class _Failed:
-    """Stands in for torch's ExceptionWrapper."""
-
-    def __init__(self, where: str) -> None:
-        self._where, self._error = where, sys.exc_info()[1]
-
-    def reraise(self) -> NoReturn:
-        assert self._error is not None
-        self._error.add_note(f"Caught {self._where}.")
-        raise self._error
-
-
-ExceptionWrapper: Any = _now("torch._utils.ExceptionWrapper", "errors of replicas are worded differently.", _Failed)
-"""The exception of a thread, to be raised in another with the place in its text."""
-
-tree_leaves: Callable[[Any], list[Any]] = _now("torch.utils._pytree.tree_leaves", "ZeRO raises an error.", _refuse)
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _now(
-    "torch.utils._pytree.tree_flatten", "`verify` raises an error.", _refuse
-)
+_TREES = "torch.utils._pytree"
+tree_leaves: Callable[[Any], list[Any]] = _now(f"{_TREES}.tree_leaves", "containers raise an error.", _refuse)
+tree_flatten: Callable[[Any], Any] = _now(f"{_TREES}.tree_flatten", "containers raise an error.", _refuse)
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
-_FRAMES = "torch._C._dynamo.eval_frame"
-_set_strategy = _now(f"{_FRAMES}.set_code_exec_strategy", "imports take seconds longer.")
-_Strategy = _now(f"{_FRAMES}._FrameExecStrategy", "imports take seconds longer.")
-_Action = _now(f"{_FRAMES}._FrameAction", "imports take seconds longer.")
-
 
 def leave_frames(function: Callable[..., Any], *, and_callees: bool) -> None:
-    """Make torch.compile run ``function`` as it is: all that it calls as well, or only this frame."""
-    # The public ``torch.compiler.disable`` imports the compiler, which takes seconds in scripts that never compile.
-    if None in (_set_strategy, _Strategy, _Action):
+    """Make torch.compile run ``function`` as it is: all that it calls as well, or only this frame.
+
+    The public ``torch.compiler.disable`` imports the compiler. That takes seconds, even in scripts that never compile.
+    Without the names: it is used.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        strategy = frames._FrameExecStrategy(skip, skip if and_callees else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
         torch.compiler.disable(function, recursive=and_callees)
-    else:
-        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP if and_callees else _Action.DEFAULT))
 
 
 def end_graph_at(function: Any) -> None:
-    """Make torch.compile end a graph at each call of ``function``. Without the attribute: it may compile into it."""
+    """Make torch.compile end a graph at each call of ``function``. Without the attribute: it may compile it."""
     function._torchdynamo_disable = True
 
 
 # --- devices, loaders, the profiler -----------------------------------------------------------------------------------
 
 is_allocator_initialized: Callable[[], bool] = _now(
-    "torch._C._accelerator_isAllocatorInitialized",
-    "the watchdog takes GPU ranks for busy CPU ranks.",
-    lambda: False,
+    "torch._C._accelerator_isAllocatorInitialized", "the watchdog takes GPU ranks for CPU ranks.", lambda: False
 )
 privateuse1_name: Callable[[], str] = _now(
-    "torch._C._get_privateuse1_backend_name",
-    "ranks are forked also with a plug-in device.",
-    lambda: "privateuseone",
+    "torch._C._get_privateuse1_backend_name", "no rank is forked.", lambda: "unknown"
 )
 
 
 def is_in_bad_fork(device_type: str) -> bool:
-    """Return whether this process was forked from one that used the device. Without the function: unknown, so False."""
+    """Return whether this process was forked from one that used the device. Without the function: False."""
     return bool(getattr(torch.get_device_module(device_type), "_is_in_bad_fork", bool)())
 
 
-BaseDataLoaderIter: Any = _now(
-    "torch.utils.data.dataloader._BaseDataLoaderIter",
-    "waits for a DataLoader are not measured.",
-    type("NoLoader", (), {"__next__": None}),
-)
-_loader_iterators = "faults of `rehearse` in a loader are not injected."
-LoaderIters: tuple[Any, ...] = (
-    _now("torch.utils.data.dataloader._SingleProcessDataLoaderIter", _loader_iterators),
-    _now("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", _loader_iterators),
+# The classes of a DataLoader's iterators: their base; the one in this process, and the one with loader processes.
+BaseDataLoaderIter, *LoaderIters = (
+    _now(f"torch.utils.data.dataloader._{each}Iter", "loaders are not watched.", type(each, (), {"__next__": None}))
+    for each in ("BaseDataLoader", "SingleProcessDataLoader", "MultiProcessingDataLoader")
 )
 
 
@@ -333,40 +267,30 @@ def hide_worker_info() -> None:
 
 def profile_all_threads() -> Any:
     """Return the setting with which ``torch.profiler`` traces the threads that exist. Without it: only this one."""
-    return _Profiling() and _Profiling()(profile_all_threads=True)
+    return _profiling() and _profiling()(profile_all_threads=True)
 
 
-_Profiling = _late("torch._C._profiler._ExperimentalConfig", "a profile of dp lacks the threads of replicas.")
-TorchDispatchMode: Any = _now("torch.utils._python_dispatch.TorchDispatchMode", "`verify` raises an error.", _refuse)
-"""The class of contexts that see each operation."""
+_profiling = _late("torch._C._profiler._ExperimentalConfig", "a profile of dp lacks the threads of replicas.")
 
-
-def schema_of(operation: Any) -> Any:
-    """Return the name and arguments of an operation that a dispatch mode sees. Without it: AttributeError."""
-    return operation._schema
-
+# The class of contexts that see each operation, and its name and arguments. Without them: `verify` does not see any.
+TorchDispatchMode: Any = _now("torch.utils._python_dispatch.TorchDispatchMode", "`verify` has no experiments.", object)
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 _C10D = "torch.distributed.distributed_c10d"
 
 default_store: Callable[[], dist.Store] = _now(f"{_C10D}._get_default_store", "process groups raise an error.", _refuse)
-"""Return the store of the default group."""
-
 abort_process_group: Callable[[], None] = _now(
     f"{_C10D}._abort_process_group", "a group that is stuck is left after a time-out.", dist.destroy_process_group
 )
-
+# By the name of a backend: torch's time limit for its collectives.
 default_timeout: Callable[[str], timedelta] = _now(
-    f"{_C10D}._get_default_timeout",
-    "collectives of every backend wait for half an hour.",
-    lambda _backend: dist.distributed_c10d.default_pg_timeout,
+    f"{_C10D}._get_default_timeout", "collectives wait for half an hour.", lambda _: timedelta(minutes=30)
 )
-"""Return torch's time limit for a collective of a backend."""
-
 # The public function is new in torch 2.14, which deprecates the other one.
 set_timeout: Callable[[timedelta], None] = getattr(dist, "set_timeout", None) or _now(
-    f"{_C10D}._set_pg_timeout", "collectives keep the time limit of connecting.", lambda _limit: None
+    f"{_C10D}._set_pg_timeout", "collectives keep the time limit of connecting.", lambda _: None
 )
 
 
@@ -375,20 +299,24 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
-backend_of = _method("torch.distributed.ProcessGroup._get_backend", "groups raise an error.", _refuse)
-"""Return what serves a group for a device."""
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what serves ``group`` for a device. Without the method: AttributeError."""
+    return group._get_backend(device)
 
-all_gather_single: Callable[..., dist.Work] = _method(
-    "torch.distributed.ProcessGroup._allgather_base", "sharded states raise an error.", _refuse
-)
-reduce_scatter_single: Callable[..., dist.Work] = _method(
-    "torch.distributed.ProcessGroup._reduce_scatter_base", "ZeRO raises an error.", _refuse
-)
+
+def all_gather_single(group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
+    """Call the method of a group, which the public function calls with checks. Without it: AttributeError."""
+    return group._allgather_base(*arguments)
+
+
+def reduce_scatter_single(group: dist.ProcessGroup, *arguments: Any, **more: Any) -> dist.Work:
+    """Call the method of a group, which the public function calls with checks. Without it: AttributeError."""
+    return group._reduce_scatter_base(*arguments, **more)
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """Return the time limit of a backend's operations. Without the attribute: torch's default."""
-    return getattr(backend.options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    """Return the time limit of a backend's operations. Without the attribute: half an hour."""
+    return getattr(backend.options, "_timeout", timedelta(minutes=30))
 
 
 def set_default_timeout(backend: Any, timeout: timedelta) -> None:
@@ -396,32 +324,27 @@ def set_default_timeout(backend: Any, timeout: timedelta) -> None:
     getattr(backend, "_set_default_timeout", bool)(timeout)
 
 
-def group_of(
-    backend: Any, kind: Any, store: dist.Store, rank: int, size: int, device: torch.device
-) -> dist.ProcessGroup:
-    """Return a group outside of torch's table, which ``backend`` serves. Without the methods: AttributeError."""
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(device, kind, backend)
+def group_of(backend: Any, store: dist.Store, rank: int, size: int, device: torch.device) -> dist.ProcessGroup:
+    """Return a group outside of torch's table, which Gloo serves. Without the methods: AttributeError."""
+    group, gloo = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(gloo)
+    group._register_backend(device, gloo, backend)
     return group
 
 
-def sequence_number(group: dist.ProcessGroup) -> int:
-    """Return the number of collectives that were called on a group. Without the method, or where it has none: 0."""
+def sequence_number(group: Any) -> int:
+    """Return the number of collectives that were called on a group. Without the method, or if it has none: 0."""
     try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        return int(group._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):  # groups written in Python may not count
         return 0
 
 
-def flight_records() -> Iterator[str]:
+def flight_records() -> Iterator[str | bytes]:
     """Yield torch's records of collectives as JSON: NCCL's, and that of all. Without them: none. Queries events."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        text = ""
         with suppress(Exception):  # no such function, or no such record
-            text = getattr(sys.modules.get("torch._C._distributed_c10d"), name)()
-        if text:
-            yield text
+            yield getattr(sys.modules["torch._C._distributed_c10d"], name)()
 
 
 def root_mesh(mesh: Any) -> Any:
@@ -429,24 +352,19 @@ def root_mesh(mesh: Any) -> Any:
     return getattr(mesh, "_get_root_mesh", lambda: mesh)()
 
 
-def prepare_for_data_parallel(module: nn.Module) -> None:
-    """Make the parameters of a tensor-parallel module ones that DDP takes."""
-    _pre_dp_module_transform()(module)
-
-
-_pre_dp_module_transform = _late(
-    "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform",
-    "DistributedDataParallel with tensor parallelism raises an error.",
-    _refuse,
+# Makes the parameters of a tensor-parallel module ones that DDP takes.
+pre_dp_module_transform = _late(
+    "torch.distributed.tensor.parallel.ddp._pre_dp_module_transform", "DDP with tensor parallelism is refused.", _refuse
 )
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-_all_gather = _late(f"{_FSDP}.DefaultAllGather", "waits of fully_shard are not counted.")
-_reduce_scatter = _late(f"{_FSDP}.DefaultReduceScatter", "waits of fully_shard are not counted.")
+# Return the classes of what `fully_shard` gathers and reduces with.
+fully_shard_all_gather, fully_shard_reduce_scatter = (
+    _late(f"{_FSDP}.Default{each}", "waits in fsdp are not counted.") for each in ("AllGather", "ReduceScatter")
+)
 
 
-def fully_shard_collectives() -> tuple[Any, Any]:
-    """Return the classes of what ``fully_shard`` gathers and reduces with."""
-    return _all_gather(), _reduce_scatter()
+# What a ``Join`` has set on a wrapper that is in it. Without the attribute: AttributeError in forward.
+join_config: Callable[[Any], Any] = operator.attrgetter("_join_config")
 
 
 def comm_hooks_of(module: Any) -> Sequence[Any]:

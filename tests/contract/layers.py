@@ -8,7 +8,7 @@ LAYERS = [
     {"errors", "activity", "run_folder"},
     {"env"},
     {"torch_internals"},
-    {"accelerator"},
+    {"accelerator", "containers"},
     {"comm"},
     {"telemetry"},
     {"parallel", "data", "launcher"},
@@ -86,12 +86,8 @@ def module_of(path: Path, package: Path) -> str:
 
 
 def imports_of(source: str, name: str, modules: Collection[str]) -> set[str]:
-    """Which of ``modules`` the module ``name`` imports, in functions too, for type checkers not."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    names = {found for _, found in imported_names(tree)}
+    """Which of ``modules`` the module ``name`` imports, in functions and for type checkers, too."""
+    names = {found for _, found in imported_names(ast.parse(source))}
     return {each if each in modules else each.rpartition(".")[0] for each in names} & set(modules) - {name, "lockstep"}
 
 

@@ -22,7 +22,7 @@ def test_the_package_follows_the_layers():
 
 
 def test_no_modules_import_each_other():
-    """Not even in functions: whoever reads a module need not have read those above it."""
+    """Not even in functions or for type checkers: whoever reads a module need not have read those above it."""
     modules = {module_of(path, PACKAGE): path for path in sources()}
     assert circle({name: imports_of(path.read_text(), name, modules) for name, path in modules.items()}) is None
 

@@ -19,7 +19,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        for bucket in ctx.reducer._in_flight:
+        for bucket in ctx.reducer._step.in_flight:
             if bucket.future is not None:
                 bucket.future.wait()
         return gradient, None

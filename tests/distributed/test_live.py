@@ -22,7 +22,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 
 def test_a_board_has_each_ranks_last_note(ranks):
     def use(world):
-        board, empty = StatusKeys(world, world.world_size), StatusKeys(world, 1)
+        board, empty = StatusKeys(world.rank, world.world_size), StatusKeys(world.rank, 1)
         before = board.read() if world.rank == 0 else {}
         world.barrier()
         for number in range(2):

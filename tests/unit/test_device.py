@@ -4,10 +4,13 @@ from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
-from lockstep.data.batch_iterator import map_tensors, to_device
+from lockstep.containers import map_tensors
+from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
+from tests.containers import KINDS, assert_alike, value_in
 
 Pair = namedtuple("Pair", "first second")
 
@@ -47,6 +50,15 @@ def test_each_share_goes_to_the_device_of_its_number():
     moved = to_device(batch, {4: torch.device("cpu"), 5: torch.device("cpu"), 6: torch.device("meta")})
     assert [share[0].device.type for share in moved.batches] == ["cpu", "meta"]
     assert moved.sizes == [2, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_container_goes_to_the_device(kind):
+    share = KINDS[kind](torch.ones(2))
+    batch = MicroBatch(0, 2, [0], [np.arange(2)], [share])
+    (moved,) = to_device(batch, {0: torch.device("meta")}).batches
+    assert_alike(moved, share)
+    assert value_in(moved).is_meta and not value_in(share).is_meta
 
 
 class Graph:

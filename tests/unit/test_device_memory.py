@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from lockstep import torch_internals
 from lockstep.telemetry.heartbeat import device_memory, uses_gpu
 
 GIB = 2**30
@@ -11,7 +12,7 @@ GIB = 2**30
 
 def pretend(monkeypatch, *, is_in_use, stats):
     properties = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(total_memory=80 * GIB))
-    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: is_in_use)
+    monkeypatch.setattr(torch_internals, "is_allocator_initialized", lambda: is_in_use)
     monkeypatch.setattr(torch.accelerator, "memory_stats", stats)
     monkeypatch.setattr(torch, "get_device_module", lambda: properties)
 

@@ -4,9 +4,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.parallel.module_io import anchor_tensors, find_tensors, move_to
+from lockstep.parallel.module_io import anchor_tensors, find_tensors, hook_tensors, move_to
+from tests.containers import KINDS, assert_alike, value_in
 
 
 class Pair(NamedTuple):
@@ -50,3 +53,35 @@ def test_inputs_move():
     assert {tensor.device.type for tensor in find_tensors(moved)} == {"meta"}
     assert moved[1]["x"][1] == "text"
     assert moved[2].right == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_container_moves_is_hooked_and_anchored(kind):
+    x = torch.ones(3)
+    value = KINDS[kind](x)
+    moved = move_to([value], torch.device("meta"))[0]
+    assert_alike(moved, value)
+    assert value_in(moved).is_meta and value_in(value) is x
+    anchored = anchor_tensors(value)
+    assert_alike(anchored, value)
+    hooked = []
+    hook_tensors(anchored, hooked.append)
+    value_in(anchored).sum().backward()
+    assert hooked[0].tolist() == [1, 1, 1]
+
+
+def test_packed_sequences_move_and_are_anchored_with_their_lengths():
+    words = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    moved = move_to({"words": words}, torch.device("meta"))["words"]
+    assert moved.data.is_meta and moved.sorted_indices.is_meta and not moved.batch_sizes.is_meta
+    anchored = anchor_tensors(words)
+    assert type(anchored) is type(words) and anchored.data.requires_grad
+    assert all(each is other for each, other in zip(anchored[1:], words[1:], strict=True))
+    assert [each.requires_grad for each in find_tensors(anchored)] == [True, False, False, False]
+
+
+def test_what_holds_no_tensor_stays_the_same_object():
+    config, names = KINDS["frozen dataclass"](None), frozenset(["a"])
+    moved = move_to((config, names, torch.Size([2])), torch.device("meta"))
+    assert moved[0] is config and moved[1] is names
+    assert type(moved[2]) is torch.Size

@@ -1,12 +1,14 @@
 """What tells that two processes read the same samples."""
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.data.stream import checksum, is_checked
+from tests.containers import Counted, Frozen
 
 
 def test_the_same_samples_have_the_same_checksum_whatever_objects_they_are():
@@ -20,6 +22,7 @@ def test_the_same_samples_have_the_same_checksum_whatever_objects_they_are():
 
     assert checksum(samples()) == checksum(samples())
     assert checksum([{"a": 1}]) == checksum([OrderedDict(a=1)])
+    assert checksum([Frozen(torch.ones(2))]) == checksum([Frozen(torch.ones(2))])
     assert checksum([float("nan")]) == checksum([float("nan")])
     assert checksum([torch.ones(2, 3)[:, 1]]) == checksum([torch.ones(2)])
 
@@ -55,6 +58,12 @@ def test_other_samples_have_another():
         [np.float32(1)],
         [np.array(["x"], dtype=object)],
         [image],
+        [Frozen(torch.ones(2))],
+        [Frozen(torch.zeros(2))],
+        [Counted(torch.ones(2))],
+        [UserDict(a=3)],
+        [pack_sequence([torch.ones(2)])],
+        [pack_sequence([torch.zeros(2)])],
     ]
     assert len({checksum(samples) for samples in different}) == len(different)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.wrapper import as_device, gather, scatter, scatter_kwargs
+from tests.containers import KINDS, assert_alike, value_in
 
 CPU = torch.device("cpu")
 
@@ -149,6 +150,21 @@ def test_tensors_of_different_batches_are_refused():
         "Give every tensor one entry for each sample. A tensor that all replicas need whole can be a buffer of the "
         "module, or be expanded along that dimension."
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_container_is_split_and_joined(kind):
+    value = KINDS[kind](torch.arange(4.0))
+    parts = scatter(value, cpus(2))
+    for part, expected in zip(parts, ([0, 1], [2, 3]), strict=True):
+        assert_alike(part, value)
+        assert value_in(part).tolist() == expected
+    assert value_in(value).tolist() == [0, 1, 2, 3]
+    outputs = [KINDS[kind](x) for x in (torch.zeros(1), torch.ones(2))]
+    if "text" not in str(outputs[0]) and kind != "dataclass with fields outside of its constructor":
+        joined = gather(outputs, "cpu")
+        assert_alike(joined, outputs[0])
+        assert value_in(joined).tolist() == [0, 1, 1]
 
 
 def test_packed_sequences_are_refused():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.accelerator import is_on_meta, keeps_objects, move
 from lockstep.comm.collectives import Group, counted_wait
-from lockstep.torch_internals import fully_shard_collectives
+from lockstep.torch_internals import fully_shard_all_gather, fully_shard_reduce_scatter
 
 
 class _TimedCollective:
@@ -55,7 +55,7 @@ def fully_shard_units(root: nn.Module, units: Iterable[nn.Module], *, group: Gro
     for unit in divided:
         fully_shard(unit, mesh=mesh)
     # On a GPU the collectives do not block the host, so timing them would measure nothing.
-    all_gather, reduce_scatter = fully_shard_collectives()
+    all_gather, reduce_scatter = fully_shard_all_gather(), fully_shard_reduce_scatter()
     if device.type != "cpu" or None in (all_gather, reduce_scatter):
         return False
     for unit in divided:

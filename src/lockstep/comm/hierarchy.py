@@ -392,5 +392,4 @@ def create_group(options: Any, _: Any = None) -> Any:
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    return group_of(gloo, dist.ProcessGroup.BackendType.GLOO, store, rank, size, _CPU)
+    return group_of(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), store, rank, size, _CPU)

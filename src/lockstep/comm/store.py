@@ -15,16 +15,13 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.env import is_loopback
 from lockstep.torch_internals import default_store
-
-if TYPE_CHECKING:
-    from lockstep.comm.world import World
 
 LOOPBACK = "127.0.0.1"
 # All ranks of a machine may connect at the same moment. The kernel reduces this to its own limit.
@@ -364,17 +361,17 @@ class StatusKeys:
     one thread of each rank.
 
     Args:
-        world: The world of the ranks.
+        rank: This process, in the default group.
         num_ranks: How many take part: all, or only this one.
     """
 
-    def __init__(self, world: World, num_ranks: int) -> None:
-        self._rank = world.rank
-        self._others = [str(rank) for rank in range(num_ranks) if rank != world.rank] if num_ranks > 1 else []
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank = rank
+        self._others = [str(each) for each in range(num_ranks) if each != rank] if num_ranks > 1 else []
         # A rank alone also creates an object, so that callers need no branch, but it uses no store.
         if self._others:
             store = default_store()
-            number = PrefixStore("lockstep/status", store).add(f"of/{world.rank}", 1)  # the n-th ones belong together
+            number = PrefixStore("lockstep/status", store).add(f"of/{rank}", 1)  # the n-th ones belong together
             # A separate connection: the engine's is locked while it waits.
             self._notes = _Notes(f"lockstep/status/{number}", store.clone)  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity, torch_internals
+from lockstep import activity
 from lockstep.accelerator import default_device
 from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
@@ -33,6 +33,7 @@ from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
+from lockstep.torch_internals import abort_process_group, default_store, default_timeout, process_groups, set_timeout
 
 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
@@ -114,7 +115,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
     if abort or at_exit:
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck.
-        for group in torch_internals.process_groups():
+        for group in process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     failure: list[Exception] = []
@@ -122,7 +123,7 @@ def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
     def leave() -> None:
         try:
             if abort:
-                torch_internals.abort_process_group()
+                abort_process_group()
             else:
                 dist.destroy_process_group()
         except Exception as error:
@@ -227,7 +228,7 @@ class World:
         self.group = group
         self._owned = owned
         # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
-        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", torch_internals.default_store())
+        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None = None, *, device: str | torch.device | None = None) -> World:
@@ -466,13 +467,13 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     if not one_machine:
         set_keepalive()
     # The limit so far was for connecting; a collective may wait longer for a slow rank.
-    limit = torch_internals.default_timeout(dist.Backend(name))
+    limit = default_timeout(dist.Backend(name))
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
         group.set_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(name):
-        torch_internals.set_timeout(limit)
+        set_timeout(limit)
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))

@@ -1,18 +1,17 @@
 """The micro-batches of a process, on its devices, from any kind of data set."""
 
-import dataclasses
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.accelerator import recorded_event
-from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, as_it_is, load, train_requests
+from lockstep.containers import map_tensors
+from lockstep.data.loader import LoadOptions, MicroBatch, StreamNote, load, train_requests
 from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder, StreamPosition, load_stream
 
@@ -25,34 +24,6 @@ class Movable(Protocol):
 
     def to(self, device: torch.device) -> Any:
         """Return it on ``device``."""
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = as_it_is) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to everything else.
-
-    Descends into mappings, lists, tuples, named tuples and dataclasses.
-    """
-    again = partial(map_tensors, function=function, other=other)
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, PackedSequence):
-        return other(value)  # a named tuple whose parts must stay together: its own ``to`` moves them
-    if isinstance(value, Mapping):
-        mapped = {key: again(item) for key, item in value.items()}
-        make: Any = type(value)
-        try:
-            return make(mapped)
-        except TypeError:  # such as a defaultdict, whose constructor has another first argument
-            return mapped
-    if isinstance(value, tuple):
-        items = map(again, value)
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [again(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {field.name: again(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **changes)
-    return other(value)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

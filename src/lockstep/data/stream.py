@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lockstep.comm.collectives import Group, all_gather_object
+from lockstep.containers import items_of
 from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote
 from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
@@ -48,9 +49,10 @@ def is_checked(num_steps: int) -> bool:
 
 
 def checksum(samples: list[Any]) -> str:
-    """Return a checksum that is equal for equal samples: numbers, texts, arrays and tensors in lists and mappings.
+    """Return a checksum that is equal for equal samples.
 
-    Only the type of other objects counts.
+    They may hold numbers, texts, arrays and tensors, in lists, mappings and dataclasses. Of other objects, only the
+    type counts.
     """
     digest = blake2b(digest_size=8)
     _update_digest(digest, samples)
@@ -68,9 +70,10 @@ def _update_digest(digest: blake2b, value: Any) -> None:
     elif isinstance(value, Mapping):
         digest.update(b"mapping")
         _update_digest(digest, list(value.items()))
-    elif isinstance(value, list | tuple):
-        digest.update(f"list{len(value)}".encode())
-        for item in value:
+    elif isinstance(value, list | tuple) or is_dataclass(value):
+        items = items_of(value) or []
+        digest.update(f"{type(value).__name__ if is_dataclass(value) else 'list'}{len(items)}".encode())
+        for item in items:
             _update_digest(digest, item)
     elif isinstance(value, bytes | bytearray):
         digest.update(b"bytes%d" % len(value) + value)

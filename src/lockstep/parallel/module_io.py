@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable
 from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.containers import find_tensors as find_tensors
+from lockstep.containers import map_tensors, with_items
 from lockstep.errors import LockstepError
 from lockstep.torch_internals import own_parameters, submodules
 
 requires_grad = attrgetter("requires_grad")
 _get = dict[str, Any].get
-
-
-def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in ``value``: itself, or in nested lists, tuples, sets, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from find_tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_tensors(getattr(value, field.name, None))
 
 
 def hook_tensors(value: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -39,25 +26,14 @@ def hook_tensors(value: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
             tensor.register_hook(hook)
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors; containers of unknown type are not changed."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple: its class takes the items one by one
-        return type(value)(*(_map_tensors(function, item) for item in value))
-    if type(value) in (list, tuple):  # subclasses may have other constructors and are not changed
-        return type(value)(_map_tensors(function, item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
-        items = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        return replace(value, **{name: _map_tensors(function, item) for name, item in items.items()})
-    if isinstance(value, dict):
-        return type(value)((key, _map_tensors(function, item)) for key, item in value.items())
-    return value
-
-
 def move_to(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``; copies from pinned memory do not block."""
-    return _map_tensors(lambda each: each if each.device == device else each.to(device, non_blocking=True), value)
+
+    def move(part: Any) -> Any:
+        is_moved = isinstance(part, Tensor | PackedSequence)
+        return part.to(device=device, non_blocking=True) if is_moved else part
+
+    return map_tensors(value, move, move)
 
 
 class _Anchor(torch.autograd.Function):
@@ -77,14 +53,15 @@ def anchor_tensors(value: Any) -> Any:
     # A rank whose forward used no parameter must still take part in the reduction. Without an anchor, its loss has no
     # gradient function. With an anchor, ``loss.backward()`` works, gives no gradient, and the reducer notices it.
 
-    def anchor(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() and not tensor.is_complex():
-            return tensor
-        start = torch.zeros((), device=tensor.device, requires_grad=True)
-        anchored: Tensor = _Anchor.apply(start, tensor)  # type: ignore[no-untyped-call]
-        return anchored
+    def anchor(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            return with_items(part, [anchor(part.data), *part[1:]])
+        if not isinstance(part, Tensor) or not (part.is_floating_point() or part.is_complex()):
+            return part
+        start = torch.zeros((), device=part.device, requires_grad=True)
+        return _Anchor.apply(start, part)  # type: ignore[no-untyped-call]
 
-    return _map_tensors(anchor, value)
+    return map_tensors(value, anchor, anchor)
 
 
 class Wrapper(nn.Module):

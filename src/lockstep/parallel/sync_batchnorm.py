@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from lockstep.comm.collectives import Group, all_gather, all_reduce, default_gro
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.torch_internals import BatchNorm, LazyNorm, check_batch_norm_input, has_kernel, submodules
-
-if TYPE_CHECKING:
-    from lockstep.parallel.ddp.uneven_inputs import SyncLayerShadow
 
 # torch's own class, even after ``adopt()`` has replaced it by ours.
 TorchSyncBatchNorm = nn.SyncBatchNorm
@@ -41,10 +38,27 @@ class Event(IntEnum):
     END = 5
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[SyncLayerShadow]] = weakref.WeakKeyDictionary()
+class Engine(Protocol):
+    """What a layer needs of the wrapper that trains it; see `SyncLayerShadow` in ddp/uneven_inputs.py."""
+
+    step: int  # the number of the open step
+
+    @property
+    def is_open(self) -> bool:
+        """Whether exchanges are announced, because some rank may be without a batch."""
+
+    @property
+    def unit(self) -> float:
+        """The factor of this rank's gradients after backward, relative to those of the other ranks."""
+
+    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
+        """Announce an exchange of ``layer``, which began in ``step``. Collective: every rank. Blocks."""
 
 
-def register_engine(engine: SyncLayerShadow, layers: Sequence[nn.Module]) -> None:
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def register_engine(engine: Engine, layers: Sequence[nn.Module]) -> None:
     """Set ``engine`` as the engine that trains ``layers`` from now on."""
     _engines.update(dict.fromkeys(layers, weakref.ref(engine)))
 

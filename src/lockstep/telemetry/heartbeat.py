@@ -307,7 +307,7 @@ def recorded_call() -> str:
             # The record queries events: see [Note: streams and threads] in accelerator.py.
             imported("torch").accelerator.set_device_index(activity.now.device)
         for text in internals().flight_records():
-            entries = [entry for entry in json.loads(text)["entries"] if not entry.get("is_p2p")]
+            entries = [entry for entry in json.loads(text).get("entries", ()) if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
             ended = [place for place, entry in enumerate(entries) if _is_over(entry)]
             if entries:

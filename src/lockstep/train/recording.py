@@ -92,7 +92,7 @@ class RunRecord:
         constants = Snapshot(num_steps=num_steps, num_restarts=restarts, counts=task.counts, world_size=self._num_ranks)
         self._aggregator = aggregator.Aggregator(
             self._metrics,
-            StatusKeys(world, self._num_ranks),
+            StatusKeys(world.rank, self._num_ranks),
             constants,
             steps_per_epoch=steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep import activity, torch_internals
+from lockstep import activity
 from lockstep.comm.shm import communicator as c
 from lockstep.comm.shm.communicator import Kind
 from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import ENDED, OpQueue, ShmWork
 from lockstep.errors import CollectiveError, ConfigurationError
+from lockstep.torch_internals import indices_of, nnz, values_of
 
 # Calls a function of the C library with the group, the arguments and the timeout, and raises an error if it fails.
 NativeCall = Callable[..., None]
@@ -343,10 +344,10 @@ class ShmOps:
                 )
             # Each rank has different rows of an embedding, and a different number of them.
             mine = tensor.detach().coalesce()
-            count = torch.tensor([torch_internals.nnz(mine)], device="cpu")
+            count = torch.tensor([nnz(mine)], device="cpu")
             lengths = [int(each) for each in self._gather(call, count, [1] * self.size)]
-            indices = self._gather(call, torch_internals.indices_of(mine).t().contiguous(), lengths)
-            values = self._gather(call, torch_internals.values_of(mine).contiguous(), lengths)
+            indices = self._gather(call, indices_of(mine).t().contiguous(), lengths)
+            values = self._gather(call, values_of(mine).contiguous(), lengths)
             total = torch.sparse_coo_tensor(
                 torch.cat(indices).t(), torch.cat(values), tensor.shape, check_invariants=False
             )

@@ -252,7 +252,7 @@ class DenseBucket(_Members):
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
         self._storage_address = storage_address(self.payload)
-        self._num_aliases = self._count_aliases()
+        self._num_aliases = storage_use_count(self._storage_address)
 
     @property
     def holds_all(self) -> bool:
@@ -295,7 +295,10 @@ class DenseBucket(_Members):
                 self._copy_in(present, scale.factor)
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.grad = view
-        self._fill_tail(scale)
+        for place in self.missing:  # what differs from the usual tail
+            self._tail[place] = 0
+        if scale.message is not None:
+            self._tail[len(self.parameters) :].copy_(scale.message)
 
     def _can_wait(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether C can read them in place: hooks of the script may have put anything in ``param.grad``."""
@@ -360,21 +363,11 @@ class DenseBucket(_Members):
         elif small and factor != 1:
             foreach_mul_(self._small_slots, factor)
 
-    def _fill_tail(self, scale: GradientScale) -> None:
-        """Write what differs from the usual tail."""
-        for place in self.missing:
-            self._tail[place] = 0
-        if scale.message is not None:
-            self._tail[len(self.parameters) :].copy_(scale.message)
-
     def _is_held(self, views: Iterable[Tensor]) -> bool:
         """Return whether the script holds some of ``views``, or tensors made from any part of the buffer."""
-        if self._count_aliases() > self._num_aliases:
+        if storage_use_count(self._storage_address) > self._num_aliases:
             return True
         return max(map(sys.getrefcount, views)) > _OWN_REFERENCES
-
-    def _count_aliases(self) -> int:
-        return storage_use_count(self._storage_address)
 
     def _renew(self) -> None:
         old_views = self._views

@@ -7,36 +7,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import takewhile
+from operator import attrgetter
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from lockstep import activity, torch_internals
+from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.weighting import Weights
+from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.parallel.module_io import hook_tensors
-
-
-class Phase(Enum):
-    """How the reducer handles the next gradient."""
-
-    IDLE = "idle"  # no synchronised backward is expected (no_sync, the bare module): it stays on this rank
-    ARMED = "armed"  # a forward announced a backward: it opens a step, unless a hooked output has opened one before
-    COLLECTING = "collecting"  # a synchronised backward runs: it completes a bucket, or is recorded
-    CLOSING = "closing"  # backward is over on this rank, all buckets are launched and waited for: none can arrive
-
-
-# Python 3.11 takes longer to find a member than to call a function.
-_IDLE, _ARMED, _COLLECTING, _ = Phase
+from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 
 class Event(Enum):
@@ -44,7 +35,7 @@ class Event(Enum):
 
     BACKWARD = "backward"  # a backward that is synchronised has reached the model
     READY = "ready"  # bucket: all its gradients are there
-    GATHERED = "gathered"  # bucket: it holds this rank's gradients, and is about to be launched
+    GATHERED = "gathered"  # bucket: this rank's gradients are in it, or in its ``pieces``; it is about to be launched
     LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when the reduction is
     BACKWARD_END = "backward end"  # this rank's own work is done, except for the buckets still to be launched
     WAIT = "wait"  # bucket: the host begins to wait for it
@@ -60,11 +51,43 @@ class Observer(Protocol):
         """Handle the event ``kind`` of ``bucket``."""
 
 
-_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
 def _nothing() -> None:
     """Stand for a dead reference."""
+
+
+@dataclass(eq=False)
+class Step:
+    """One synchronised backward, from the first hook that autograd calls until its gradients are settled.
+
+    `Reducer._step` is the only reference to it. If it fails, it stays there until the next forward or backward discards
+    it, since the reductions in flight still write to their buckets.
+
+    Attributes:
+        callback: A weak reference to the function that closes the step when backward is over. Only autograd keeps the
+            function, until it has run or the backward has failed. So the reference is dead if none can arrive any more.
+        is_opened_by_output: Whether a hooked output opened it, so before any gradient had arrived.
+        unsettled: A parameter that a hook of the script may still change after ours; -1: none.
+        arrived: Parameters, in the order in which their gradients arrived, including repeats.
+        received: The same, each once.
+        num_awaited: The number of parameters in the inbox at which another bucket may be complete.
+        num_launched: Of the buckets, in the order of the plan; includes those that were not reduced.
+        in_flight: The buckets that were launched, in order.
+        num_finished: Of these, those that are reduced and settled.
+    """
+
+    callback: Callable[[], object] = _nothing
+    is_opened_by_output: bool = True
+    unsettled: int = -1
+    arrived: list[int] = field(default_factory=list)
+    received: set[int] = field(default_factory=set)
+    num_awaited: int = 1
+    num_launched: int = 0
+    in_flight: list[Bucket] = field(default_factory=list)
+    num_finished: int = 0
+
+
+_missing_in = attrgetter("missing")
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def live_reducers() -> list[Reducer]:
@@ -94,7 +117,7 @@ class Reducer:
       one backward (a shared layer under reentrant checkpointing). All ranks then agree on these observations, and the
       buckets are rebuilt, once;
     - buckets of parameters that received several gradients in that step, since the last arrival cannot be recognised;
-    - a bucket with a gradient that a hook of the script may change, see `_is_settled`;
+    - a bucket with a gradient that a hook of the script may still change, see `_put_hooks_last`;
     - all buckets, if layers of the model run collectives in backward, see ``before_launch``, or if another wrapper
       averages some of the same gradients, see [Note: shared parameters].
 
@@ -164,14 +187,11 @@ class Reducer:
         self._group = group
         self._skip_unused_buckets = skip_unused_buckets
         self._lock = threading.Lock()  # a model on several devices calls hooks from one autograd thread per device
-        self._phase = Phase.IDLE
-        # A weak reference to the callback that will close the step. Only autograd keeps the callback alive, until it
-        # has run or the backward has failed. The phase alone does not show whether a backward still runs.
-        self._queued_close: Callable[[], object] = _nothing
+        self._step: Step | None = None
+        # Whether a forward has announced a synchronised backward: if no hooked output has opened a step before, the
+        # first gradient does. Otherwise gradients stay on this rank (no_sync, the bare module).
+        self._is_armed = False
         self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
-        self._in_flight: list[Bucket] = []  # launched in this step, in order
-        self._num_finished = 0  # of these, those that are reduced and settled
-        self._abandoned: list[Future[Any]] = []  # of buckets in a step that an exception has interrupted
         self._finishing_stream: torch.Stream | None = None
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
@@ -180,8 +200,7 @@ class Reducer:
         self._watched: set[int] = set()  # the parameters whose hook is `_on_gradient`
         self._inbox: list[Tensor] = []  # parameters whose gradients have arrived since `_drain`
         self._index_of = {id(parameter): index for index, parameter in enumerate(bucket_set.parameters)}
-        self._may_hook, self._is_opened_by_output = True, False
-        self._reset_step()
+        self._may_hook = True
         self._launches_last_early = False
         self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
         mine = set(map(id, bucket_set.parameters))
@@ -237,14 +256,30 @@ class Reducer:
         for index in new:
             self._hook_dicts[index][self._hooks[index].id] = partial(Reducer._on_gradient, weakref.ref(self), index)
 
-    def _watch_last(self) -> None:
+    def _watch_last(self, arrived: Sequence[int]) -> None:
         """Watch only the parameter of each bucket that arrived last, and all where none arrived."""
         position_of = self.bucket_set.position_of
-        last = {position_of[index]: index for index in self._arrived}
+        last = {position_of[index]: index for index in arrived}
         for index, (hooks, handle) in enumerate(zip(self._hook_dicts, self._hooks, strict=True)):
             if last.get(position_of[index], index) != index:
                 hooks[handle.id] = self._inbox.append
                 self._watched.discard(index)
+
+    def _put_hooks_last(self, arrived: int | None) -> int:
+        """Let our hooks run after those that the script has registered since, which may change the gradient.
+
+        Args:
+            arrived: The parameter whose hooks are running now.
+
+        Returns:
+            That parameter, if such a hook may still run for it; else -1. Its bucket waits until the step closes.
+        """
+        unsettled = -1
+        for index, (hooks, handle) in enumerate(zip(self._hook_dicts, self._hooks, strict=True)):
+            if next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)
+                unsettled = index if index == arrived else unsettled
+        return unsettled
 
     def _drain(self) -> list[int]:
         """Return the indices of the parameters in the inbox, and empty it."""
@@ -276,7 +311,7 @@ class Reducer:
             return False
         self.has_run = True
         self.num_forwards += 1
-        self._phase = _ARMED  # hooks may be added before its backward
+        self._is_armed = True  # hooks may be added before its backward
         return True
 
     def disarm(self) -> None:
@@ -285,23 +320,23 @@ class Reducer:
         Blocks until reductions of a backward that failed are over; see [Note: a backward that fails].
         """
         # A forward within backward, as in checkpointing, is a part of the step.
-        if torch_internals.current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
-        if self._phase is _COLLECTING:  # its backward has failed, otherwise the step would be closed
+        if self._step is not None:  # it has failed, otherwise it would be closed
             self._abandon_step()
-        if self._phase is _ARMED and self._inbox:
+        elif self._is_armed and self._inbox:
             raise LockstepError(
                 f"Rank {self._group.rank()}: the last backward reached no output of the model that can be found, so "
                 "its gradients were not averaged.\nReturn all outputs as tensors, or in lists, dicts or dataclasses."
             )
-        self._phase = _IDLE
+        self._is_armed = False
         if self.weights.window is not None:
             self.weights.window.on_forward()
 
     def prepare_for_backward(self, outputs: Any = ()) -> None:
         """Make the next backward, and every backward that reaches a tensor in ``outputs``, a synchronised step."""
-        if self._phase is _IDLE:
-            self._phase = _ARMED
+        if self._step is None and not self._is_armed:
+            self._is_armed = True
             self._used.update(self._drain())
         if self._hooks:
             hook_tensors(outputs, self._on_output)
@@ -316,7 +351,7 @@ class Reducer:
     @property
     def is_collecting(self) -> bool:
         """Whether a synchronised backward runs, and has not failed."""
-        return self._queued_close() is not None
+        return self._step is not None and self._step.callback() is not None
 
     @keep_out_of_graphs
     def _on_output(self, gradient: Tensor) -> Tensor | None:
@@ -348,15 +383,15 @@ class Reducer:
                 "Set torch._dynamo.config.compiled_autograd = False; the backward of what is compiled is compiled "
                 "anyway."
             )
-        if self._phase is Phase.COLLECTING:
+        if self._step is not None:
             self._abandon_step()
         self._used.update(self._drain())
-        self._phase, self._is_opened_by_output = Phase.COLLECTING, arrived is None
-        self._num_foreign_hooks = sum(map(len, self._hook_dicts)) - len(self._hooks)
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
-        self._queued_close = weakref.ref(close)
-        torch_internals.queue_callback(close)
+        self._step, self._is_armed = Step(weakref.ref(close), is_opened_by_output=arrived is None), False
+        queue_callback(close)
+        if sum(map(len, self._hook_dicts)) > len(self._hooks):
+            self._step.unsettled = self._put_hooks_last(arrived)
         self._notify(Event.BACKWARD)
         self.weights.check_last_step()
         if self.weights.window is not None:
@@ -371,32 +406,34 @@ class Reducer:
         self = this()
         if self is None:
             return
-        if self._queued_close() is None:  # not is_collecting, without a call
+        if self._step is None or self._step.callback() is None:  # not is_collecting, without a call
             with self._lock:
                 if not self.is_collecting:  # unless another device's thread has opened the step in the meantime
-                    if self._phase is not Phase.ARMED:
+                    if not self._is_armed:
                         self._used.update(self._drain(), (index,))
                         if self.weights.window is not None:
                             self.weights.window.on_local_gradient(index, self._used)
                         return
                     self._watch(range(len(self._hooks)))
                     self._open_step(arrived=index)
+        step = self._step
+        assert step is not None
         self._inbox.append(parameter)
-        if len(self._inbox) >= self._num_awaited:
+        if len(self._inbox) >= step.num_awaited:
             with self._lock:
-                self._launch_complete(index)
+                self._launch_complete(step, index)
 
-    def _note_arrivals(self) -> None:
+    def _note_arrivals(self, step: Step) -> None:
         """Record the gradients that have arrived since the last call."""
         arrived = self._drain()
-        self._arrived += arrived
-        self._received.update(arrived)
+        step.arrived += arrived
+        step.received.update(arrived)
         self._used.update(arrived)
-        if len(self._received) == len(self._arrived):
+        if len(step.received) == len(step.arrived):
             return
         for index in arrived:
             # A second gradient: autograd has added it to the first, which is fine if that has not been launched.
-            if self.bucket_set.position_of[index] < self._num_launched:
+            if self.bucket_set.position_of[index] < step.num_launched:
                 raise LockstepError(
                     f"Rank {self._group.rank()}: parameter {self.bucket_set.names[index]} received a second "
                     "gradient in one backward, after its bucket had been sent.\nThis happens when a layer is "
@@ -404,48 +441,36 @@ class Reducer:
                     "Use use_reentrant=False."
                 )
 
-    def _launch_complete(self, last: int) -> None:
+    def _launch_complete(self, step: Step, last: int) -> None:
         """Launch the complete buckets, up to the first that is incomplete or has to wait; ``last`` has just arrived."""
-        self._note_arrivals()
-        self._num_awaited = 1
+        self._note_arrivals(step)
+        step.num_awaited = 1
         if self.before_launch is not None:  # buckets would disturb the order of collectives in layers
             return
         # Another wrapper may still launch the bucket that has one of these gradients.
-        if any(other.is_collecting for other in self._sharers):
+        if self._sharers and any(other.is_collecting for other in self._sharers):
             return
         buckets = self.bucket_set.buckets if self.bucket_set.is_rebuilt else []  # the first step only observes
-        for bucket in buckets[self._num_launched : len(buckets) - (not self._launches_last_early)]:
-            num_missing = len(bucket.members - self._received)
+        for bucket in buckets[step.num_launched : len(buckets) - (not self._launches_last_early)]:
+            num_missing = len(bucket.members - step.received)
             if num_missing:
-                self._num_awaited = num_missing  # before that it cannot be complete
+                step.num_awaited = num_missing  # before that it cannot be complete
                 return
-            if bucket.spec.deferred or not self._is_settled(bucket):
+            if bucket.spec.deferred or step.unsettled in bucket.members:
                 break
             if last not in bucket.members:  # complete before, but unnoticed
                 self._watch(bucket.members)
-            self._launch(bucket)
-            if self.finishes_early:
-                self._finish_early()
-        self._num_awaited = sys.maxsize  # the others wait until the step closes
+            self._launch(step, bucket)
+            if self.finishes_early and self._finishes_one_by_one and self.reduction.finishes_alone:
+                self._finish_early(step)
+        step.num_awaited = sys.maxsize  # the others wait until the step closes
 
-    def _is_settled(self, bucket: Bucket) -> bool:
-        """Return whether no hook of the script can change a gradient that has arrived."""
-        is_settled = True
-        for index in bucket.spec.parameters if self._num_foreign_hooks else ():
-            hooks, handle = self._hook_dicts[index], self._hooks[index]
-            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                # A hook registered after ours may still run. So the bucket waits until the step closes. From the next
-                # backward on, our hook runs last.
-                hooks[handle.id] = hooks.pop(handle.id)
-                is_settled = False
-        return is_settled
-
-    def _launch(self, bucket: Bucket, *, alone: bool = False) -> None:
+    def _launch(self, step: Step, bucket: Bucket, *, alone: bool = False) -> None:
         """Gather the gradients of the next bucket and start its reduction. Collective: every rank.
 
         Does not block, unless ``alone``: then there is nothing else to do, and it may block until complete.
         """
-        self._num_launched += 1
+        step.num_launched += 1
         self._notify(Event.READY, bucket)
         all_used = bucket.members <= self._used
         divisor = self.divisor if self.reduction.sums_payloads else None
@@ -463,7 +488,7 @@ class Reducer:
         start = partial(self.reduction.start, bucket, alone=alone)
         bucket.future = self._wait_in(start, bucket, is_observed=alone)
         # From here on the reduction may write to the bucket until its future is done, even if this step fails.
-        self._in_flight.append(bucket)
+        step.in_flight.append(bucket)
         self._notify(Event.LAUNCHED, bucket)
 
     # --- the step closes --------------------------------------------------------------------------------------------
@@ -476,89 +501,110 @@ class Reducer:
         """
         with self._lock:
             try:
-                self._note_arrivals()
+                step = self._step
+                assert step is not None
+                self._note_arrivals(step)
                 self._notify(Event.BACKWARD_END)
                 if len(_reducers) > 1:
                     others = [other for other in live_reducers() if other is not self and other.is_collecting]
                     for each in [self, *others] if others else ():  # one backward runs through several wrappers
                         each._launches_last_early = True
-                self._phase, self._queued_close = Phase.CLOSING, _nothing
+                step.callback = _nothing
                 if self.before_launch is not None:
                     self.before_launch()
                 if not self.bucket_set.is_rebuilt:
                     self.weights.agree_first(self.weights.message())
                 message = self.weights.message()
-                for bucket in self.bucket_set.buckets[self._num_launched :]:
-                    self._launch(bucket, alone=bucket.is_last)
-                self._finish(message, self._exchange_used())
+                for bucket in self.bucket_set.buckets[step.num_launched :]:
+                    self._launch(step, bucket, alone=bucket.is_last)
+                self._finish_all(step, message)
                 for future in self.post_backward:
                     future.wait()
                 # Optimizers from `_apply_optimizer_in_backward` step now, and leave no gradients, as in torch.
                 for parameter in self._optimizers_in_backward or ():
-                    for optimizer in torch_internals.in_backward_optimizers(parameter):
+                    for optimizer in in_backward_optimizers(parameter):
                         optimizer.step()
                     parameter.grad = None
                 # Now that gradients are settled, new buckets can adopt them.
                 if not self.bucket_set.is_rebuilt:
-                    self.bucket_set.rebuild(self._arrived, group=self._group)
-                    if self._is_opened_by_output and self.weights.window is None:
-                        self._watch_last()
+                    self.bucket_set.rebuild(step.arrived, group=self._group)
+                    if step.is_opened_by_output and self.weights.window is None:
+                        self._watch_last(step.arrived)
                 self._used = set()
-                self.num_buckets_reduced = len(self._in_flight)
+                self.num_buckets_reduced = len(step.in_flight)
                 self._notify(Event.CLOSED)
+                self._drop_step()
             finally:
                 self.post_backward = []
-                self._reset_step()
 
-    def _finish(self, message: Sequence[float], num_users: Sequence[int] | None) -> None:
-        """Wait for the buckets in flight and assign their gradients to the parameters.
+    # [Note: how buckets are finished]
+    # `_finish` is the one place where gradients are settled, in the order of launches: when backward is over for all
+    # buckets (`_finish_all`), and within backward for those that are reduced by then (`_finish_early`). A rank without
+    # data (`shadow_step`) has no gradients to settle, and only waits.
+
+    def _finish_all(self, step: Step, message: Sequence[float]) -> None:
+        """Finish all buckets that are in flight when backward is over. Collective: every rank. Blocks.
 
         Args:
+            step: The step, which has launched all its buckets.
             message: This rank's weight message.
-            num_users: By parameter, whether any rank used it; None: the reduction has counted them.
         """
+        num_users = self._exchange_used() if self.weights.some_lack else None
         if self._finishing_stream is not None:
             torch.accelerator.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
-        lacks = any(bucket.missing for bucket in self._in_flight)
+        lacks = any(map(_missing_in, step.in_flight))
         self.weights.lacks_gradients = lacks and self.bucket_set.device.type != "cpu"
         factor: float | Tensor = 1.0
-        if not self._finishes_one_by_one and self._in_flight:
-            factor, counts = self._correction(self._in_flight, message)
+        is_simple = self._finishes_one_by_one
+        if not is_simple and step.in_flight:
+            factor, counts = self._correction(step.in_flight, message)
             if num_users is None and counts is not None and lacks:
                 num_users = counts.tolist()
-        while self._num_finished < len(self._in_flight):  # observers work on one while the next is under way
-            self._finish_next(factor, num_users)
-        if self._finishes_one_by_one and self._in_flight:  # raises if other ranks gave weights
-            self.weights.correction(self.weights.carrier(self._in_flight), None, message)
+        self._finish(step, step.in_flight[step.num_finished :], factor, num_users)
+        if is_simple and step.in_flight:  # raises if other ranks gave weights
+            self.weights.correction(self.weights.carrier(step.in_flight), None, message)
+
+    def _finish_early(self, step: Step) -> None:
+        """Finish the first buckets in flight, as far as they are already reduced."""
+        has_streams = self.bucket_set.device.type != "cpu"
+        if has_streams and self._finishing_stream is None:  # a separate stream: backward must not wait for reductions
+            self._finishing_stream = torch.Stream(self.bucket_set.device)
+
+        def is_reduced(bucket: Bucket) -> bool:
+            assert bucket.future is not None
+            # Reading the tail would make the host wait for the device.
+            return bucket.future.done() and not (has_streams and (bucket.missing or bucket.spec.sparse))
+
+        with self._finishing_stream or nullcontext():
+            self._finish(step, takewhile(is_reduced, step.in_flight[step.num_finished :]))
+
+    def _finish(
+        self,
+        step: Step,
+        buckets: Iterable[Bucket],
+        factor: float | Tensor = 1.0,
+        num_users: Sequence[int] | None = None,
+    ) -> None:
+        """Wait for the next buckets in flight, one by one, and assign their gradients to the parameters.
+
+        Args:
+            step: Of the buckets.
+            buckets: The next ones. Observers work on one while the next is under way.
+            factor: The factor for the reduced gradients.
+            num_users: By parameter, whether any rank used it; None: the reduction has counted them.
+        """
+        for bucket in buckets:
+            self._wait_for(bucket)
+            if isinstance(factor, Tensor) or factor != 1.0:
+                bucket.scale(factor)
+            bucket.settle(num_users)
+            step.num_finished += 1
+            self._notify(Event.REDUCED, bucket)
 
     @property
     def _finishes_one_by_one(self) -> bool:
         """Whether a bucket's own collective is enough: there is no sum of weights, and no separate counts."""
         return self.weights.window is None and self.reduction.sums_payloads
-
-    def _finish_next(self, factor: float | Tensor = 1.0, num_users: Sequence[int] | None = None) -> None:
-        bucket = self._in_flight[self._num_finished]
-        self._wait_for(bucket)
-        if isinstance(factor, Tensor) or factor != 1.0:
-            bucket.scale(factor)
-        bucket.settle(num_users)
-        self._num_finished += 1
-        self._notify(Event.REDUCED, bucket)
-
-    def _finish_early(self) -> None:
-        """Finish the first buckets in flight, as far as they are already reduced."""
-        if not (self._finishes_one_by_one and self.reduction.finishes_alone):
-            return
-        has_streams = self.bucket_set.device.type != "cpu"
-        if has_streams and self._finishing_stream is None:  # a separate stream: backward must not wait for reductions
-            self._finishing_stream = torch.Stream(self.bucket_set.device)
-        with self._finishing_stream or nullcontext():
-            while self._num_finished < len(self._in_flight):
-                bucket = self._in_flight[self._num_finished]
-                assert bucket.future is not None
-                if not bucket.future.done() or (has_streams and (bucket.missing or bucket.spec.sparse)):
-                    return  # reading the tail would make the host wait for the device
-                self._finish_next()
 
     def _wait_for(self, bucket: Bucket) -> None:
         """Wait for ``bucket``, unless this has been done."""
@@ -606,11 +652,11 @@ class Reducer:
         return [index in self._used for index in range(len(self.bucket_set.parameters))]
 
     def _exchange_used(self) -> list[int] | None:
-        """Return by parameter whether any rank used it; None if no rank lacked gradients before.
+        """Return by parameter whether any rank used it; None in a capture. Called if some rank lacked gradients before.
 
         Collective: every rank. See [Note: parameters without a gradient]. Blocks until all hosts are here.
         """
-        if not self.weights.some_lack or is_capturing(self.bucket_set.device):
+        if is_capturing(self.bucket_set.device):
             return None
         self._cpu_group = self._cpu_group or cpu_group(self._group)
         flags = torch.tensor(self._used_flags(), dtype=torch.uint8)
@@ -629,6 +675,7 @@ class Reducer:
         window = self.weights.window
         if window is not None and window.holds_gradients(self._used):
             self.before_launch = None  # this rank has already taken part in all layers of the others
+            self._step = Step()
             self._close_step()
             return
         self.weights.check_last_step()
@@ -640,7 +687,8 @@ class Reducer:
         for bucket in buckets:
             start = partial(self.reduction.start, bucket, alone=False)
             bucket.future = self._wait_in(start, bucket, is_observed=False)
-        self._exchange_used()
+        if self.weights.some_lack:
+            self._exchange_used()
         self._correction(buckets, message)
         for bucket in buckets:
             self._wait_for(bucket)
@@ -651,22 +699,18 @@ class Reducer:
     # --- a step ends ------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
-        """Discard a backward that failed; block until no reduction writes into its buckets any more."""
-        self._used.update(self._arrived + self._drain())  # the gradients stay
-        self._reset_step()
-        while self._abandoned:
-            with suppress(RuntimeError):  # it failed, too: nothing is written any more
-                self._abandoned.pop().wait()
-
-    def _reset_step(self) -> None:
-        self._phase, self._queued_close = _IDLE, _nothing
-        for bucket in self._in_flight[self._num_finished :]:
+        """Discard a step that has failed; block until no reduction writes into its buckets any more."""
+        step = self._step
+        assert step is not None
+        self._used.update(step.arrived + self._drain())  # the gradients stay
+        self._drop_step()
+        for bucket in step.in_flight[step.num_finished :]:
             if bucket.future is not None:
-                self._abandoned.append(bucket.future)
-        self._in_flight, self._num_finished, self._num_launched = [], 0, 0
-        self._arrived: list[int] = []  # parameters, in the order in which their gradients arrived in this step
-        self._received: set[int] = set()  # the same
-        self._num_awaited = 1  # the number of parameters in the inbox at which another bucket may be complete
+                with suppress(RuntimeError):  # it failed, too: nothing is written any more
+                    bucket.future.wait()
+
+    def _drop_step(self) -> None:
+        self._step = None
         if self.weights.window is not None:
             self.weights.window.close()
 
@@ -686,8 +730,43 @@ def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Paramet
     ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
     gradient arrives, before it has been averaged.
     """
-    ours = [parameter for parameter in parameters if torch_internals.in_backward_optimizers(parameter)]
+    ours = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
     for parameter in ours:
         for handle in in_backward_hooks(parameter):
             handle.remove()
     return ours
+
+
+def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: float | Tensor | None = None) -> None:
+    """Run ``loss.backward()`` with the weight ``mean_over`` for each wrapped model that it reaches.
+
+    ``loss`` is a mean, unlike the ``total`` of a `lockstep.Loss`, which is a sum.
+
+    It is short for ``model.weight(mean_over)`` on every ``DistributedDataParallel`` that takes part, and
+    ``loss.backward()``; see `DistributedDataParallel.weight`. Call it once per micro-batch.
+
+    Collective: every rank, if the backward is synchronised; it blocks as that backward does.
+
+    Args:
+        loss: A scalar: the mean loss of this rank's micro-batch; it may be scaled by a ``GradScaler``.
+        mean_over: The number of samples or tokens that the loss is the mean of: a finite number, 0 or more, or a tensor
+            with no dimensions.
+        count: The former name of ``mean_over``.
+
+    Raises:
+        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank,
+            on a device from the next ``forward``: some ranks gave a weight and others did not; names the latter.
+    """
+    weight = check_weight(count if mean_over is None else mean_over)
+    reducers = [reducer for reducer in live_reducers() if reducer.has_run]
+    for reducer in reducers:
+        reducer.set_weight(weight)
+    try:
+        loss.backward()
+    finally:
+        num_left_out = sum(reducer.discard_weight() for reducer in reducers)
+    if num_left_out == len(reducers):
+        raise ConfigurationError(
+            "The backward reached no model that is wrapped in DistributedDataParallel, so mean_over had no effect.\n"
+            "Compute the loss with the wrapped model, not with its .module, or call loss.backward()."
+        )

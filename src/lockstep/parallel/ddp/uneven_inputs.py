@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.comm.collectives import Group, JoinHook, all_gather, all_reduce
+from lockstep.comm.collectives import Group, JoinHook, all_gather
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.weighting import Weights
 from lockstep.parallel.sync_batchnorm import Event, LayerPlace, SyncBatchNorm, TorchSyncBatchNorm, register_engine
 from lockstep.torch_internals import queue_callback
-
-if TYPE_CHECKING:
-    from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 _CONVERT = "Convert the model: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)."
 
@@ -232,48 +229,24 @@ class SyncLayerShadow:
         return f"the {'backward' if event == Event.BACKWARD else 'forward'} of SyncBatchNorm {self._names[number]}"
 
 
-class DDPJoinHook(JoinHook):
-    """Mirrors, in order, the collectives of the other ranks' forward and backward."""
+class StepJoinHook(JoinHook):
+    """Lets a rank without more data take part in the steps of the others; for ``Join``.
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+    Args:
+        step: Mirrors, in order, the collectives of one step of the others.
+        finish: Called when no rank has data any more, with whether this rank was among the last that had some.
+    """
+
+    def __init__(self, step: Callable[[], object], finish: Callable[[bool], None] | None = None) -> None:
+        self._step, self._finish = step, finish
 
     @override
     def main_hook(self) -> None:
-        """Take part in one step with zero gradients. Collective."""
-        # The order is that of `_pre_forward`, forward, `_post_forward` and backward on the ranks with data.
-        ddp = self._ddp
-        ddp._sync_layers.open(has_batch=False)
-        if ddp.will_sync_module_buffers():
-            ddp._sync_buffers(after_forward=False, src=common_rank(ddp, candidate=False))
-        ddp.require_forward_param_sync = announce_backward(ddp, will_sync=False)
-        ddp._sync_layers.end_forward(backward_follows=False)
-        ddp._sync_layers.end_backward()
-        if ddp.require_forward_param_sync:
-            ddp.reducer.shadow_step()
+        """Take part in one step. Collective."""
+        self._step()
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the model of a rank that trained to the end. Collective."""
-        # Several ranks may end with the same step. All have the same model, except for buffers.
-        src = common_rank(self._ddp, candidate=is_last_joiner)
-        self._ddp._authoritative_rank = src
-        self._ddp._model_sync.broadcast(src=src, with_buffers=self._ddp.forward_sync_buffers)
-
-
-def common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
-    """Return the highest rank that calls this as a candidate. Collective: every rank. Blocks until complete."""
-    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
-    all_reduce(rank, group=ddp.process_group, op="max")
-    assert rank.item() >= 0, "no rank is a candidate"
-    return int(rank.item())
-
-
-def announce_backward(ddp: DistributedDataParallel, *, will_sync: bool) -> bool:
-    """Notify joined ranks whether this step's backward is synchronised; return whether it is on any rank.
-
-    Collective: every rank. Blocks until complete.
-    """
-    flag = torch.tensor([float(will_sync)], device=ddp.device)
-    all_reduce(flag, group=ddp.process_group)
-    return bool(flag.item() != 0)
+        """Take part in the end. Collective."""
+        if self._finish is not None:
+            self._finish(is_last_joiner)

@@ -67,13 +67,13 @@ def refuse_missing(sums: Sequence[float]) -> None:
         ConfigurationError: Some ranks gave weights, and some omitted one; names the latter.
     """
     _, num_weighed, _, *masks = sums
-    missing = [
-        str(_RANKS_PER_NUMBER * place + bit)
-        for place, mask in enumerate(masks)
-        for bit in range(_RANKS_PER_NUMBER)
-        if int(mask) >> bit & 1
-    ]
-    if num_weighed and missing:
+    if num_weighed and any(masks):
+        missing = [
+            str(_RANKS_PER_NUMBER * place + bit)
+            for place, mask in enumerate(masks)
+            for bit in range(_RANKS_PER_NUMBER)
+            if int(mask) >> bit & 1
+        ]
         raise ConfigurationError(
             f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"
@@ -345,6 +345,7 @@ class Weights:
         self.shares_batch = False
         self._group, self._world_size = group, group.size()
         self.encode = partial(encode_message, group.rank(), group.size())
+        self._usual_message = self.encode(is_missing=True)
         self.lacks_gradients = self.some_lack = False
         self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
         self._typical = 1.0
@@ -369,7 +370,7 @@ class Weights:
         """Return the message that this rank sends at the end of a step."""
         window = self.window
         if window is None:
-            message = self.encode(is_missing=True)
+            message = self._usual_message[:]
         else:
             is_missing = window.has_unweighed or not window.is_weighed
             message = self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
@@ -411,8 +412,12 @@ class Weights:
     @staticmethod
     def carrier(buckets: Iterable[Bucket]) -> Bucket | None:
         """Return the first of the widest buckets with a tail, the same one on all ranks: its tail is read."""
-        with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
-        return max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
+        widest, found = -1, None
+        for bucket in buckets:
+            width = -1 if bucket.weight_message is None else _WIDTHS.get(bucket.sent_dtype, 0)
+            if width > widest:
+                widest, found = width, bucket
+        return found
 
     def correction(self, carrier: Bucket | None, messages: Tensor | None, message: Sequence[float]) -> float | Tensor:
         """Return the factor for the reduced buckets; a tensor with one element if the host does not know it.
@@ -431,7 +436,7 @@ class Weights:
         is_narrow = False
         if messages is None and carrier is not None:
             messages, is_narrow = carrier.weight_message, carrier.sent_dtype not in _WIDTHS
-        if messages is not None and is_capturing(messages.device):
+        if messages is not None and not messages.is_cpu and is_capturing(messages.device):
             if message[1]:
                 raise ConfigurationError(
                     "A step with weights cannot be captured in a CUDA graph: each replay would use the same weights.\n"
@@ -480,8 +485,9 @@ class Weights:
     def _conclude(self, messages: Tensor) -> float:
         """Return the factor that gives the weighted mean, from the sums of all messages. Blocks on a device."""
         sums: list[float] = messages.tolist()
-        refuse_missing(sums)
         weight, num_weighed, num_lacking = sums[:3]
+        if num_weighed:
+            refuse_missing(sums)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0

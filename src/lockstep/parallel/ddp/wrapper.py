@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.optim import Optimizer
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Join, Joinable, default_group
+from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel import module_io
@@ -25,14 +25,22 @@ from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
 from lockstep.parallel.ddp.comm_hooks import BucketReduction, CommHookReduction
-from lockstep.parallel.ddp.reducer import Reducer, live_reducers
+from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.setup import BufferHook, ModelSync
-from lockstep.parallel.ddp.uneven_inputs import DDPJoinHook, SyncLayerShadow, announce_backward, common_rank
+from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
 from lockstep.parallel.module_io import WrappedParameters, Wrapper, requires_grad
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import DDP_IGNORED, active_ddp_module, profiler_enabled, set_active_ddp_module, submodules
+from lockstep.torch_internals import (
+    DDP_IGNORED,
+    TENSOR_IGNORED,
+    active_ddp_module,
+    join_config,
+    profiler_enabled,
+    set_active_ddp_module,
+    submodules,
+)
 
 _MISSING = object()
 _NO_RANGE = nullcontext()
@@ -153,7 +161,6 @@ class DistributedDataParallel(Wrapper, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
-        self._authoritative_rank = 0  # after `join`: the rank that all ranks have copied the model from
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._comm_hook_name = ""
         self._logged_error: dict[str, str | int] = {}
@@ -247,7 +254,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
-        is_plain = self._input_device is None and not self._model_sync.has_buffers and not self._join_config.enable
+        is_plain = self._input_device is None and not self._model_sync.has_buffers and not join_config(self).enable
         is_profiled = ranges.now or profiler_enabled()
         if not is_plain or is_profiled or not self.require_backward_grad_sync or not torch.is_grad_enabled():
             return False
@@ -262,15 +269,15 @@ class DistributedDataParallel(Wrapper, Joinable):
         observers = self.reducer.observers
         if ranges.now and not any(isinstance(each, bucket_events.BucketRanges) for each in observers):
             observers.append(bucket_events.BucketRanges())
-        # In this order, and the same in `DDPJoinHook`: ranks that have joined mirror each collective.
+        # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
-        is_joining = self._join_config.enable
+        is_joining = join_config(self).enable
         if is_joining:
             self._notify_joined_ranks()
         if self.will_sync_module_buffers():
-            self._sync_buffers(after_forward=False, src=common_rank(self, candidate=True) if is_joining else 0)
+            self._sync_buffers(after_forward=False, src=self._agree(self.process_group.rank()) if is_joining else 0)
         if is_joining:
-            announce_backward(self, will_sync=self.require_backward_grad_sync)
+            self._agree(int(self.require_backward_grad_sync))
         device = self._input_device
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inputs, kwargs)
         return arguments if device is None else module_io.move_to(arguments, device)
@@ -455,10 +462,34 @@ class DistributedDataParallel(Wrapper, Joinable):
         divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return Join([self], enable, throw_on_early_termination, **divides)
 
-    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+    def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that a rank without data runs in each step; for ``Join`` with several participants."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return DDPJoinHook(self)
+        return StepJoinHook(self._shadow_step, self._copy_last_model)
+
+    def _shadow_step(self) -> None:
+        """Take part in one step of the other ranks with zero gradients. Collective."""
+        # The order is that of `_pre_forward`, forward, `_post_forward` and backward on the ranks with data.
+        self._sync_layers.open(has_batch=False)
+        if self.will_sync_module_buffers():
+            self._sync_buffers(after_forward=False, src=self._agree(-1))
+        self.require_forward_param_sync = bool(self._agree(0))  # whether some rank's backward will be synchronised
+        self._sync_layers.end_forward(backward_follows=False)
+        self._sync_layers.end_backward()
+        if self.require_forward_param_sync:
+            self.reducer.shadow_step()
+
+    def _copy_last_model(self, was_last: bool) -> None:
+        """Copy the model of a rank that trained to the end. Collective."""
+        # Several ranks may end with the same step. All have the same model, except for buffers: the highest is copied.
+        src = self._agree(self.process_group.rank() if was_last else -1)
+        self._model_sync.broadcast(src=src, with_buffers=self.forward_sync_buffers)
+
+    def _agree(self, number: int) -> int:
+        """Return the largest number of all ranks, with and without data. Collective. Blocks until complete."""
+        largest = torch.tensor([number], device=self.device)
+        collectives.all_reduce(largest, group=self.process_group, op="max")
+        return int(largest.item())
 
     @property
     def join_device(self) -> torch.device:
@@ -736,7 +767,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
         # torch's optimizer_overlap_hooks needs these.
         for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
+            if not hasattr(parameter, TENSOR_IGNORED):
                 yield (name, parameter) if named_params else parameter
 
     @staticmethod
@@ -745,42 +776,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         setattr(module, DDP_IGNORED, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+                setattr(tensor, TENSOR_IGNORED, True)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance
-
-
-def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: float | Tensor | None = None) -> None:
-    """Run ``loss.backward()`` with the weight ``mean_over`` for each wrapped model that it reaches.
-
-    ``loss`` is a mean, unlike the ``total`` of a `lockstep.Loss`, which is a sum.
-
-    It is short for ``model.weight(mean_over)`` on every ``DistributedDataParallel`` that takes part, and
-    ``loss.backward()``; see `DistributedDataParallel.weight`. Call it once per micro-batch.
-
-    Collective: every rank, if the backward is synchronised; it blocks as that backward does.
-
-    Args:
-        loss: A scalar: the mean loss of this rank's micro-batch; it may be scaled by a ``GradScaler``.
-        mean_over: The number of samples or tokens that the loss is the mean of: a finite number, 0 or more, or a tensor
-            with no dimensions.
-        count: The former name of ``mean_over``.
-
-    Raises:
-        ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank,
-            on a device from the next ``forward``: some ranks gave a weight and others did not; names the latter.
-    """
-    weight = check_weight(count if mean_over is None else mean_over)
-    reducers = [reducer for reducer in live_reducers() if reducer.has_run]
-    for reducer in reducers:
-        reducer.set_weight(weight)
-    try:
-        loss.backward()
-    finally:
-        num_left_out = sum(reducer.discard_weight() for reducer in reducers)
-    if num_left_out == len(reducers):
-        raise ConfigurationError(
-            "The backward reached no model that is wrapped in DistributedDataParallel, so mean_over had no effect.\n"
-            "Compute the loss with the wrapped model, not with its .module, or call loss.backward()."
-        )

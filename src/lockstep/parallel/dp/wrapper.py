@@ -1,11 +1,8 @@
 """``DataParallel``: one process, one thread and one replica for each device. Design: docs/design/dp.md."""
 
-import copy
-import dataclasses
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.accelerator import VISIBLE_DEVICES
+from lockstep.containers import items_of, with_items
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import Gradients, Replicas, check_devices
 from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, as_listed, differentiate
@@ -335,8 +333,8 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[An
     """Split ``inputs`` over ``devices``: one item per chunk, at most one per device.
 
     Tensors of at least one dimension are split along ``dim`` as by ``torch.chunk`` and copied to their devices; others
-    are copied whole. Tuples, named tuples, lists, dicts and dataclasses are rebuilt with the parts of their contents (a
-    dataclass without tensors is shared). Without any tensor there is one item per device.
+    are copied whole. Tuples, lists, mappings, dataclasses and what is derived from them are rebuilt with the parts of
+    their contents (a dataclass without tensors is shared). Without any tensor there is one item per device.
 
     Raises:
         ConfigurationError: The tensors give different numbers of chunks, or one is a ``PackedSequence``.
@@ -380,19 +378,13 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _contents(value: Any) -> list[Any] | None:
-    """Return the contents of a container; None if ``value`` is not a container."""
+    """Return the contents of a container that can be split and joined; None if ``value`` is none."""
     if isinstance(value, PackedSequence):
         raise ConfigurationError(
             "A PackedSequence cannot be split along the batch.\n"
             "Pass the padded tensor and the lengths to the module, and call pack_padded_sequence in its forward."
         )
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return None
+    return None if isinstance(value, set | frozenset) else items_of(value)
 
 
 def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: int) -> Sequence[Any]:
@@ -402,19 +394,19 @@ def _split(value: Any, devices: Sequence[torch.device], num_devices: int, dim: i
         return tuple(_move(chunk, device) for chunk, device in zip(chunks, devices, strict=True))
     # A dataclass without tensors is shared, not copied: it may be a configuration, or hold objects without a copy.
     contents = _contents(value)
-    is_dataclass = not isinstance(value, (tuple, list, dict))
+    is_dataclass = not isinstance(value, (tuple, list, Mapping))
     if not contents or (is_dataclass and next(_tensors_in(contents), None) is None):
         return [value for _ in devices]
     parts = zip(*(_split(item, devices, num_devices, dim) for item in contents), strict=True)
-    return [_rebuild(value, part) for part in parts]
+    return [with_items(value, part) for part in parts]
 
 
 def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     """Join the replicas' outputs on ``target_device``; differentiable.
 
     Tensors are concatenated along ``dim``; tensors without a dimension are joined to a vector (with a warning, since it
-    has one entry per replica, not per sample). Tuples, named tuples, lists, dicts and dataclasses are joined item by
-    item; None stays None.
+    has one entry per replica, not per sample). Tuples, lists, mappings and dataclasses are joined item by item; None
+    stays None.
 
     Args:
         outputs: One per replica, all with the same structure.
@@ -443,7 +435,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
             f"DataParallel cannot gather an output of type {kind}.\n"
             "Return tensors, None, or tuples, lists, dicts and dataclasses of them."
         )
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         if any(output.keys() != first.keys() for output in outputs):
             keys = ", ".join(str(list(output)) for output in outputs)
             raise ConfigurationError(f"All dicts must have the same keys, but the replicas returned {keys}")
@@ -451,7 +443,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     lengths = [len(each or ()) for each in contents]
     if len(set(lengths)) > 1:
         raise ConfigurationError(f"The replicas returned {kind}s of different lengths: {lengths}")
-    return _rebuild(first, [gather(items, device, dim) for items in zip(*contents, strict=True)])
+    return with_items(first, [gather(items, device, dim) for items in zip(*contents, strict=True)])
 
 
 def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> Tensor:
@@ -478,20 +470,3 @@ def _concatenate(tensors: Sequence[Tensor], device: torch.device, dim: int) -> T
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
     # A copy to the CPU must be complete when this returns: code on the CPU does not wait for a stream.
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def _rebuild(container: Any, contents: Iterable[Any]) -> Any:
-    """Return a container like ``container`` with the new ``contents``, which are in its order."""
-    kind = type(container)
-    if isinstance(container, dict):
-        items = zip(container, contents, strict=True)
-        return kind(container.default_factory, items) if isinstance(container, defaultdict) else kind(items)
-    if isinstance(container, tuple) and isinstance(getattr(container, "_fields", None), tuple):  # a named tuple
-        return kind._make(contents)
-    if isinstance(container, (tuple, list)):
-        return kind(tuple(contents))  # torch.return_types take a tuple only
-    # A dataclass: __init__ and __post_init__ must not run again.
-    copied = copy.copy(container)
-    for field, content in zip(dataclasses.fields(container), contents, strict=True):
-        object.__setattr__(copied, field.name, content)
-    return copied

@@ -32,6 +32,7 @@ from lockstep.parallel.consistency import check_arguments_agree, check_models_ag
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
+from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
@@ -447,7 +448,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
         """Return the hook for a rank without more data in ``Join``: it continues to take part in `step`."""
-        return _StepJoinHook(self)
+        return StepJoinHook(lambda: self._step(None, {}))  # not step(), which reports that this rank has data
 
     @property
     def join_device(self) -> torch.device:
@@ -458,17 +459,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Group:
         """The ranks that take part."""
         return self.process_group
-
-
-class _StepJoinHook(JoinHook):
-    """Takes part in the steps of ranks that still have data."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Take part in a step."""
-        self._optimizer._step(None, {})  # not step(), which reports that this rank has data
 
 
 def norm_of_shards(gradients: Sequence[Tensor], like: Tensor, norm_type: float = 2.0, *, group: Group) -> Tensor:

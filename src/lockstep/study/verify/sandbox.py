@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.comm.process import single_process_view
-from lockstep.data.batch_iterator import map_tensors
+from lockstep.containers import map_tensors
 from lockstep.data.order import mix, seed_cpu
 from lockstep.study.verify import interventions
 from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerprint_model

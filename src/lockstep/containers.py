@@ -1,0 +1,94 @@
+"""The one walk through batches, arguments and outputs: which containers hold tensors, and how they are made again.
+
+torch's own walk, ``torch.utils._pytree``, does less: dataclasses, mappings that are no dicts, and subclasses of lists
+and dicts are leaves to it unless they were registered, and it would move the lengths of a PackedSequence, which must
+stay on the CPU.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from operator import is_not
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """Return the items of a container, in its order; None if ``value`` is none.
+
+    Containers are lists, tuples, named tuples, sets, mappings and dataclasses, and what is derived from them. Of a
+    mapping, the items are its values; of a dataclass, its fields.
+    """
+    if _has_fields(value):
+        return [getattr(value, name) for name in _field_names(value)]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else None
+
+
+def with_items(value: Any, items: Iterable[Any]) -> Any:
+    """Return a container like ``value``, of its type, with other ``items`` in the order of `items_of`.
+
+    No constructor runs again where there is another way: it may take other arguments, or do more than store them.
+    """
+    kind, new = type(value), tuple(items)
+    if isinstance(value, tuple):  # of the types in torch.return_types, only the constructor makes one
+        return kind(new) if hasattr(kind, "n_fields") else tuple.__new__(kind, new)
+    if isinstance(value, set | frozenset):
+        return kind(new)
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        mapped = dict(zip(value, new, strict=True))
+        try:  # a copy might share its memory with the original
+            return kind(mapped)
+        except TypeError:
+            return mapped
+    copied = copy.copy(value)
+    if _has_fields(value):
+        for name, item in zip(_field_names(value), new, strict=True):
+            object.__setattr__(copied, name, item)  # also of a frozen one
+    elif isinstance(value, dict):
+        for key, item in zip(value, new, strict=True):
+            copied[key] = item
+    else:
+        copied[:] = new
+    return copied
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in ``value``: itself, or in nested containers, see `items_of`."""
+    if isinstance(value, Tensor):
+        yield value
+    for item in items_of(value) or ():
+        yield from find_tensors(item)
+
+
+def as_it_is(value: Any) -> Any:
+    """Return ``value``."""
+    return value
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = as_it_is) -> Any:
+    """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to everything else.
+
+    Lists and dicts are always new ones; what holds no tensor stays the same object otherwise. A PackedSequence is
+    passed to ``other`` as a whole, since its parts must fit each other: it has methods like those of a tensor.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    items = None if isinstance(value, PackedSequence) else items_of(value)
+    if items is None:
+        return other(value)
+    mapped = [map_tensors(item, function, other) for item in items]
+    is_new = isinstance(value, list | dict) or any(map(is_not, mapped, items))
+    return with_items(value, mapped) if is_new else value
+
+
+def _has_fields(value: Any) -> bool:
+    """Return whether it is to be taken by its fields: a mapping with keys is not, though some are dataclasses, too."""
+    return is_dataclass(value) and not isinstance(value, type) and not (isinstance(value, Mapping) and len(value))
+
+
+def _field_names(value: Any) -> list[str]:
+    return [each.name for each in fields(value) if hasattr(value, each.name)]
