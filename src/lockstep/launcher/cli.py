@@ -87,21 +87,13 @@ def build_parser() -> _Parser:
     )
     flag = parser.add_argument_group("options").add_argument
     torch_internals.put_last_argparse_group_first(parser)  # ours: most users need these
-    flag(
-        "--devices",
-        dest="nproc_per_node",
-        metavar="N",
-        help="ranks on this machine; default: all GPUs, or all cores",
-    )
+    flag("--devices", dest="nproc_per_node", metavar="N", help="ranks on this machine; default: all GPUs, or all cores")
     flag("--adopt", action="store_true", help="replace torch's engines and sampler by Lockstep's")
     flag("--monitor", metavar="DIR", help="record any training loop for `lockstep report DIR`; must precede SCRIPT")
     flag("--watchdog", type=float, metavar="SECONDS", help="report a hang after this time (60); 0: never")
     flag("--watchdog-action", choices=("end", "warn"), help="after that report, end with exit code 83, or continue")
     flag(
-        "--min-devices",
-        type=int,
-        metavar="N",
-        help="with --max-restarts: continue without killed ranks, with at least N ranks",
+        "--min-devices", type=int, metavar="N", help="with --max-restarts: go on without killed ranks, with N at least"
     )
     flag("--logs", choices=("merged", "raw"), default="merged", help="merge the output of the ranks, or not")
     flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
