@@ -199,7 +199,7 @@ class PlannedTrainer:
         self.calls.append(self._sync)
         planned_s = self._planned_s[self._sync]
         backward_s = planned_s.pop(0) if len(planned_s) > 1 else planned_s[0]
-        times = StepTimes(data_wait_s=0.1, forward_s=0.2, backward_s=backward_s + 0.01, optimizer_s=0.4)
+        times = StepTimes(total_s=0.7, data_wait_s=0.1, forward_s=0.2, backward_s=backward_s + 0.01, optimizer_s=0.4)
         return SimpleNamespace(times=times, num_samples=8, loss=torch.tensor(float(len(self.calls))))
 
     @contextlib.contextmanager

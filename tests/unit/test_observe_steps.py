@@ -1,5 +1,6 @@
 """Steps that are put together from what hooks see: what belongs to which, in whatever order loops do things."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from lockstep.observe import steps as module
 from lockstep.observe.observation import Engine
 from lockstep.observe.steps import Steps, num_samples
 from lockstep.telemetry import timer
-from lockstep.telemetry.record import StepLine, Timeline
+from lockstep.telemetry.record import StepLine, Timeline, to_json
 
 MAIN, OTHER = 1, 2
 
@@ -54,7 +55,7 @@ class Loop:
         self.rest(seconds)
         self.steps.own_work_done()
         self.rest(waits)
-        self.steps.backward_ends([])
+        self.steps.backward_ends(None)
 
     def update(self, key=MAIN, seconds=0.25, **how):
         self.steps.optimizer_begins(key)
@@ -104,7 +105,7 @@ def test_a_plain_loop(loop):
     assert (first["interval_s"], second["interval_s"]) == (18.75, None)
     assert (first["samples"], first["samples_per_s"], first["step"], second["step"]) == (16, 0.8533333, 0, 1)
     assert first["learning_rate"] == 0.1
-    assert Timeline.of(loop.done_steps[0], 5.0).to_line() == {
+    assert json.loads(to_json(Timeline.of(loop.done_steps[0], 5.0).to_line())) == {
         "kind": "timeline",
         "step": 0,
         "time": 5.0,
@@ -256,7 +257,7 @@ def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(loop):
             loop.rest(1.0)
             loop.steps.optimizer_within(0.3)
         loop.steps.own_work_done()
-        loop.steps.backward_ends([])
+        loop.steps.backward_ends(None)
     lines = loop.lines()
     assert [parts(line) for line in lines] == [[1.0, 2.5, 3.0, 0.0, 0, 6.5]] * 2
     assert [line["learning_rate"] for line in lines] == [0.3, 0.3]

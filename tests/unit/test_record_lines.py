@@ -10,8 +10,9 @@ import torch
 
 from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import record
-from lockstep.telemetry.record import Downsampler, LineWriter, RunFolder, StepLine, to_json
-from lockstep.telemetry.recorder import StepRecorder, has_timeline
+from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.record import Downsampler, LineWriter, StepLine, to_json
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.step_times import StepMarks
 from tests.unit.report_planted import step_line
@@ -22,12 +23,16 @@ FROZEN = {
     "backward_s exposed_s hidden_s optimizer_s core_wait_s loss learning_rate grad_norm samples samples_per_s counts "
     "tokens_per_s",
     "timeline": "step time spans buckets waited_from waited_until",
-    "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers cpu_percent "
-    "workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load gpu_percent "
-    "gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
+    "machine": "time memory_bytes memory_peak_bytes rss_bytes rss_peak_bytes workers_rss_bytes num_workers num_threads "
+    "cpu_percent workers_cpu_percent core_wait_percent host_cpu_percent steal_percent throttled_percent load "
+    "gpu_percent gpu_power_w gpu_temperature_c gpu_throttled_percent sent_bytes link_bytes_per_s link_peer "
     "num_devices device_s energy_j",
     "event": "event step time seconds text metrics",
 }
+
+
+def recorder_into(folder):
+    return Recorder(Place(0, 1), [torch.device("cpu")], Snapshot(num_steps=9), run_dir=folder)
 
 
 def test_the_names_of_metrics_stay():
@@ -38,8 +43,7 @@ def test_the_names_of_metrics_stay():
 
 
 def test_lines_have_the_names_that_the_reference_explains(tmp_path):
-    folder = RunFolder(tmp_path, 0, 1, device="cpu", first_step=0, fresh=True, gather=lambda mine: [mine])
-    recorder = StepRecorder(folder.writer, sample=MachineSampler([torch.device("cpu")]))
+    recorder = recorder_into(tmp_path)
     step = StepMarks(4, 0.0, 0.0, 1000.0, 1.0, has_timeline=True)
     recorder.add(step)
     recorder.event("evaluation", "done", step=1, metrics={"loss": 0.5})
@@ -185,7 +189,8 @@ class NeverReached:
 
 def test_the_error_that_ended_a_run_is_recorded_though_the_device_is_not_done(tmp_path):
     sample = {"kind": "machine", "load": 1.0}
-    recorder = StepRecorder(LineWriter(tmp_path / "rank-0.jsonl", fresh=True), sample=lambda: sample)
+    recorder = recorder_into(tmp_path)
+    recorder.sampler = lambda: sample
     recorder.add(StepMarks(0, 0.0, 0.0, 0.0, 1.0))
     recorder.add(StepMarks(1, NeverReached(), 1.0, 1.0, NeverReached()))
     recorder.event("error", "RuntimeError: CUDA error", step=1)

@@ -2,15 +2,8 @@
 
 import pytest
 
+from lockstep.telemetry.figures import StragglerReporter, find_stragglers, pace_of, window_of
 from lockstep.telemetry.step_times import StepTimes
-from lockstep.telemetry.stragglers import (
-    StragglerReporter,
-    describe,
-    ends_window,
-    find_stragglers,
-    is_looked_at,
-    pace_of,
-)
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 NOISE = (0.0, 0.001, 0.0, 0.002, 0.001)
@@ -36,7 +29,7 @@ def pace(*, slow=None, by_s=0.0, waits=0.002):
 def test_a_delay_is_of_the_rank_and_the_phase_that_it_was_put_into(phase):
     paces = {rank: pace(waits=0.052) for rank in range(3)} | {3: pace(slow=phase, by_s=0.05)}
     [found] = find_stragglers(paces)
-    assert (found.rank, found.phase) == (3, phase)
+    assert (found.rank, found.part) == (3, phase)
     assert found.lost_s == pytest.approx(0.05)
     assert found.step_s == pytest.approx(0.086)
 
@@ -61,15 +54,15 @@ def test_single_slow_steps_are_not_persistent():
 
 def test_what_is_said():
     [found] = find_stragglers({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
-    assert describe(found) == (
+    assert str(found) == (
         "rank 1 is slow: it loses 50.0 ms in each step of 86.0 ms, in backward (70.0 ms, usual is 20.0 ms); "
         "the others wait for it"
     )
 
 
 def test_which_steps_are_looked_at():
-    assert [step for step in range(120) if is_looked_at(step)] == [*range(2, 22), *range(40, 50), *range(90, 100)]
-    assert [step for step in range(120) if ends_window(step)] == [11, 21, 49, 99]
+    assert [step for step in range(120) if step in window_of(step)] == [*range(2, 22), *range(40, 50), *range(90, 100)]
+    assert [step for step in range(120) if step == window_of(step)[-1]] == [11, 21, 49, 99]
 
 
 def test_it_is_said_once_and_again_if_it_gets_worse():

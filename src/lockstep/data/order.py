@@ -5,7 +5,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
 from math import floor
@@ -198,9 +198,8 @@ class GlobalOrder:
         start = position * self.batch_size
         stop = min(start + self.batch_size, self.num_samples)
         first = start // _BLOCK_SIZE
-        blocks = [
-            _block(self.num_samples, self.seed, epoch, block) for block in range(first, (stop - 1) // _BLOCK_SIZE + 1)
-        ]
+        numbers = range(first, (stop - 1) // _BLOCK_SIZE + 1)
+        blocks = list(map(partial(_block, self.num_samples, self.seed, epoch), numbers))
         together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return together[start - first * _BLOCK_SIZE : stop - first * _BLOCK_SIZE]
 

@@ -90,6 +90,8 @@ def build_parser() -> _Parser:
     flag("--devices", dest="nproc_per_node", metavar="N", help="ranks on this machine; default: all GPUs, or all cores")
     flag("--adopt", action="store_true", help="replace torch's engines and sampler by Lockstep's")
     flag("--monitor", metavar="DIR", help="record any training loop for `lockstep report DIR`; must precede SCRIPT")
+    flag("--view", choices=("live", "lines"), help="with --monitor: show progress as a live view, or as lines")
+    flag("--log-to", metavar="SINK,..", help="with --monitor: sinks for metrics, as for lockstep train")
     flag("--watchdog", type=float, metavar="SECONDS", help="report a hang after this time (60); 0: never")
     flag("--watchdog-action", choices=("end", "warn"), help="after that report, end with exit code 83, or continue")
     flag(
@@ -167,7 +169,8 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []
-        setups += [[attach, os.path.abspath(args.monitor)]] if args.monitor is not None else []
+        if args.monitor is not None:
+            setups.append([attach, os.path.abspath(args.monitor), args.view or "none", args.log_to or ""])
         os.environ[RANK_SETUP] = json.dumps(setups)
         _print_choices(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
@@ -217,6 +220,8 @@ def _check_target(args: argparse.Namespace) -> str:
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
+    if args.min_devices is not None and not args.max_restarts:
+        raise ConfigurationError("--min-devices needs --max-restarts.\nAdd --max-restarts N, or omit --min-devices.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
@@ -286,8 +291,15 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
     """Print at the end where ``--monitor``, if given, recorded the run; the ranks write the record."""
     if args.monitor is None:
+        for name in ("view", "log-to"):
+            if getattr(args, name.replace("-", "_")) is not None:
+                raise ConfigurationError(f"--{name} needs --monitor.\nAdd --monitor DIR, or omit --{name}.")
         yield
         return
+    if args.log_to is not None:
+        from lockstep.telemetry.sinks import parse_targets  # imports torch
+
+        parse_targets(args.log_to)
     if args.no_python:
         raise ConfigurationError(
             "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."

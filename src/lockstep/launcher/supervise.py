@@ -329,6 +329,7 @@ class GracefulShutdown:
             run_folder.request_stop(self._job.folder, sigval.name)
             self._job.stop_by = time.monotonic() + stop_timeout_s(), sigval
         elif self._requested_for is None or self._num_signals > 1:
+            run_folder.request_stop(self._job.folder, sigval.name)  # so that ranks know that none has failed
             if self._num_signals > 1:
                 self._job.reaper.kill_ranks()  # torch's agent would wait for half a minute
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)

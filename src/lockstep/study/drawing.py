@@ -5,28 +5,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from importlib.resources import files
 from types import ModuleType
 from typing import Any, Literal
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import Table
 from lockstep.telemetry.provenance import Provenance
+from lockstep.telemetry.step_times import PARTS, Part
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY, YELLOW = "#999999", "#F0E442"
+GREY = "#999999"
 
-# The parts of a step's time, by name: colour and hatch.
-PARTS = {
-    "data wait": (PURPLE, ""),
-    "forward": (SKY, ""),
-    "backward": (BLUE, ""),
-    "exchange": (VERMILION, "////"),
-    "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would take 170 kB
-    "optimizer": (GREEN, ""),
-    "other": (GREY, ""),
-    "waiting for a core": (YELLOW, "xxxx"),
-}
+# Of all pages, which contain it.
+STYLE = files("lockstep.study").joinpath("page.css").read_text()
 
 # Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
@@ -104,13 +97,20 @@ def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
     axes.legend(unique.values(), unique.keys(), ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
 
 
+def draw_bar(axes: Any, place: float, part: Part, begin_s: float, end_s: float, *, height: float) -> None:
+    """Draw a part of a step as a horizontal bar in milliseconds."""
+    # With a thin edge: light colours alone are hard to see on a light background.
+    look = {"color": part.color, "hatch": part.hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": height}
+    axes.barh(place, (end_s - begin_s) * 1e3, left=begin_s * 1e3, label=part.label, **look)
+
+
 def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> str:
     """Draw a stacked bar in milliseconds for each row.
 
     Args:
         heading: Of the drawing.
         label: Of the axis.
-        rows: By name of the bar, the seconds of each of its `PARTS`.
+        rows: By name of the bar, the seconds of each of its `PARTS`, by name.
         note: A visible note.
     """
     figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
@@ -118,13 +118,10 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
     for place, (name, parts) in enumerate(rows.items()):
         left = 0.0
         for part, seconds in parts.items():
-            colour, hatch = PARTS[part]
-            # With a thin edge: light colours alone are hard to see on a light background.
-            look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
-            axes.barh(place, seconds * 1e3, left=left, label=part, **look)
-            left += seconds * 1e3
-        listed = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
-        words.append(f"{name} {left:.2f} ({listed})")
+            draw_bar(axes, place, PARTS[part], left, left + seconds, height=0.62)
+            left += seconds
+        listed = ", ".join(f"{PARTS[part].label} {seconds * 1e3:.2f}" for part, seconds in parts.items())
+        words.append(f"{name} {left * 1e3:.2f} ({listed})")
     label_rows(axes, list(rows))
     axes.set_xlabel(label)
     legend_above(axes, 3, -0.18)
@@ -204,7 +201,7 @@ def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], comma
 </footer>"""
 
 
-def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str, style: str = "") -> str:
+def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:
     """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
     return f"""<!doctype html>
 <html lang="en">
@@ -212,7 +209,7 @@ def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], b
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{STYLE}{style}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <a class="skip" href="#figures">To the figures</a>
@@ -224,38 +221,4 @@ def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], b
 </main>
 </body>
 </html>
-"""
-
-
-STYLE = """
-:root { color-scheme: light dark; --ground: #fcfcfa; --text: #1c1c1e; --soft: #5c5c63; --line: #d5d5d8; --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #17171a; --text: #ececee; --soft: #a3a3ab; --line: #3c3c42; --card: #1f1f23; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 68rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.soft, li.soft, footer { color: var(--soft); }
-.verdict { padding: 0; list-style: none; }
-.verdict li { margin: .4rem 0; }
-.verdict li:first-child { font-size: 1.2rem; font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-figure { margin: 0; padding: .75rem 1rem; border: 1px solid var(--line); border-radius: .5rem; }
-figure { background: var(--card); }
-figcaption { font-weight: 600; margin-bottom: .5rem; }
-.note { margin: 0 0 .5rem; font-size: .9rem; color: var(--soft); }
-svg { display: block; width: 100%; height: auto; max-width: 34rem; }
-svg text { font-family: system-ui, sans-serif !important; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--ground); }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
-thead th { color: var(--soft); font-weight: 500; }
-code { overflow-wrap: anywhere; }
-.skip { position: absolute; left: -100rem; }
-.skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
-footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; font-size: .85rem; }
 """

@@ -48,8 +48,9 @@ from lockstep.study.links import (
     predict_step,
     probe_link,
 )
-from lockstep.study.report.figures import find_figures, find_network
+from lockstep.study.report.figures import find_network
 from lockstep.telemetry.cost import Price, more_than_alone
+from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.provenance import Provenance
 from lockstep.telemetry.record import read_run
 from lockstep.telemetry.step_times import Mark, milliseconds, seconds_between

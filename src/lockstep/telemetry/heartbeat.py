@@ -100,8 +100,8 @@ class Heartbeat:
 
     def __init__(self, run_dir: str, rank: int, *, patience_s: float, num_peers: int = 1) -> None:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
-        # Kept open, as a signal handler cannot open it.
-        self._stacks = rank_file(run_dir, STACKS, rank).open("w")
+        # Kept open, as a signal handler cannot open it; for appending, as the launcher empties it.
+        self._stacks = rank_file(run_dir, STACKS, rank).open("a")
         activity.now.step_counter = make_step_counter(run_dir, rank)
         self._num_bytes = 0
         self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9

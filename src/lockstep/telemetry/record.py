@@ -18,16 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, keep_rest_aside, open_record, read_object, replace_file
-from lockstep.telemetry.step_times import PHASES, TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
+from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
 
 if TYPE_CHECKING:
     from lockstep.comm.clocks import ClockOffset  # imports torch
@@ -66,35 +65,37 @@ def kind_of(device: str) -> str:
 
 # --- the lines --------------------------------------------------------------------------------------------------------
 
-
-def _number(line: Line, name: str) -> float | None:
-    """Return a number of a line, which may be NaN or infinite; None if unknown."""
-    value = line.get(name)
-    return None if value is None else float(value)  # NaN and infinity are strings in JSON
+# Fields that may be negative, NaN or infinite; all other numbers are durations, times or counts.
+_ANY_NUMBER = ("loss", "learning_rate", "grad_norm")
 
 
-def _amount(line: Line, name: str) -> float | None:
-    """Return a duration or a count; None if unknown."""
-    value = _number(line, name)
-    if value is not None and not 0 <= value < math.inf:
-        raise ValueError(f"{name} is out of range")
-    return value
+def _read(cls: type, line: Line) -> dict[str, Any]:
+    """Return the numbers of a line that are fields of ``cls``, without unknown ones.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+    found: dict[str, Any] = {}
+    for each in fields(cls):
+        if each.type in _NUMBERS and (value := line.get(each.name)) is not None:
+            number = float(value)  # NaN and infinity are strings in JSON
+            if each.name not in _ANY_NUMBER and not 0 <= number < math.inf:
+                raise ValueError(f"{each.name} is out of range")
+            found[each.name] = int(number) if each.type == "int" else number
+    return found
 
 
-def _given(line: Line, name: str) -> float:
-    """Return a required amount."""
-    value = _amount(line, name)
-    if value is None:
-        raise ValueError(f"{name} is missing")
-    return value
+# The types of fields that are numbers, as annotations.
+_NUMBERS = ("int", "float", "float | None")
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 7)
-
-
-# The times in a line; what a rank waited for others is only known with the lines of all.
-_TIMES = tuple(name for name in TIMES if name != "peers_s")
+def _written(item: Any) -> dict[str, Any]:
+    """Return the fields of a line, with seconds rounded to a tenth of a microsecond."""
+    found = {each.name: getattr(item, each.name) for each in fields(item)}
+    for name, value in found.items():
+        if name.endswith("_s") and value is not None:
+            found[name] = round(value, 7)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,17 +105,18 @@ class StepLine:
     Attributes:
         step: The (first) step, counted from 0.
         num_steps: The number of steps.
+        epoch: Passes over the data set before it.
         time: When it began, in Unix time.
         interval_s: From its beginning to that of the next step; None if unknown.
         slowest_s, slowest_step: The longest step.
         times: Its parts.
         loss, learning_rate, grad_norm, samples: Of the last step; samples of the global batch.
         counts: What the loss is a mean over, such as tokens, if that is not samples.
-        epoch: Passes over the data set before it.
     """
 
     step: int
     num_steps: int = 1
+    epoch: float | None = None
     time: float
     interval_s: float | None = None
     slowest_s: float = 0.0
@@ -123,16 +125,16 @@ class StepLine:
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
-    samples: float = 0
+    samples: float
     counts: float | None = None
-    epoch: float | None = None
 
     @classmethod
     def of(cls, step: StepMarks, times: StepTimes, began_s: float, steps_per_epoch: int | None) -> StepLine:
         """Return the line of a step that began at ``began_s``, in Unix time."""
         return cls(
             step=step.number,
-            time=began_s,
+            epoch=round(step.number / steps_per_epoch, 6) if steps_per_epoch else None,
+            time=round(began_s, 6),
             interval_s=step.interval_s,
             slowest_s=times.total_s,
             slowest_step=step.number,
@@ -142,69 +144,38 @@ class StepLine:
             grad_norm=None if step.grad_norm is None else float(step.grad_norm),
             samples=step.samples,
             counts=None if step.counted is None else float(step.counted),
-            epoch=step.number / steps_per_epoch if steps_per_epoch else None,
         )
 
     @classmethod
     def merged(cls, lines: Sequence[StepLine]) -> StepLine:
         """Return one line for several: mean times, the last loss, the longest step."""
-        slowest = max(lines, key=lambda line: line.slowest_s)
-        intervals = [line.interval_s for line in lines if line.interval_s is not None]
-        counts = [line.counts for line in lines if line.counts is not None]
+        first, slowest = lines[0], max(lines, key=lambda line: line.slowest_s)
         return replace(
             lines[-1],
-            step=lines[0].step,
+            step=first.step,
             num_steps=len(lines),
-            time=lines[0].time,
-            interval_s=fmean(intervals) if intervals else None,
+            epoch=first.epoch,
+            time=first.time,
+            interval_s=mean_of_known(line.interval_s for line in lines),
             slowest_s=slowest.slowest_s,
             slowest_step=slowest.slowest_step,
             times=combine([line.times for line in lines]),
-            counts=fmean(counts) if counts else None,
-            epoch=lines[0].epoch,
+            counts=mean_of_known(line.counts for line in lines),
         )
 
     @classmethod
     def read(cls, line: Line) -> StepLine:
         """Return the line as written."""
-        times: dict[str, Any] = {name: _amount(line, name) for name in _TIMES}
-        times["total_s"] = _given(line, "total_s")
-        return cls(
-            step=int(_given(line, "step")),
-            num_steps=int(_amount(line, "num_steps") or 1),
-            time=_given(line, "time"),
-            interval_s=_amount(line, "interval_s"),
-            slowest_s=_amount(line, "slowest_s") or 0.0,
-            slowest_step=int(_amount(line, "slowest_step") or 0),
-            times=StepTimes(**times),
-            samples=_given(line, "samples"),
-            counts=_amount(line, "counts"),
-            epoch=_amount(line, "epoch"),
-            # These may be NaN or infinite.
-            **{name: _number(line, name) for name in ("loss", "learning_rate", "grad_norm")},
-        )
+        return cls(times=StepTimes(**_read(StepTimes, line)), **_read(cls, line))
 
     def to_line(self) -> Line:
         """Return the line to write."""
         lasted_s = self.lasted_s or 1e-9
-        return {
-            "kind": "step",
-            "step": self.step,
-            "num_steps": self.num_steps,
-            "epoch": None if self.epoch is None else round(self.epoch, 6),
-            "time": round(self.time, 6),
-            "interval_s": _rounded(self.interval_s),
-            "slowest_s": _rounded(self.slowest_s),
-            "slowest_step": self.slowest_step,
-            **{name: _rounded(getattr(self.times, name)) for name in _TIMES},
-            "loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "grad_norm": self.grad_norm,
-            "samples": self.samples,
-            "samples_per_s": float(f"{self.samples / lasted_s:.7g}"),
-            "counts": self.counts,
-            "tokens_per_s": None if self.counts is None else float(f"{self.counts / lasted_s:.7g}"),
-        }
+        line = {"kind": "step", **_written(self), **_written(self.times)}
+        line["samples_per_s"] = float(f"{self.samples / lasted_s:.7g}")
+        line["tokens_per_s"] = None if self.counts is None else float(f"{self.counts / lasted_s:.7g}")
+        del line["times"], line["peers_s"]  # what a rank waited for others is only known with the lines of all
+        return line
 
     @property
     def lasted_s(self) -> float:
@@ -212,8 +183,7 @@ class StepLine:
         return self.times.total_s if self.interval_s is None else self.interval_s
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """The exchange of a bucket; times in seconds after the beginning of the step."""
 
     number: int
@@ -223,15 +193,21 @@ class Bucket:
     done_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A line of kind ``timeline``; spans are of phase, begin and end, in seconds after the beginning of the step."""
+    """A line of kind ``timeline``: marks of a step, in seconds after its beginning.
+
+    Attributes:
+        spans: Phase, begin and end.
+        waited_from, waited_until: The wait for gradients after this rank's own work; None if unknown.
+    """
 
     step: int
     time: float
-    spans: tuple[tuple[str, float, float], ...]
-    buckets: tuple[Bucket, ...]
-    waited: tuple[float, float] | None
+    spans: Sequence[tuple[str, float, float]]
+    buckets: Sequence[Bucket]
+    waited_from: float | None = None
+    waited_until: float | None = None
 
     @classmethod
     def of(cls, step: StepMarks, began_s: float) -> Timeline:
@@ -241,46 +217,32 @@ class Timeline:
             return round(seconds_between(step.begin, mark), 7)
 
         spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
-        buckets = [each for reduction in step.reductions for each in reduction.buckets]
+        spans = [span for span in spans if span[2] > span[1]]
+        buckets = [
+            Bucket(each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done))
+            for reduction in step.reductions
+            for each in reduction.buckets
+            if each.sent is not None and each.done is not None
+        ]
+        found = cls(step=step.number, time=round(began_s, 6), spans=spans, buckets=buckets)
         waited = step.reductions[-1].waited if step.reductions else None
-        return cls(
-            step.number,
-            began_s,
-            tuple(span for span in spans if span[2] > span[1]),
-            tuple(
-                Bucket(each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done))
-                for each in buckets
-                if each.sent is not None and each.done is not None
-            ),
-            None if waited is None else (since(waited[0]), since(waited[1])),
-        )
+        return found if waited is None else replace(found, waited_from=since(waited[0]), waited_until=since(waited[1]))
 
     @classmethod
     def read(cls, line: Line) -> Timeline:
         """Return the line as written."""
-        spans = tuple((str(phase), float(begin), float(end)) for phase, begin, end in line["spans"])
-        if not {phase for phase, _, _ in spans} <= set(PHASES):
-            raise ValueError("there is no such phase")
-        buckets = []
-        for number, size, ready, sent, done in line["buckets"]:
-            buckets.append(Bucket(int(number), int(size), float(ready), float(sent), float(done)))
-        begin_s, end_s = _number(line, "waited_from"), _number(line, "waited_until")
-        waited = None if begin_s is None or end_s is None else (begin_s, end_s)
-        return cls(int(_given(line, "step")), _given(line, "time"), spans, tuple(buckets), waited)
+        spans = [(PHASES[PHASES.index(phase)], float(begin), float(end)) for phase, begin, end in line["spans"]]
+        buckets = [Bucket(int(number), int(size), *map(float, times)) for number, size, *times in line["buckets"]]
+        return cls(spans=spans, buckets=buckets, **_read(cls, line))
 
     def to_line(self) -> Line:
         """Return the line to write."""
-        return {
-            "kind": "timeline",
-            "step": self.step,
-            "time": round(self.time, 6),
-            "spans": [list(span) for span in self.spans],
-            "buckets": [
-                [each.number, each.size_bytes, each.ready_s, each.sent_s, each.done_s] for each in self.buckets
-            ],
-            "waited_from": None if self.waited is None else self.waited[0],
-            "waited_until": None if self.waited is None else self.waited[1],
-        }
+        return {"kind": "timeline", **_written(self)}
+
+    @property
+    def waited(self) -> tuple[float, float] | None:
+        """Begin and end of the wait for gradients, if known."""
+        return None if self.waited_from is None or self.waited_until is None else (self.waited_from, self.waited_until)
 
     @property
     def end_s(self) -> float:
@@ -288,7 +250,7 @@ class Timeline:
         return max((end for _, _, end in self.spans), default=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A line of kind ``machine``, of resources.py: known figures by name, and the other end of the slowest link."""
 
@@ -299,9 +261,10 @@ class Machine:
     @classmethod
     def read(cls, line: Line) -> Machine:
         """Return the line as written."""
-        values = {name: _number(line, name) for name in line if name not in ("kind", "time", "link_peer")}
-        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        return cls(_given(line, "time"), known, str(line.get("link_peer") or ""))
+        named = {name: value for name, value in line.items() if name not in ("kind", "time", "link_peer")}
+        known = {name: float(value) for name, value in named.items() if value is not None}
+        finite = {name: value for name, value in known.items() if math.isfinite(value)}
+        return cls(figures=finite, link_peer=str(line.get("link_peer") or ""), **_read(cls, line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,20 +293,15 @@ class Event:
         if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
             raise ValueError("there is no such event")
         metrics = line.get("metrics")
-        return cls(
-            event=line["event"],
-            step=int(_given(line, "step")),
-            time=_given(line, "time"),
-            seconds=_amount(line, "seconds"),
-            text=str(line.get("text", ""))[:2000],
-            metrics=None if metrics is None else {name: float(value) for name, value in metrics.items()},
-        )
+        known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        return cls(event=line["event"], text=str(line.get("text", ""))[:2000], metrics=known, **_read(cls, line))
 
     def to_line(self) -> Line:
         """Return the line to write."""
-        line = {"kind": "event", "event": self.event, "step": self.step, "time": self.time}
-        line |= {"seconds": self.seconds, "text": self.text}
-        return line if self.metrics is None else {**line, "metrics": dict(self.metrics)}
+        line = {"kind": "event", **_written(self)}
+        if self.metrics is None:
+            del line["metrics"]
+        return line
 
     @property
     def loss(self) -> float | None:

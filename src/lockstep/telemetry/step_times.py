@@ -79,7 +79,7 @@ class StepTimes:
         hidden_s: Communication that overlaps with backward.
     """
 
-    total_s: float = 0.0
+    total_s: float
     data_wait_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None
@@ -106,9 +106,9 @@ class StepTimes:
         """The rank's own work: the time without exposed communication, the sum of `OWN_PARTS`."""
         return sum(map(self.part, OWN_PARTS))
 
-    def part(self, name: str) -> float:
-        """Return the seconds of a part in `PARTS`, or of `PHASES`; 0 if unknown."""
-        return getattr(self, f"{name}_s") or 0.0
+    def part(self, *names: str) -> float:
+        """Return the seconds of parts in `PARTS`, or of another time, by name; 0 if unknown."""
+        return sum(getattr(self, f"{name}_s") or 0.0 for name in names)
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts that are known, by name and in order."""
@@ -123,13 +123,16 @@ class StepTimes:
 TIMES = tuple(each.name for each in fields(StepTimes))
 
 
-def combine(steps: Sequence[StepTimes], how: Callable[[Iterable[float]], float] = fmean) -> StepTimes:
+def combine(steps: Sequence[StepTimes], how: Callable[[Sequence[float]], float] = fmean) -> StepTimes:
     """Return the mean of each time, or what ``how`` makes of it, over those of ``steps`` in which it is known."""
-    found: dict[str, Any] = {}
-    for name in TIMES:
-        known = [seconds for each in steps if (seconds := getattr(each, name)) is not None]
-        found[name] = how(known) if known else None
+    found: dict[str, Any] = {name: mean_of_known((getattr(each, name) for each in steps), how) for name in TIMES}
     return StepTimes(**found)
+
+
+def mean_of_known(values: Iterable[float | None], how: Callable[[Sequence[float]], float] = fmean) -> float | None:
+    """Return the mean, or what ``how`` makes of them, of those ``values`` that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return how(known) if known else None
 
 
 def milliseconds(seconds: float) -> str:

@@ -12,9 +12,6 @@ from lockstep.accelerator import mark_on
 from lockstep.telemetry import ranges
 from lockstep.telemetry.step_times import Mark, StepMarks
 
-# By phase, the next phase; there is none after the optimizer.
-_NEXT = {"data_wait": "forward", "forward": "backward", "backward": "data_wait", "communication": "optimizer"}
-
 # A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
 Moment = tuple[Mark, float, float, bytes]
 
@@ -62,18 +59,6 @@ class StepTimer:
     def end(self) -> None:
         """End the last phase, and the step."""
         self.begin("")
-
-    def lap(self, phase: str, *, at: Mark | None = None) -> None:
-        """Count the time since the last lap, up to now or the mark ``at``, as ``phase``."""
-        self._phase = phase
-        self._close(at)
-        follows = _NEXT.get(phase, "")
-        activity.now.phase = "loader" if follows == "data_wait" else follows
-        if at is None and (ranges.now or self._range is not None):
-            spans = self.marks.spans
-            # The next samples are requested right after a backward, and waited for when the next lap begins.
-            asked_ahead = phase == "data_wait" and len(spans) > 1 and spans[-2][0] != "data_wait"
-            self.name_phase("data_wait" if asked_ahead else follows)
 
     def mark_waits_counted(self) -> None:
         """Record that the waits of backward are counted in other phases: there is no other exposed communication."""

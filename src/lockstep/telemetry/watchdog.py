@@ -336,26 +336,23 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
     """
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
     files = {rank: rank_file(run_dir, STACKS, rank) for rank in pids}
-    starts = {rank: len(_text_of(files[rank])) for rank in pids}
-    for pid in pids.values():
-        _request_stacks(pid)
+    for rank, pid in pids.items():
+        _request_stacks(pid, files[rank])
     deadline = time.monotonic() + _RANK_S
-    while time.monotonic() < deadline and any(len(_text_of(files[rank])) == starts[rank] for rank in pids):
+    while time.monotonic() < deadline and not all(map(_text_of, files.values())):
         time.sleep(_PAUSE_S)
     time.sleep(5 * _PAUSE_S)  # until they have written all
     for rank, pid in pids.items():
-        text = _text_of(files[rank])[starts[rank] :]
-        (folder / f"rank-{rank}.txt").write_text(text or _last_frames(run_dir, rank))
+        (folder / f"rank-{rank}.txt").write_text(_text_of(files[rank]) or _last_frames(run_dir, rank))
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
         for child in sorted(set(rank_state.process_tree(pid)) - {pid}):
-            start, text = len(_text_of(files[rank])), ""
+            found = folder / f"rank-{rank}-process-{child}.txt"
             if rank_state.process_state(child)[0] in STOPPED:
-                text = _STOPPED_TEXT
-            elif _request_stacks(child):
+                found.write_text(_STOPPED_TEXT)
+            elif _request_stacks(child, files[rank]):
                 time.sleep(_WORKER_S)
-                text = _text_of(files[rank])[start:]
-            if text:
-                (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
+                if text := _text_of(files[rank]):
+                    found.write_text(text)
     return str(folder)
 
 
@@ -382,12 +379,13 @@ def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
     return found
 
 
-def _request_stacks(pid: int) -> bool:
-    """Send the signal for stacks to a process if that handles it; it would kill other processes."""
+def _request_stacks(pid: int, file: Path) -> bool:
+    """Empty the file and send the signal for stacks to a process if that handles it; it would kill other processes."""
     number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1:
+                file.write_text("")
                 os.kill(pid, number)
                 return True
     return False

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import tomllib
@@ -13,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.cost import Price
 
 FilePath = str | Path
+T = TypeVar("T")
 Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "text", "words"]
 
 # --- a setting: an annotated field of a dataclass, from which checks and flags are made -------------------------------
@@ -119,6 +121,71 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
     return tuple(found)
 
 
+# --- names that do not exist ----------------------------------------------------------------------------------------
+
+# What other libraries call a setting, or a field of a task.
+_FOREIGN = {
+    "num_workers": "workers", "dataloader_num_workers": "workers", "prefetch_factor": "prefetch",
+    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
+    "per_device_train_batch_size": "global_batch_size", "gradient_accumulation_steps": "accumulate",
+    "accumulate_grad_batches": "accumulate", "grad_accum": "accumulate",
+    "max_epochs": "epochs", "num_epochs": "epochs", "num_train_epochs": "epochs", "max_steps": "steps",
+    "num_steps": "steps", "gradient_clip_val": "clip", "max_grad_norm": "clip", "clip_grad_norm": "clip",
+    "lr_scheduler": "schedule", "scheduler": "schedule", "lr_scheduler_type": "schedule", "warmup_steps": "warmup",
+    "fp16": "precision", "bf16": "precision", "amp": "precision", "mixed_precision": "precision",
+    "deterministic": "reproducible", "random_seed": "seed", "gpus": "devices", "num_gpus": "devices",
+    "num_devices": "devices", "nproc_per_node": "devices", "num_processes": "devices", "world_size": "devices",
+    "checkpoint_dir": "checkpoint", "save_dir": "checkpoint", "output_dir": "checkpoint",
+    "save_every": "checkpoint_every", "save_steps": "checkpoint_every", "save_total_limit": "keep",
+    "save_top_k": "keep_best", "eval_steps": "eval_every", "resume_from_checkpoint": "resume", "logger": "log_to",
+    "report_to": "log_to",
+    "lr": "optimizer", "learning_rate": "optimizer", "momentum": "optimizer", "weight_decay": "optimizer",
+    "optim": "optimizer", "net": "model", "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate",
+    "data": "dataset", "train_dataset": "dataset", "val_dataset": "eval_dataset", "test_dataset": "eval_dataset",
+    "compute_metrics": "metrics",
+}  # fmt: skip
+
+# By the owner of a name, what to say to someone who gives it elsewhere.
+_FIELDS_OF_TASK = {"model", "dataset", "loss", "optimizer", "eval_dataset", "metrics", "collate"}
+
+
+def suggest(name: str, known: Mapping[str, str]) -> str:
+    """Return a sentence about an unknown ``name``: what was probably meant, of the ``known`` names as they are shown.
+
+    It is empty if there is nothing like it.
+    """
+    plain = name.strip("-").replace("-", "_").lower()
+    meant = _FOREIGN.get(plain, plain)
+    if meant in known:
+        return f"Did you mean {known[meant]}?"
+    if meant in _FIELDS_OF_TASK:
+        return f"It is in the task: lockstep.Task({meant}=...)."
+    if near := difflib.get_close_matches(plain, known, n=1):
+        return f"Did you mean {known[near[0]]}?"
+    is_setting = any(meant == each.name for each in settings_of(FitSettings))
+    return f"It is a setting of the run: lockstep.fit(task, {meant}=...)." if is_setting else ""
+
+
+def refusing_unknown(noun: str) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass refuse unknown keywords, and name the nearest; ``noun`` is what they are."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        make: Callable[..., None] = cls.__init__
+
+        @functools.wraps(make)
+        def checked(self: T, *args: Any, **given: Any) -> None:
+            known = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
+            for name in given.keys() - known.keys():
+                hint = suggest(name, known) or f"There are {', '.join(known)}."
+                raise ConfigurationError(f"unknown {noun} {name!r}.\n{hint}")
+            make(self, *args, **given)
+
+        cls.__init__ = checked  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorate
+
+
 # --- settings that depend on each other -----------------------------------------------------------------------------
 
 _REDUCED_LATE = "parameters are updated before the whole gradient is known"
@@ -134,19 +201,55 @@ _CONFLICTS = (
     ("accumulate", "reproducible", "each virtual shard is a micro-batch; for smaller ones, increase reproducible"),
     ("compression", "reproducible", "reproducible uses its own exchange of gradients"),
     ("bucket_cap_mb", "reproducible", "reproducible uses its own exchange of gradients"),
+    ("view=live", "quiet", "quiet prints only errors"),
+    ("view=lines", "quiet", "quiet prints only errors"),
 )
 
-# By setting: the setting that it needs, and how to give that.
-_NEEDS = dict.fromkeys(
-    ("resume", "keep_best", "checkpoint_blocking"), ("checkpoint", "checkpoint=DIR (--checkpoint DIR)")
-) | dict.fromkeys(("profile_steps", "profile_dir"), ("profile", "profile=True (--profile)"))
+
+# What is needed (any one of these), the settings that would be ignored without it, and how to give it.
+_NEEDS = (
+    ("checkpoint", "resume checkpoint_every checkpoint_blocking keep keep_best", "checkpoint=DIR (--checkpoint DIR)"),
+    ("eval_dataset", "eval_every keep_best", "eval_dataset=... to the task"),
+    ("workers", "prefetch", "workers=N (--workers N)"),
+    ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
+    ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
+    (
+        "profile_dir or run_dir",
+        "profile",
+        "a folder for its traces: profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)",
+    ),
+    ("max_restarts", "min_devices", "max_restarts=N (--max-restarts N)"),
+    ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
+)
+
+
+def refuse_ignored(given: Mapping[str, Any]) -> None:
+    """Refuse what is given, but would have no effect.
+
+    Args:
+        given: Values by name: settings, and whatever else they may need. A need of which nothing is named here is not
+            checked.
+
+    Raises:
+        ConfigurationError: There is such a setting; says what it needs.
+    """
+    for needed, names, how in _NEEDS:
+        one_of = given.keys() & needed.split()
+        if one_of and not any(_is_on(given[name]) for name in one_of):
+            for name in names.split():
+                if _is_on(given.get(name)):
+                    raise ConfigurationError(f"{name} needs {needed}.\nAdd {how}, or omit {name}.")
+
+
+def _is_on(value: object) -> bool:
+    return value not in (None, False, 0, "none")
 
 
 def _is_given(settings: object, spec: str) -> bool:
     """Return whether a setting differs from its default; with ``NAME=VALUE``, whether it has that value."""
     name, _, value = spec.partition("=")
-    given = getattr(settings, name)
-    return bool(given == value if value else given != getattr(type(settings), name))
+    given = vars(settings).get(name)  # not every class has every setting
+    return bool(given == value if value else given is not None and given != getattr(type(settings), name))
 
 
 # --- every setting of a training run --------------------------------------------------------------------------------
@@ -161,6 +264,7 @@ Across = Literal["ranks", "machines"]
 StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "local-sgd", "diloco", "torch-dp", "torch-ddp"]
 
 
+@refusing_unknown("setting")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a task is trained: everything that determines the arithmetic and the loop over the steps.
@@ -239,6 +343,7 @@ class Settings:
                 raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
 
 
+@refusing_unknown("setting")
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(Settings):
     """`Settings`, the devices of the run, and what is recorded and saved."""
@@ -256,7 +361,7 @@ class FitSettings(Settings):
     checkpoint_blocking: bool = setting(
         False, "Wait in the step until a checkpoint is on disk; needs no copy of the state in host memory."
     )
-    keep: int = setting(2, "Number of newest checkpoints to keep.", "N", 1)
+    keep: int | None = setting(None, "Number of newest checkpoints to keep; 2 if not given.", "N", 1)
     keep_best: bool = setting(False, "Also save at the lowest evaluation loss so far, and keep that checkpoint.")
     resume: bool | None = setting(None, "Require a checkpoint, or start a new run; default: resume if there is one.")
     export: FilePath | None = setting(None, "File for the unwrapped model's weights at the end, .safetensors.", "FILE")
@@ -289,9 +394,7 @@ class FitSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (needed, how) in _NEEDS.items():
-            if getattr(self, name) and not getattr(self, needed):
-                raise ConfigurationError(f"{name} needs {needed}.\nAdd {how}, or omit {name}.")
+        refuse_ignored(vars(self))
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
         # Checked here, so that an invalid target is an error before any rank is started.
@@ -305,11 +408,37 @@ class FitSettings(Settings):
             raise ConfigurationError(
                 f"profile_steps={tuple(numbers)} is not allowed.\nGive the first step and how many, such as 101,5."
             )
-        if self.profile and self.profile_dir is None and self.run_dir is None:
-            raise ConfigurationError(
-                "profile needs a folder for its traces.\nAdd profile_dir=DIR (--profile-dir DIR), or record the run "
-                "with run_dir=DIR (--run-dir DIR)."
-            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """The ranks that ``lockstep train`` starts: what happens if one fails or hangs, and their output.
+
+    Raises:
+        ConfigurationError: A value is out of range, or would be ignored.
+    """
+
+    max_restarts: int = setting(0, "Maximum number of restarts after a rank has failed.", "N", 0)
+    min_devices: int | None = setting(None, "Continue without killed ranks, with at least N ranks.", "N", 1)
+    watchdog: float | None = setting(None, "Report a hang after this time; default: 60; 0: never.", "SECONDS", 0)
+    watchdog_action: Literal["end", "warn"] | None = setting(
+        None, "After that report: end with exit code 83, or continue."
+    )
+    logs: Literal["merged", "raw"] = setting("merged", "Merge the output of the ranks, or not.")
+    log_level: Literal["info", "warning", "error"] = setting("info", "Show all, stderr, or reports only.")
+    log_dir: FilePath | None = setting(None, "Folder for the output of each rank, as rank-N.log.", "DIR")
+
+    def __post_init__(self) -> None:
+        for each in settings_of(LaunchSettings):
+            each.check(getattr(self, each.name))
+        # Without a time for the watchdog, it has one.
+        refuse_ignored(vars(self) | {"watchdog": self.watchdog is None or self.watchdog})
+
+    @property
+    def flags(self) -> str:
+        """The given flags that only ranks have which this command starts; those of their output are `LogSettings`'."""
+        names = ("max_restarts", "min_devices", "watchdog", "watchdog_action")
+        return " and ".join(f"--{name.replace('_', '-')}" for name in names if _is_given(self, name))
 
 
 # --- settings in a file: TOML lines such as ``workers = 2`` -----------------------------------------------------------
@@ -335,8 +464,7 @@ def read_settings(path: FilePath) -> dict[str, Any]:
     known = {each.name: each for each in settings_of(FitSettings)}
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
+            hint = suggest(name, dict(zip(known, known, strict=True))) or "lockstep train --help-all lists them all."
             raise ConfigurationError(f"{path}: unknown setting {name!r}.\n{hint}")
         try:
             known[name].check(value)
@@ -348,6 +476,9 @@ def read_settings(path: FilePath) -> dict[str, Any]:
 def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``values`` of a file, overridden by those ``given`` elsewhere."""
     rivals = {_EXCLUSIVE[name] for name in given if name in _EXCLUSIVE}
+    for needed, names, _ in _NEEDS:  # what would be ignored without something that was switched off
+        if any(name in given and not _is_on(given[name]) for name in needed.split()):
+            rivals.update(names.split())
     return {name: value for name, value in values.items() if name not in rivals} | dict(given)
 
 

@@ -285,10 +285,9 @@ class StepMetrics:
         self,
         device: torch.device,
         group: Group | None,
-        *,
-        dtype: torch.dtype = torch.float64,
-        has_counts: bool = False,
-        only_means: bool = False,
+        dtype: torch.dtype,
+        has_counts: bool,
+        only_means: bool,
     ) -> None:
         self._group, self._only_means = group, only_means
         # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed.
@@ -297,12 +296,13 @@ class StepMetrics:
         self._saw_means = self._saw_counts = False
         self.has_counts = has_counts
 
-    def add(self, parts: Sequence[Part]) -> None:
-        """Add the losses of this process's shares of a micro-batch.
+    def add(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Add the losses of this process's shares of a micro-batch; return their values.
 
         Raises:
             ConfigurationError: One is a `Loss`, and ``only_means`` is set.
         """
+        values = []
         for value, weight, out_of in parts:
             if isinstance(out_of, float):  # a mean over samples
                 self._saw_means = True
@@ -316,9 +316,11 @@ class StepMetrics:
             else:
                 self._saw_counts = self.has_counts = True
                 self._sums[1] += torch.as_tensor(out_of).detach().to(self._sums.device)
-            self._sums[0] += value.detach().to(self._sums.device, self._sums.dtype) * weight
+            values.append(value.detach())
+            self._sums[0] += values[-1].to(self._sums.device, self._sums.dtype) * weight
+        return values
 
-    def start_sum(self, num_bad: int, *, stop: bool, failed: bool) -> None:
+    def start_sum(self, num_bad: int, stop: bool, failed: bool) -> None:
         """Add the flags of this rank, and start to sum over the ranks, after all parts were added.
 
         Collective: every rank of the group. Does not block.
@@ -369,19 +371,22 @@ class Seeds:
 
     def __init__(self, seed: int, devices: Sequence[torch.device], shares: range) -> None:
         self._seed, self._devices, self._shares = seed, devices, shares
+        self._on_device = devices[0].type != "cpu"  # the generator of the CPU belongs to the process
 
     def all(self, *purpose: int, device: torch.device | None = None) -> None:
         """Seed all generators for ``purpose``, the same on every rank."""
         value = mix(self._seed, *purpose)
         seed_cpu(value)
-        seed_device(device or self._devices[0], value)
+        if self._on_device:
+            seed_device(device or self._devices[0], value)
 
     def forward(self, micro: MicroBatch, index: int) -> None:
         """Seed the generators for a micro-batch; different for each step, micro-batch and share."""
         position = (self._seed, FORWARD, micro.step, index)
         seed_cpu(mix(*position, self._shares.start))
-        for share, device in zip(self._shares, self._devices, strict=False):
-            seed_device(device, mix(*position, share))
+        if self._on_device:
+            for share, device in zip(self._shares, self._devices, strict=False):
+                seed_device(device, mix(*position, share))
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------

@@ -45,9 +45,12 @@ class BucketStamps:
         self.closely = self._is_off = False
         self.last: Reduction | None = None
         self._device = device
-        self._own_work_end: Mark | None = None
-        self._exposed_s = 0.0
         self._begin()
+
+    def _begin(self) -> None:
+        self._now, self._is_over = Reduction(exposed_s=0.0 if self._device.type == "cpu" else None), False
+        # The first wait after backward, and how long the host had waited before.
+        self._own_work_end: tuple[Mark, float] | None = None
 
     def take(self) -> Reduction | None:
         """Return the last step that ended, once."""
@@ -66,26 +69,19 @@ class BucketStamps:
         # Waits within backward are for buckets that finish early, which are already reduced.
         elif kind is Event.WAIT and self._is_over:
             self._wait_from_s = time.perf_counter()
-            if self._own_work_end is None:
-                self._own_work_end, self._waited_before_s = mark_on(self._device), activity.now.waited_s
+            self._own_work_end = self._own_work_end or (mark_on(self._device), activity.now.waited_s)
         elif kind is Event.WAIT_END and self._is_over:
-            self._exposed_s += time.perf_counter() - self._wait_from_s
-        elif kind is Event.CLOSED:
-            step = self._now
-            if self._own_work_end is not None:
-                step.waited = self._own_work_end, mark_on(self._device)
-                activity.now.waited_s = self._waited_before_s  # the waits since then are in `waited`
             # On a device the stream waits, not the host; `waited` measures the stream.
-            step.exposed_s = self._exposed_s if self._device.type == "cpu" else None
-            self.last = step
+            if self._now.exposed_s is not None:
+                self._now.exposed_s += time.perf_counter() - self._wait_from_s
+        elif kind is Event.CLOSED:
+            if self._own_work_end is not None:
+                begin, activity.now.waited_s = self._own_work_end  # the waits since then are in `waited`
+                self._now.waited = begin, mark_on(self._device)
+            self.last = self._now
             self._begin()
         elif self.closely and bucket is not None:
             self._stamp(kind, bucket)
-
-    def _begin(self) -> None:
-        self._now, self._is_over = Reduction(), False
-        self._own_work_end = None
-        self._wait_from_s = self._exposed_s = self._waited_before_s = 0.0
 
     def _stamp(self, kind: Event, bucket: Bucket) -> None:
         if kind is Event.READY:
@@ -96,13 +92,10 @@ class BucketStamps:
             stamp, future = self._now.buckets[-1], bucket.future
             assert future is not None
 
-            def set_done(_: Future[Any] | None = None) -> None:
+            def set_done(_: Future[Any]) -> None:
                 stamp.done = mark_on(self._device)  # the current stream waits for the reduction
 
-            if self._device.type == "cpu" and future.done():
-                set_done()
-            else:
-                future.add_done_callback(set_done)
+            future.add_done_callback(set_done)  # at once if it is done
 
 
 @final
@@ -114,12 +107,9 @@ class BucketRanges:
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
-        if bucket is None:
-            return
-        if kind is Event.GATHERED:
-            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position}"))
-        elif kind is Event.WAIT:
-            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position} wait"))
+        if bucket is not None and kind in (Event.GATHERED, Event.WAIT):
+            what = " wait" if kind is Event.WAIT else ""
+            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position}{what}"))
         elif kind in (Event.LAUNCHED, Event.WAIT_END):
             self._open.close()
 
@@ -169,10 +159,9 @@ class FlatGradients:
         for bucket in self._reducer.bucket_set.buckets:
             if not bucket.holds_all:
                 others += gradients_of(bucket.parameters)
-            elif bucket in early and norm_type == 2.0:
-                norms.append(early[bucket])
             else:
-                norms.append(flat_norm(bucket.gradients, norm_type))
+                is_early = bucket in early and norm_type == 2.0
+                norms.append(early[bucket] if is_early else flat_norm(bucket.gradients, norm_type))
         if others:
             norms += list_norms(others, norm_type)
         return combine_norms(norms, norm_type)

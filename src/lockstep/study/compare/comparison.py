@@ -316,8 +316,8 @@ def render(comparison: Comparison) -> RenderableType:
     )
 
 
-# Of `drawing.PARTS`: what a rank waits for others is within the exchange here.
-_PARTS = ("data wait", "forward", "backward", "exchange", "optimizer", "other")
+# Of `step_times.PARTS`: what a rank waits for others is within the exchange here.
+_PARTS = ("data_wait", "forward", "backward", "wire", "optimizer", "other")
 
 
 def draw(comparison: Comparison) -> str:

@@ -8,14 +8,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import IO, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -27,9 +26,8 @@ from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
-from lockstep.study.report.figures import find_figures
+from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.record import read_run
-from lockstep.telemetry.stragglers import describe
 
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -92,10 +90,11 @@ def rehearse(
         records: Whether to record the job, a script, and look for a slow rank in the record, as `fit` does by itself.
         shows: Whether what the job logs is passed on.
     """
+    rules = [replace(rule, number=number) for number, rule in enumerate(rules)]
     with Reaper() as reaper:  # removes its folder, however this process ends
         # By environment, because the launcher passes nothing else to the ranks.
         arguments = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
-        setups, record = [["lockstep.study.rehearse.injection:activate", *arguments]], reaper.run_dir / "record"
+        setups, record = [["lockstep.study.rehearse.injection:FaultInjector", *arguments]], reaper.run_dir / "record"
         if records:
             setups.append(["lockstep.observe.monitor:attach", str(record)])
         environ = {**os.environ, RANK_SETUP: json.dumps(setups), **dict.fromkeys(_HIDES_GPUS, "")}
@@ -105,8 +104,8 @@ def rehearse(
         with contextlib.suppress(ConfigurationError):  # nothing was recorded
             figures = find_figures(read_run(record))
             if figures is not None and figures.straggler is not None:
-                lines.append(Line(time.time_ns(), describe(figures.straggler)))
-        struck = [fault_rules.read(reaper.run_dir, number) for number in range(len(rules))]
+                lines.append(Line(time.time_ns(), str(figures.straggler)))
+        struck = [fault_rules.read(reaper.run_dir, rule) for rule in rules]
     # With a single rank, messages do not name it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules
     return Rehearsal(judge_all(judged, struck, lines, code), code, seconds)
@@ -149,18 +148,12 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
         for text in stream:
             lines.append(Line(time.time_ns(), text.rstrip("\n")))
             if shows:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                print(text, end="", flush=True)
 
-    with subprocess.Popen(
-        command,
-        env=environ,
-        preexec_fn=partial(_end_with_process, os.getpid()),  # a rehearsal that is killed leaves no job behind
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,  # one pipe: a report of several lines stays in order
-        text=True,
-        errors="replace",
+    tied = partial(_end_with_process, os.getpid())  # a rehearsal that is killed leaves no job behind
+    # One pipe, so that a report of several lines stays in order.
+    with Popen(
+        command, env=environ, preexec_fn=tied, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
     ) as process:
         # In a thread: child processes of a program may keep the pipe open after the job's end.
         reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
@@ -168,7 +161,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
         try:
             code = process.wait()
         except BaseException:
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            with contextlib.suppress(TimeoutExpired, KeyboardInterrupt):
                 process.wait(_SHUTDOWN_S)
             process.kill()  # its reaper ends the ranks
             raise
@@ -228,25 +221,21 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
         return FaultOutcome(rule, None, None, "", f"did not strike: {why}", is_good=False)
     # Lines before the fault cannot be about it.
     after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
-    report, went_on = _find_report(rule, after), "reported, the run went on"
+    report, outcome, is_good = _find_report(rule, after), "reported, the run went on", True
     if report is None and rule.kind == "nan" and exit_code == 0:
         # Under fsdp a gradient is summed before it is checked: it is noticed, but its rank is unknown.
-        report, went_on = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
-    noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
-    message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
-    is_good = True
+        report, outcome = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
     if exit_code != 0:
         outcome, is_good = f"ended with code {exit_code}", report is not None
         if report is None:
             outcome += f", without naming {'it' if rule.rank is None else f'rank {rule.rank}'}"
     elif any(_RESTART.search(line.text) for line in after):
         outcome = "recovered by a restart"
-    elif report is not None:
-        outcome = went_on
-    elif KINDS[rule.kind].is_silent:
-        outcome, is_good = "not noticed", False
-    else:
-        outcome = "survived"
+    elif report is None:
+        is_good = not KINDS[rule.kind].is_silent
+        outcome = "survived" if is_good else "not noticed"
+    noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
+    message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
     return FaultOutcome(rule, note, noticed_s, message, outcome, is_good)
 
 
@@ -269,9 +258,8 @@ def _find_report(rule: Rule, lines: Sequence[Line], *, by_name: bool = True) -> 
 def ranks_in(text: str) -> set[int]:
     """Return the ranks that a line names, as in ``rank 3``, ``ranks 0-2, 5`` or ``[rank1]``."""
     found: set[int] = set()
-    for many, one in _RANKS.findall(text):
-        for part in re.findall(r"\d+(?:-\d+)?", many or one):
-            low, _, high = part.partition("-")
+    for numbers in _RANKS.findall(text):
+        for low, high in re.findall(r"(\d+)(?:-(\d+))?", " ".join(numbers)):
             found.update(range(int(low), int(high or low) + 1))
     return found
 

@@ -82,11 +82,11 @@ class FullyShard(Strategy):
             )
         # Set in each micro-batch, because torch's engine keeps the setting of the last one.
         sum_gradients(self._module, over_ranks=how.sync)
+        how.timer.begin("forward")
         part: Part = self._module(micro.batches[0], micro.sizes[0])
-        how.timer.lap("forward")
-        how.after_forward([part])
+        how.timer.begin("backward")
+        how.on_losses([part])
         scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
-        how.timer.lap("backward")
         if self._counts_waits:
             how.timer.mark_waits_counted()
 

@@ -36,6 +36,8 @@ class LocalSteps(Strategy):
     samples. In an exchange, its weight is the number of samples, or tokens, that it has trained on since the last one.
     """
 
+    exchanges = True
+
     def __init__(
         self,
         name: StrategyName,
@@ -95,26 +97,25 @@ class LocalSteps(Strategy):
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective in the replica, as `Distributed`."""
 
-        def after_forward(parts: list[Part]) -> None:
+        def on_losses(parts: list[Part]) -> None:
             for part in parts:
                 self._weight = self._weight + part.out_of
-            how.after_forward(parts)
+            how.on_losses(parts)
 
         # A replica has only its part of the sum over the global batch, and scales it to its own mean.
-        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, after_forward=after_forward))
+        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, on_losses=on_losses))
 
     @override
     def agrees(self, step: int) -> bool:
         return bool(self._averaging.schedule.due(step + 1)) or step + 1 == self._num_steps
 
     @override
-    def end_step(self, step: int) -> bool:
+    def end_step(self, step: int) -> None:
         """Exchange the parameters that are due after this step; all of them after the last step of the run."""
         weight, self._weight = self._weight, 0.0
         self._averaging.step(weight)
         if step + 1 == self._num_steps:
             self._averaging.sync()
-        return True
 
     @override
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:

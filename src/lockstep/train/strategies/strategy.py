@@ -44,9 +44,10 @@ class Pass:
     Args:
         factor: Factor on the gradient of ``value * weight``, apart from the loss scale.
         sync: Whether gradients are summed over the ranks at the end of backward.
-        timer: Gets a lap for forward and one for backward.
-        after_forward: Called with the losses after forward; after backward where both are one operation. It may change
-            the loss scale, and waits for the device in the first forward of a step.
+        timer: Gets the phases forward and backward.
+        on_losses: Called with the losses once they are queued: before backward, or after it where both are one
+            operation (`Strategy.stops_between`). It may change the loss scale, and waits for the device in the first
+            forward of a step.
         seed: Seeds the generators of this process and of a device for a share.
         all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
             none.
@@ -56,14 +57,14 @@ class Pass:
     factor: float
     sync: bool
     timer: StepTimer
-    after_forward: Callable[[list[Part]], None]
+    on_losses: Callable[[list[Part]], None]
     seed: Callable[[int, torch.device], None]
     all_have_samples: Callable[[], bool]
     scaler: GradScaler | None = None
 
     @property
     def scale(self) -> float:
-        """Factor on the gradient of ``value * weight``; final after ``after_forward``."""
+        """Factor on the gradient of ``value * weight``; final after ``on_losses``."""
         return self.factor * (1.0 if self.scaler is None else self.scaler.scale)
 
 
@@ -100,7 +101,7 @@ class Strategy(ABC):
     # Whether a micro-batch can be computed again without exchanging gradients, to find the origin of a NaN.
     can_replay = True
 
-    # Whether ``after_forward`` is called before backward begins.
+    # Whether ``on_losses`` is called before backward begins.
     stops_between = True
 
     @property
@@ -134,12 +135,11 @@ class Strategy(ABC):
         """Return whether all ranks of the group communicate in step ``step``, counted from 0."""
         return True
 
-    def end_step(self, step: int) -> bool:
-        """Finish step ``step`` after the update; return whether there was anything to do.
+    # Whether parameters are exchanged between ranks: then `end_step` is called after each update.
+    exchanges = False
 
-        Collective if the ranks agree in this step: every rank.
-        """
-        return False
+    def end_step(self, step: int) -> None:  # noqa: B027 - most need nothing
+        """Finish step ``step`` after the update. Collective if the ranks agree in this step: every rank."""
 
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Return the state that should be equal on all ranks of the group."""
@@ -178,12 +178,12 @@ class Single(Strategy):
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
+        how.timer.begin("forward")
         parts = [self._objective(self._model, *item) for item in zip(micro.batches, micro.sizes, strict=True)]
-        how.timer.lap("forward")
-        how.after_forward(parts)
+        how.timer.begin("backward")
+        how.on_losses(parts)
         for part in parts:
             scaled(part, how.scale).backward()
-        how.timer.lap("backward")
 
 
 class Replicated(Strategy):
@@ -216,12 +216,12 @@ class Replicated(Strategy):
                 forward_ends.append(mark_on(self._places[0]))
             return part.value * part.weight
 
-        how.timer.name_phase("replicas")
+        how.timer.begin("forward")
+        how.timer.name_phase("replicas")  # whose threads have both phases in the trace
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
         self.exposed_s = self._engine.overhead_s
-        how.timer.lap("forward", at=forward_ends[0])
-        how.timer.lap("backward")
-        how.after_forward([part for part in parts if part is not None])
+        how.timer.begin("backward", at=forward_ends[0])
+        how.on_losses([part for part in parts if part is not None])
 
 
 class Distributed(Strategy):
@@ -305,15 +305,15 @@ class Distributed(Strategy):
                 contexts.enter_context(self._some_without_batch(num_samples))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
+            how.timer.begin("forward")
             with contextlib.nullcontext() if self._sharded is None else self._sharded.wait_late():
                 part: Part = self._module(batch, num_samples)
-            how.timer.lap("forward")
-            how.after_forward([part] if num_samples else [])
+            how.timer.begin("backward")
+            how.on_losses([part] if num_samples else [])
             if num_samples or how.sync:
                 # The engine's mean over the ranks becomes the sum again.
                 loss = scaled(part, how.scale * self._num_ranks)
                 loss.backward()
-        how.timer.lap("backward")
 
     def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks without samples take part in the synchronised layers of the others.
