@@ -296,12 +296,10 @@ class GracefulShutdown:
         self._num_signals = 0
         self._requested_for: signal.Signals | None = None
 
-    @contextmanager
-    def handling(self, config: LaunchConfig) -> Iterator[None]:
-        """Handle the signals that torch elastic would. Works in the main thread only."""
+    def handling(self, config: LaunchConfig) -> AbstractContextManager[None]:
+        """Handle the signals that torch elastic would, inside the block. Works in the main thread only."""
         names = config.signals_to_handle + ",SIGUSR1" * (config.signals_to_handle == _SIGNALS_OF_ELASTIC)
-        with signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal):
-            yield
+        return signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
         """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
@@ -369,8 +367,9 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...], server: ForkServer | None) -> None:
         self.job, self.server, self.config = job, server, config
-        # How often the ranks of the job have been started again, for any reason; the same on all machines.
-        self.num_restarts = -1
+        # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
+        # often because a rank of this machine failed.
+        self.num_restarts, self.num_failures = -1, 0
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -465,7 +464,7 @@ class _Agent(LocalElasticAgent):
         set_keepalive()  # for connections to the launchers of other machines
         first = worker_group.workers[0].global_rank
         self.job.ranks = range(first, first + len(worker_group.workers))
-        self.job.num_restarts_left = self._remaining_restarts
+        self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
@@ -513,13 +512,13 @@ class _Agent(LocalElasticAgent):
             _hide_device(failures[first.rank].local_rank, spec.local_world_size)
             spec.local_world_size -= 1
         fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
-        number = spec.max_restarts - self._remaining_restarts
+        self.num_failures += bool(failures)
         text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
             # Our loops count a step from 0 while it runs; other loops count the steps that are done.
             step, num_steps = read_step_counter(self.job.folder, first.rank)
             step = step if step is not None else num_steps or None
-            restart = f"restart {number} of {spec.max_restarts}{fewer}"
+            restart = f"restart {self.num_failures} of {spec.max_restarts}{fewer}"
             text = restart_report(first, None if step is None else step + 1, restart)
         run_folder.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)
