@@ -61,7 +61,9 @@ def main(argv: list[str]) -> None:
     set_title(title)
     os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
     sys.argv = [target, *args]
-    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"])
+    # A function of `lockstep.launch` may be meant to run alone.
+    num_peers = int(os.environ["WORLD_SIZE"]) if mode != "call" else 1
+    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"], num_peers=num_peers)
 
     def on_failure(error: BaseException) -> None:
         record_end(error)
