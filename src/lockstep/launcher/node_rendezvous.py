@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -27,7 +26,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep import torch_internals
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
-from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, start_store_server
+from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, HashStore, start_store_server
 from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, LockstepError
 
@@ -86,9 +85,9 @@ class RendezvousPerRestart(RendezvousHandler):
     ) -> None:
         self._config, self._inner, self._is_ending = config, inner, is_ending
         self._current = RendezvousInfo(HashStore(), 0, 1, _LOCAL)
-        # Of the store for the ranks that are started now.
+        # Of the store for the ranks that are started now, and that store, if it is hosted here.
         self.store_address = LOOPBACK, 0
-        self._hosted: Store | None = None
+        self._hosted: object = None
         self._is_lost, self._next_try_s = False, 0.0
 
     def get_backend(self) -> str:
