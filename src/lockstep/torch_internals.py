@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -450,3 +451,14 @@ def put_last_argparse_group_first(parser: argparse.ArgumentParser) -> None:
     """Show the last group of options first. Without the attribute: last."""
     groups = getattr(parser, "_action_groups", None) or [None]
     groups.insert(0, groups.pop())
+
+
+# --- NumPy ------------------------------------------------------------------------------------------------------------
+
+
+def numpy_default() -> tuple[Any, str, Any]:
+    """Return NumPy's default generator, after the module and the name where SciPy and scikit-learn look it up.
+
+    Without the name, `verify` does not see what they draw. Seen in NumPy 2.4.
+    """
+    return np.random.mtrand, "_rand", getattr(np.random.get_state, "__self__", np.random.RandomState())
