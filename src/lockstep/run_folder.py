@@ -295,7 +295,7 @@ def keep_rest_aside(folder: Path, world_size: int) -> None:
     """
     own = {f"rank-{rank}.jsonl" for rank in range(world_size)}
     rest = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in own]
-    rest += [path for path in (folder / "run.json",) if path.exists()]  # last, as it has the name of the run
+    rest += folder.glob("run.json")
     for earlier in {_keep_aside(path) for path in rest}:
         print(f"lockstep: the record of an earlier run is now in {earlier}", file=sys.stderr, flush=True)
 
@@ -304,9 +304,9 @@ def _keep_aside(path: Path) -> Path:
     """Move a file of an earlier run's record into the folder ``earlier-RUN`` beside it; return that folder."""
     run = "run"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open() as lines:
-        # The ranks move their files at the same time, and the first one then moves run.json.
-        sessions = read_object(path.parent / "run.json").get("sessions") or [json.loads(lines.readline())]
-        run = sessions[0]["run"].replace(os.sep, "-")
+        # Ranks do not wait for each other: each takes the name from its own file, in which it is the same.
+        first = json.load(lines)["sessions"][0] if path.name == "run.json" else json.loads(lines.readline())
+        run = first["run"].replace(os.sep, "-")
     names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(1)))
     folder = next(each for name in names if not (each := path.parent / f"earlier-{name}").joinpath(path.name).exists())
     folder.mkdir(exist_ok=True)

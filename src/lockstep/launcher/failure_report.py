@@ -377,7 +377,8 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
         still = f"while rank {missed.rank} was still training ({missed.record.where})"
         return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_EARLY}"
     if record.error_type == "SystemExit":
-        return f"{name} left with exit code {code} ({record.message} at {record.where})."
+        status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
+        return f"{name} left{status} ({record.message} at {record.where})."
     if record.message:  # the rest of a long message is in the traceback below
         cause = "a GPU is needed, but torch finds none here: " * any(mark in record.message for mark in _NO_GPU)
         return f"{name} failed: {cause}{_first_line(record.message)}"
