@@ -280,7 +280,7 @@ class Event:
     Attributes:
         event: A name in `EVENTS`.
         step: Number of steps done.
-        time: When it began, in Unix time.
+        time: When it began, in Unix time; by default now.
         seconds: The pause of training, if there was one.
         text: What happened, in words.
         metrics: The results of an evaluation by name; None for other events.
@@ -288,7 +288,7 @@ class Event:
 
     event: EventName
     step: int
-    time: float
+    time: float = field(default_factory=time.time)
     seconds: float | None = None
     text: str = ""
     metrics: Mapping[str, float] | None = None
@@ -300,7 +300,8 @@ class Event:
             raise ValueError("there is no such event")
         metrics = line.get("metrics")
         known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
-        return cls(event=line["event"], text=str(line.get("text", ""))[:2000], metrics=known, **_read(cls, line))
+        text = str(line.get("text", ""))[:2000]
+        return cls(**_read(cls, line) | {"event": line["event"], "time": float(line["time"])}, text=text, metrics=known)
 
     def to_line(self) -> Line:
         """Return the line to write."""
