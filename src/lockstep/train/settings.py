@@ -220,6 +220,28 @@ _NEEDS = (
 )
 
 
+# By setting, the strategies that use it.
+_USED_BY = {
+    "compression": "ddp local-sgd diloco",
+    **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
+    **dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), "local-sgd diloco"),
+    **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
+}
+
+
+def check_engine(name: StrategyName, settings: Settings) -> None:
+    """Refuse settings that belong to another strategy.
+
+    Raises:
+        ConfigurationError: There is one; names it.
+    """
+    for setting, allowed in _USED_BY.items():
+        if name not in allowed.split() and getattr(settings, setting) not in (None, False):
+            raise ConfigurationError(
+                f"{setting} is for strategy {', '.join(allowed.split())}, but the strategy is {name}.\nOmit {setting}."
+            )
+
+
 def refuse_ignored(given: Mapping[str, Any]) -> None:
     """Refuse what is given, but would have no effect.
 
@@ -355,6 +377,7 @@ class FitSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_ignored(vars(self))
+        check_engine(self.strategy, self)
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
         # Checked here, so that an invalid target is an error before any rank is started.
