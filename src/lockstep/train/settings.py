@@ -126,23 +126,17 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 # What other libraries call a setting, or a field of a task.
 _FOREIGN = {
     "num_workers": "workers", "dataloader_num_workers": "workers", "prefetch_factor": "prefetch",
-    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
+    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size", "accumulate_grad_batches": "accumulate",
     "per_device_train_batch_size": "global_batch_size", "gradient_accumulation_steps": "accumulate",
-    "accumulate_grad_batches": "accumulate", "grad_accum": "accumulate",
     "max_epochs": "epochs", "num_epochs": "epochs", "num_train_epochs": "epochs", "max_steps": "steps",
-    "num_steps": "steps", "gradient_clip_val": "clip", "max_grad_norm": "clip", "clip_grad_norm": "clip",
-    "lr_scheduler": "schedule", "scheduler": "schedule", "lr_scheduler_type": "schedule", "warmup_steps": "warmup",
-    "fp16": "precision", "bf16": "precision", "amp": "precision", "mixed_precision": "precision",
-    "deterministic": "reproducible", "random_seed": "seed", "gpus": "devices", "num_gpus": "devices",
-    "num_devices": "devices", "nproc_per_node": "devices", "num_processes": "devices", "world_size": "devices",
-    "checkpoint_dir": "checkpoint", "save_dir": "checkpoint", "output_dir": "checkpoint",
-    "save_every": "checkpoint_every", "save_steps": "checkpoint_every", "save_total_limit": "keep",
-    "save_top_k": "keep_best", "eval_steps": "eval_every", "resume_from_checkpoint": "resume", "logger": "log_to",
-    "report_to": "log_to",
+    "num_steps": "steps", "gradient_clip_val": "clip", "max_grad_norm": "clip", "warmup_steps": "warmup",
+    "lr_scheduler": "schedule", "scheduler": "schedule", "amp": "precision", "fp16": "precision", "bf16": "precision",
+    "deterministic": "reproducible", "num_gpus": "devices", "num_devices": "devices", "nproc_per_node": "devices",
+    "checkpoint_dir": "checkpoint", "output_dir": "checkpoint", "save_steps": "checkpoint_every", "logger": "log_to",
+    "save_total_limit": "keep", "eval_steps": "eval_every", "resume_from_checkpoint": "resume",
     "lr": "optimizer", "learning_rate": "optimizer", "momentum": "optimizer", "weight_decay": "optimizer",
-    "optim": "optimizer", "net": "model", "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate",
-    "data": "dataset", "train_dataset": "dataset", "val_dataset": "eval_dataset", "test_dataset": "eval_dataset",
-    "compute_metrics": "metrics",
+    "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate", "train_dataset": "dataset",
+    "val_dataset": "eval_dataset", "test_dataset": "eval_dataset", "compute_metrics": "metrics",
 }  # fmt: skip
 
 # By the owner of a name, what to say to someone who gives it elsewhere.
