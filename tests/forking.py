@@ -121,7 +121,7 @@ def _can_fork(args):
 def start(words):
     """Be ``python WORDS``: a script or a rank."""
     if words[1:2] == [bootstrap.__file__]:
-        fork_server.become_rank(words)
+        fork_server.become(words)
     sys.argv = words
     sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
     runpy.run_path(words[0], run_name="__main__")

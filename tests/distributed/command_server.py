@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401 - the first optimizer would import it
 import lockstep.launcher.cli
 import lockstep.train.fit  # noqa: F401
 from lockstep.cli import main
-from lockstep.launcher import fork_server
+from lockstep.launcher import bootstrap, fork_server
 from tests import forking
 
 CLONE_NEWNET = 0x40000000
@@ -108,5 +108,6 @@ def fork_children_for(connection):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked for processes
+    bootstrap.set_title("commands of tests")  # finds the command line, of which the environment is a neighbour, once
     gc.freeze()  # what was imported stays where it is, in all that are forked
     forking.end(serve(socket.socket(fileno=int(sys.argv[1]))))

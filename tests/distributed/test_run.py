@@ -62,6 +62,29 @@ def test_a_script_sees_what_it_sees_under_torchrun(script, tmp_path):
         assert mine == theirs
 
 
+TASK = """
+import lockstep, torch
+task = lockstep.Task(
+    model=lambda: torch.nn.Linear(4, 2),
+    dataset=lambda: torch.utils.data.TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.long)),
+    loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    global_batch_size=8,
+)
+"""
+
+
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_file_that_only_defines_a_task_is_refused(script, devices):
+    path = script(TASK, "task.py")
+    done = lockstep("run", "--quiet", "--devices", devices, path)
+    text = f"lockstep: {path} only defines a task, which `lockstep run` does not train.\n"
+    assert (done.code, done.err) == (2, f"{text}Train it: lockstep train {path} --devices {devices}\n")
+    trains = script(f"{TASK}\nif __name__ == '__main__': lockstep.fit(task, epochs=1, quiet=True)\n", "trains.py")
+    done = lockstep("run", "--quiet", "--devices", devices, trains)
+    assert (done.code, done.err) == (0, "")
+
+
 def test_a_script_is_main_for_pickle_and_for_spawned_children(script):
     path = script(
         "import atexit, multiprocessing, pickle, threading, time\n"

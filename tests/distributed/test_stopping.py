@@ -168,6 +168,18 @@ def test_a_second_ctrl_c_does_not_wait_for_a_step_that_does_not_end(start, tmp_p
     assert_gone(ranks)
 
 
+def test_ranks_that_do_not_stop_in_time_are_ended(start, tmp_path):
+    (tmp_path / "runs" / "step-0000000001").mkdir(parents=True)
+    (tmp_path / "script.py").write_text(STUCK)
+    process = start("run", "--quiet", "--devices", 2, "script.py", LOCKSTEP_STOP_TIMEOUT_S="0.5")
+    wait_for(lambda: len(list(tmp_path.glob("announced-*"))) == 2, 30)
+    ranks = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (143, "", "lockstep: Stopped by SIGTERM; all ranks have ended.\n")
+    assert_gone(ranks)
+
+
 def task_that_signals(number, *, at, times=1):
     """A task that signals its own process in the forward of one step."""
     task = make_task(eval_dataset=samples)

@@ -11,7 +11,7 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train.fit import Throughput, format_metrics
-from lockstep.train.timing import StepRecord
+from lockstep.train.trainer import StepRecord
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
 

@@ -35,6 +35,9 @@ from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 # rehearse`` use this variable.
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
 
+# An environment variable of setproctitle.
+_KEEP_ENVIRON = "SPT_NOENV"
+
 # From Linux's fcntl.h; Python's name for it depends on the version.
 _F_SETSIG = 10
 
@@ -54,6 +57,9 @@ def main(argv: list[str]) -> None:
     if not faulthandler.is_enabled():
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
+    title = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, {orders['program']}"
+    set_title(title)
+    os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
     sys.argv = [target, *args]
     heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"])
 
@@ -70,6 +76,20 @@ def main(argv: list[str]) -> None:
         runners[mode](target)
 
     run_recorded(program)
+
+
+def set_title(title: str) -> None:
+    """Show ``lockstep: TITLE`` as the command line of this process: a forked one has that of the launcher."""
+    # Besides the extension it imports only logging, which torch imports as well.
+    from setproctitle import setproctitle, setthreadtitle
+
+    # Otherwise it overwrites /proc/PID/environ, by which schedulers and administrators find the processes of a job.
+    is_set = _KEEP_ENVIRON in os.environ
+    os.environ[_KEEP_ENVIRON] = "1"
+    setproctitle(f"lockstep: {title}")
+    setthreadtitle(title)  # for ``top``, which shows 15 characters
+    if not is_set:
+        del os.environ[_KEEP_ENVIRON]
 
 
 # The lifetime of the process: it ends when the launcher ends, for any reason.

@@ -92,10 +92,13 @@ def _judge_awaited(seen: RankState, patience_s: float) -> Verdict:
 def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool) -> Verdict:
     """Judge ranks of which none is in a collective: they hang if they have trained, and are idle now.
 
-    A rank hangs, too, if it is idle after all others have ended.
+    A rank hangs, too, if it is idle after all others have ended. Of a single rank only SIGSTOP is a sign of that.
     """
     living = [seen for seen in ranks if not seen.has_left]
-    if not living or len(ranks) < 2 or any(seen.is_busy or seen.life or seen.idle_s < patience_s for seen in living):
+    moving = [seen for seen in living if (seen.is_busy or seen.life) and not seen.is_stopped]
+    if not living or moving or any(seen.idle_s < patience_s for seen in living):
+        return Verdict.FINE
+    if len(ranks) == 1 and not living[0].is_stopped:
         return Verdict.FINE
     if not is_strict and not any(seen.has_trained for seen in living):
         return Verdict.FINE  # It may be a service that waits for requests.

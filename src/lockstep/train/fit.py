@@ -37,8 +37,7 @@ from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import Checkpoints

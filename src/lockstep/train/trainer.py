@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy, widest_dtype
+from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
@@ -26,6 +26,7 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
@@ -42,7 +43,6 @@ from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
-from lockstep.train.timing import StepRecord
 
 
 class Update(Enum):
@@ -55,6 +55,36 @@ class Update(Enum):
     LEFT_OUT = auto()
     # The engine, for each bucket as soon as it is reduced; the gradient is checked after that.
     IN_BACKWARD = auto()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The result of a step. Only reading a number waits for the device.
+
+    Args:
+        step: Counted from 0 over all epochs.
+        num_samples: Number of samples of the global batch.
+        loss: Mean over the global batch, a 0-dimensional tensor.
+        grad_norm: Global norm of the gradient before clipping, if it was needed.
+        updated: Whether the optimizer made a step; False after an overflow in fp16, and without synchronisation.
+        count: Number of items, such as tokens, that the loss is a mean over, a 0-dimensional tensor; None: samples.
+        timer: The time by phase.
+    """
+
+    step: int
+    num_samples: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    updated: bool
+    count: Tensor | None
+    timer: StepTimer = field(repr=False)
+
+    @property
+    def times(self) -> StepTimes:
+        """The times of the step on this rank. Blocks on a device until its last phase is over."""
+        if isinstance(self.timer.marks.end, torch.Event):
+            synchronize(self.timer.marks.end)
+        return self.timer.marks.times()
 
 
 class Trainer:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.bootstrap import RANK_SETUP
+from lockstep.launcher.cli import defines_task
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
@@ -123,11 +124,9 @@ def is_task(file: str) -> bool:
     if path and name.isidentifier():
         return True
     try:
-        # Not imported: a script would start to train.
-        text = Path(file).read_text("utf-8", errors="replace")
+        return defines_task(Path(file).read_text("utf-8", errors="replace"))
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.\nCheck the path.") from None
-    return bool(re.search(r"^(task\s*[:=]|def task\b)", text, re.MULTILINE) and re.search(r"\bTask\(", text))
 
 
 class Line(NamedTuple):
