@@ -149,10 +149,9 @@ class FaultInjector:
     def _reach(self, place: str) -> None:
         for rule in self._due(place):
             self._last_step[rule] = self._step
-            model = self._model()
             if rule.kind != "bitflip":
                 self._act(rule)
-            elif model is not None:
+            elif (model := self._model()) is not None:
                 self._act(rule, flip_bit(model))
 
     def _act(self, rule: Rule, detail: str = "") -> None:
@@ -184,11 +183,10 @@ class FaultInjector:
         return self._step >= rule.step
 
     def _note(self, rule: Rule, detail: str = "") -> None:
-        step = self._step
         # Logged only the first time: a straggler, or a full disk, would be logged in every step.
-        if fault_rules.write(self._folder, rule, rank=self._rank, step=step):
+        if fault_rules.write(self._folder, rule, rank=self._rank, step=self._step):
             where = (f", {rule.place}" if rule.place else "") + (f" ({detail})" if detail else "")
-            text = f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{where}"
+            text = f"rehearse: {rule.text} strikes rank {self._rank} in step {self._step}{where}"
             print(text, file=sys.stderr, flush=True)  # the next thing may be SIGKILL
 
 
