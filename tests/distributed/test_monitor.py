@@ -276,11 +276,11 @@ def test_figures_of_all_ranks_of_a_script_go_to_a_view_and_to_sinks(ranks, tmp_p
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def observe(world):
-        from lockstep.train import fit
+        from lockstep.telemetry import live_view
 
         model = lockstep.DistributedDataParallel(nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        shown, fit._LINE_S, line_s = io.StringIO(), 0.0, fit._LINE_S
+        shown, live_view._LINE_S, line_s = io.StringIO(), 0.0, live_view._LINE_S
         log_to = f"tensorboard:{tmp_path}/board"
         try:
             with contextlib.redirect_stdout(shown):
@@ -293,7 +293,7 @@ def test_figures_of_all_ranks_of_a_script_go_to_a_view_and_to_sinks(ranks, tmp_p
                     watch.loss(loss)
                 watch.finish()
         finally:
-            fit._LINE_S = line_s
+            live_view._LINE_S = line_s
         return shown.getvalue()
 
     zero, one = ranks(2)(observe)

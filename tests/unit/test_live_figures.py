@@ -115,7 +115,7 @@ def test_a_snapshot_of_all_ranks(monkeypatch):
     other = ranks(0.010, 0.014)[1]
     board, kept = Notes({1: [3, asdict(other)]}), Kept()
     recorder, mine = recorder_of(board, 0, kept, steps_per_epoch=4, num_skipped=lambda: 2)
-    recorder.event("checkpoint", "kept", step=0, seconds=0.1)
+    recorder.event(Event(event="checkpoint", text="kept", step=0, seconds=0.1))
     recorder.drain()
     mine.add(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
     recorder.report()

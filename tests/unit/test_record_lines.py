@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch
 from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import record
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.record import Downsampler, LineWriter, StepLine, to_json
+from lockstep.telemetry.record import Downsampler, Event, LineWriter, StepLine, to_json
 from lockstep.telemetry.recorder import Place, Recorder, has_timeline
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.step_times import StepMarks
+from lockstep.telemetry.step_times import StepMarks, StepTimes, combine
 from tests.unit.report_planted import step_line
 
 FROZEN = {
@@ -46,7 +47,7 @@ def test_lines_have_the_names_that_the_reference_explains(tmp_path):
     recorder = recorder_into(tmp_path)
     step = StepMarks(4, 0.0, 0.0, 1000.0, 1.0, has_timeline=True)
     recorder.add(step)
-    recorder.event("evaluation", "done", step=1, metrics={"loss": 0.5})
+    recorder.event(Event(event="evaluation", text="done", step=1, metrics={"loss": 0.5}))
     recorder.finish(waits=True)
     written = {line["kind"]: " ".join(sorted(line.keys() - {"kind"})) for line in read(tmp_path / "rank-0.jsonl")}
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
@@ -76,6 +77,25 @@ def test_waiting_for_a_core_is_taken_out_of_the_phases_in_which_the_rank_had_wor
     took = step.times()
     assert (took.data_wait_s, took.forward_s, took.backward_s) == pytest.approx((0.1, 0.1, 0.3))
     assert took.core_wait_s == pytest.approx(0.3)
+
+
+def test_what_an_engine_does_not_measure_of_its_waits_stays_in_backward():
+    spans = [("forward", 0.0, 0.3, 0.1), ("backward", 0.3, 1.0, 0.0), ("communication", 1.0, 1.2, 0.0)]
+    step = StepMarks(0, 0.0, 0.0, 0.0, 1.3, spans=spans)
+    times = step.times()
+    assert (times.forward_s, times.backward_s, times.exposed_s) == (pytest.approx(0.2), pytest.approx(1.0), None)
+    assert times.parts() == pytest.approx({"data_wait": 0, "forward": 0.2, "backward": 1, "optimizer": 0, "other": 0.1})
+    step.exposed_s = 0.4
+    times = step.times()
+    assert (times.backward_s, times.exposed_s) == pytest.approx((0.3, 0.7))
+    assert (times.own_s, times.lasting(2.0).own_s, times.lasting(2.0).other_s) == pytest.approx((0.6, 1.3, 0.8))
+
+
+def test_times_are_combined_over_the_steps_that_know_them():
+    one, other = StepTimes(total_s=1.0, forward_s=0.5), StepTimes(total_s=3.0, forward_s=0.1, exposed_s=0.2)
+    found = combine([one, other])
+    assert (found.total_s, found.forward_s, found.exposed_s, found.backward_s) == pytest.approx((2.0, 0.3, 0.2, None))
+    assert combine([one, other, other], median).total_s == 3.0
 
 
 def read(path):
@@ -193,7 +213,7 @@ def test_the_error_that_ended_a_run_is_recorded_though_the_device_is_not_done(tm
     recorder.sampler = lambda: sample
     recorder.add(StepMarks(0, 0.0, 0.0, 0.0, 1.0))
     recorder.add(StepMarks(1, NeverReached(), 1.0, 1.0, NeverReached()))
-    recorder.event("error", "RuntimeError: CUDA error", step=1)
+    recorder.event(Event(event="error", text="RuntimeError: CUDA error", step=1))
     recorder.drain()
     recorder.finish(waits=False)
     lines = read(tmp_path / "rank-0.jsonl")

@@ -33,7 +33,7 @@ addEventListener("load", () => {
       e => parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getScreenCTM().a),
     cut: [...document.querySelectorAll("svg text")].filter(e => {
       const [text, svg] = [e, e.ownerSVGElement].map(each => each.getBoundingClientRect());
-      return text.right > svg.right + 2 || text.left < svg.left - 2;
+      return text.right > svg.right + 4 || text.left < svg.left - 4;
     }).map(e => e.textContent),
     stops: [...document.querySelectorAll("a, summary, [tabindex='0']")].filter(e => e.tabIndex === 0).length,
   });

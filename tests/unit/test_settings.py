@@ -145,7 +145,7 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
         ),
         (
             {"view": "live", "quiet": True},
-            "view=live cannot be combined with quiet: quiet prints only errors.\nOmit one of the two.",
+            "quiet cannot be combined with view=live: it prints only errors.\nOmit one of the two.",
         ),
         ({"checkpoint": "runs", "keep": 0}, "keep=0 is not allowed.\nGive a whole number of at least 1."),
         ({"export": "model.pt"}, "export=model.pt does not end in .safetensors.\nName a file that does."),

@@ -158,11 +158,7 @@ def _help_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
 @click.option(
     "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_help_all, help="Show all options and exit."
 )
-def train(
-    task_file: str,
-    settings_file: str | None,
-    **values: Any,
-) -> int:
+def train(task_file: str, settings_file: str | None, **values: Any) -> int:
     """Train a lockstep.Task, or what a function returns: `task` of TASK.py, or NAME of TASK.py:NAME.
 
     Examples:

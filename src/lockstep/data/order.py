@@ -244,12 +244,12 @@ class BatchSplit:
 
     def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
         """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
-        micro_batches: list[dict[int, list[int]]] = [{} for _ in range(self.accumulate)]
-        for share in self.shares:
-            positions = self.positions(len(batch), share)
-            mine = batch[positions.start : positions.stop].tolist()
-            for micro, shares in enumerate(micro_batches):
-                part = cut(len(mine), self.accumulate, micro)
-                if part:
-                    shares[share] = mine[part.start : part.stop]
+        micro_batches = []
+        for micro in range(self.accumulate):
+            shares: dict[int, list[int]] = {}
+            for share in self.shares:
+                positions = self.positions(len(batch), share)
+                if part := cut(len(positions), self.accumulate, micro):
+                    shares[share] = batch[positions[part.start] : positions[part.stop - 1] + 1].tolist()
+            micro_batches.append(shares)
         return micro_batches

@@ -30,11 +30,10 @@ from lockstep.run_folder import FailureRecord, current_run_folder
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import compiled_call
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.record import EventName, num_restarts
+from lockstep.telemetry.record import Event, EventName, num_restarts
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
 from lockstep.telemetry.sinks import open_sinks, run_info
 from lockstep.telemetry.step_times import Reduction, StepMarks
-from lockstep.train.fit import Display
 from lockstep.train.settings import ViewName
 
 # --- the engine that exchanges the gradients of a script --------------------------------------------------------------
@@ -185,6 +184,8 @@ class Observation:
         )
         shown: list[Subscriber] = [*sinks]
         if view != "none" and place.rank == 0:
+            from lockstep.telemetry.live_view import Display  # imports rich
+
             shown.append(display := Display(view, silent=False))
             for sink in sinks:
                 display.log(sink.where)
@@ -239,7 +240,8 @@ class Observation:
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
         """Record an evaluation: when it began, and how long training paused for it."""
         text = "forwards without training"
-        self._recorder.event("evaluation", text, step=num_steps, time_s=wall_s, seconds=seconds)
+        event = Event(event="evaluation", step=num_steps, time=wall_s, seconds=seconds, text=text)
+        self._recorder.event(event)
 
     # --- the end ---
 
@@ -286,7 +288,7 @@ class Observation:
             sys.stderr.write(f"lockstep: {text}\n")
 
     def _event(self, event: EventName, text: str, num_done: int) -> None:
-        self._recorder.event(event, text, step=num_done)
+        self._recorder.event(Event(event=event, text=text, step=num_done))
 
     @property
     def _num_peers(self) -> int:

@@ -54,17 +54,11 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
     style: dict[str, Any] = {
         "svg.fonttype": "none",  # text stays text: it has the page's font, and can be searched
         "font.size": font_size,
-        "text.color": TEXT,
-        "axes.labelcolor": TEXT,
-        "axes.edgecolor": GRID,
-        "xtick.color": TEXT,
-        "ytick.color": TEXT,
-        "grid.color": GRID,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
         "grid.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "axes.axisbelow": True,
-        "legend.frameon": False,
         "legend.columnspacing": 1.0,
         "legend.handlelength": 1.4,
     }
@@ -72,22 +66,24 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
         yield
 
 
-def make_axes(inches_high: float, *, grid: Literal["x", "y"], inches_wide: float = INCHES_WIDE) -> tuple[Any, Any]:
+def make_axes(inches_high: float, *, grid: Literal["x", "y"]) -> tuple[Any, Any]:
     """Return a figure and its axes, with grid lines of the axis ``grid``."""
     from matplotlib.figure import Figure
 
     # Not pyplot: it keeps figures alive, and may search for a display.
-    figure = Figure(figsize=(inches_wide, inches_high), layout="constrained")
+    figure = Figure(figsize=(INCHES_WIDE, inches_high), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(axis=grid)
     return figure, axes
 
 
-def label_rows(axes: Any, labels: Sequence[str]) -> None:
-    """Label horizontal bars, from the top."""
+def label_rows(axes: Any, labels: Sequence[str], label: str) -> None:
+    """Label horizontal bars, from the top, and their axis; the legend is above them."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
+    axes.set_xlabel(label)
+    legend_above(axes, 3, -0.18)
 
 
 def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
@@ -122,9 +118,7 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
             left += seconds
         listed = ", ".join(f"{PARTS[part].label} {seconds * 1e3:.2f}" for part, seconds in parts.items())
         words.append(f"{name} {left * 1e3:.2f} ({listed})")
-    label_rows(axes, list(rows))
-    axes.set_xlabel(label)
-    legend_above(axes, 3, -0.18)
+    label_rows(axes, list(rows), label)
     return finish_plot(heading, f"Stacked bars of milliseconds per step: {'; '.join(words)}.", figure, note)
 
 

@@ -365,3 +365,54 @@ def _is_notebook() -> bool:
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None and find_spec("ipywidgets") is not None
+
+
+# --- a display --------------------------------------------------------------------------------------------------------
+
+# Seconds between two lines of progress.
+_LINE_S = 10.0
+
+
+@final
+class Display(Subscriber):
+    """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
+
+    Args:
+        view: The display of progress; "auto" selects it by the kind of output.
+        silent: Whether to print nothing at all.
+    """
+
+    def __init__(self, view: str = "auto", *, silent: bool) -> None:
+        self._silent = silent
+        # The log of a CI service would contain every frame of a live view.
+        may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
+        self._live = open_live_view() if may_draw and not silent else None
+        self._has_lines = view != "none" and not silent
+        self._shown_at = time.perf_counter()
+
+    def log(self, text: str) -> None:
+        """Print a log line."""
+        if not self._silent:
+            print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
+
+    @override
+    def event(self, event: Event) -> None:
+        if self._live is not None:
+            self._live.event(event)
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        if self._live is not None:
+            self._live.update(snapshot)
+        elif self._has_lines:
+            now_s = time.perf_counter()
+            # The loss of a script may be unknown.
+            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
+                self._shown_at = now_s
+                self.log(line(snapshot))
+
+    @override
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -91,11 +91,17 @@ _NUMBERS = ("int", "float", "float | None")
 
 def _written(item: Any) -> dict[str, Any]:
     """Return the fields of a line, with seconds rounded to a tenth of a microsecond."""
-    found = {each.name: getattr(item, each.name) for each in fields(item)}
-    for name, value in found.items():
-        if name.endswith("_s") and value is not None:
-            found[name] = round(value, 7)
+    found = {}
+    for name, are_seconds in _names(item.__class__):
+        value = getattr(item, name)
+        found[name] = round(value, 7) if are_seconds and value is not None else value
     return found
+
+
+@cache
+def _names(cls: type) -> list[tuple[str, bool]]:
+    """Return the names of the fields of ``cls``, and whether each is in seconds."""
+    return [(each.name, each.name.endswith("_s")) for each in fields(cls)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +280,7 @@ class Event:
     Attributes:
         event: A name in `EVENTS`.
         step: Number of steps done.
-        time: When it began, in Unix time.
+        time: When it began, in Unix time; by default now.
         seconds: The pause of training, if there was one.
         text: What happened, in words.
         metrics: The results of an evaluation by name; None for other events.
@@ -282,7 +288,7 @@ class Event:
 
     event: EventName
     step: int
-    time: float
+    time: float = field(default_factory=time.time)
     seconds: float | None = None
     text: str = ""
     metrics: Mapping[str, float] | None = None
@@ -294,7 +300,8 @@ class Event:
             raise ValueError("there is no such event")
         metrics = line.get("metrics")
         known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
-        return cls(event=line["event"], text=str(line.get("text", ""))[:2000], metrics=known, **_read(cls, line))
+        text = str(line.get("text", ""))[:2000]
+        return cls(**_read(cls, line) | {"event": line["event"], "time": float(line["time"])}, text=text, metrics=known)
 
     def to_line(self) -> Line:
         """Return the line to write."""
@@ -353,7 +360,8 @@ def guarded(act: Callable[[], None], consequence: str = "this run is no longer r
     return True
 
 
-_COMPACT = (",", ":")
+# Kept, as `json.dumps` would make one for each line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class LineWriter:
@@ -413,10 +421,9 @@ def _ends_in_newline(path: Path) -> bool:
 def to_json(line: Line) -> str:
     """Return ``line`` as one line of JSON. NaN and infinities, which JSON does not have, become strings."""
     try:
-        return json.dumps(line, separators=_COMPACT, allow_nan=False) + "\n"
+        return _ENCODER.encode(line) + "\n"
     except ValueError:
-        named = json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))
-        return json.dumps(named, separators=_COMPACT) + "\n"
+        return _ENCODER.encode(json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))) + "\n"
 
 
 # --- the run folder: one file per rank, and ``run.json``, in which rank zero describes each session -------------------

@@ -29,17 +29,7 @@ from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for
 from lockstep.comm.store import StatusKeys
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
-from lockstep.telemetry.record import (
-    Downsampler,
-    Event,
-    EventName,
-    Line,
-    RunFolder,
-    StepLine,
-    Timeline,
-    guarded,
-    num_restarts,
-)
+from lockstep.telemetry.record import Downsampler, Event, Line, RunFolder, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
@@ -306,12 +296,8 @@ class Recorder:
         steps_per_epoch: int | None = None,
         num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._device, self._steps_per_epoch, self._num_skipped = (
-            place,
-            devices[0],
-            steps_per_epoch,
-            num_skipped,
-        )
+        self._place, self._device = place, devices[0]
+        self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
         restarts = num_restarts()
         self.is_fresh = not first_step and not restarts
         name = ", ".join(map(str, devices))
@@ -344,9 +330,9 @@ class Recorder:
         # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
         self._first_step, self._first_done = first_step, (first_step, 0.0)
         if restarts:
-            self.event("restart", f"start {restarts + 1} of this run", step=first_step)
+            self.event(Event(event="restart", text=f"start {restarts + 1} of this run", step=first_step))
         if first_step:
-            self.event("resume", f"resumed after step {first_step}", step=first_step)
+            self.event(Event(event="resume", text=f"resumed after step {first_step}", step=first_step))
 
     # --- in the training thread: nothing blocks ---
 
@@ -355,28 +341,9 @@ class Recorder:
         self._last = step
         self._queue.append(step)
 
-    def event(
-        self,
-        event: EventName,
-        text: str,
-        *,
-        step: int,
-        time_s: float | None = None,
-        seconds: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Add an event.
-
-        Args:
-            event: A name in `record.EVENTS`.
-            text: What happened, in words.
-            step: Number of steps done.
-            time_s: When it began, in Unix time; now if None.
-            seconds: The pause of training, if there was one.
-            metrics: The results of an evaluation.
-        """
-        began_s = time.time() if time_s is None else time_s
-        self._queue.append(Event(event=event, step=step, time=began_s, seconds=seconds, text=text, metrics=metrics))
+    def event(self, event: Event) -> None:
+        """Add an event."""
+        self._queue.append(event)
 
     # --- begin and end ---
 

@@ -12,7 +12,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -451,18 +451,15 @@ def open_here(targets: Sequence[str], run: RunInfo) -> list[MetricsSink]:
         require_package(target)
     sinks: list[MetricsSink] = []
     until_s = time.monotonic() + OPEN_TIMEOUT_S
-    with ExitStack() as undo:
-        for target in targets:
-            try:
-                sinks.append(_open(target, run, until_s - time.monotonic()))
-            except Exception as error:  # a library may raise anything
-                reason = error.strerror if isinstance(error, OSError) else None
-                reason = reason or one_line(error).rstrip(".")
-                advice = _kind_of(target).advice
-                raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{advice}") from error
-            # An error while closing must not replace the first error.
-            undo.callback(guarded, sinks[-1].close, f"{target} could not be closed")
-        undo.pop_all()
+    for target in targets:
+        try:
+            sinks.append(_open(target, run, until_s - time.monotonic()))
+        except Exception as error:  # a library may raise anything
+            for sink in sinks:  # an error while closing must not replace the first error
+                guarded(sink.close, f"{type(sink).__name__} could not be closed")
+            reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error).rstrip(".")
+            advice = _kind_of(target).advice
+            raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{advice}") from error
     return sinks
 
 

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, final
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lockstep import activity
 from lockstep.accelerator import check_count
@@ -25,21 +24,20 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
-from lockstep.telemetry.figures import EVALUATION, Snapshot, StragglerReporter
+from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.record import Event, EventName, kind_of
-from lockstep.telemetry.recorder import Subscriber
+from lockstep.telemetry.live_view import Display
+from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
-from lockstep.train.settings import FitSettings, ViewName
+from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import Checkpoints
@@ -50,9 +48,6 @@ _MAX_UNREAD = 4096
 
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
-
-# Seconds between two lines of progress.
-_LINE_S = 10.0
 
 P = ParamSpec("P")
 
@@ -212,51 +207,6 @@ def describe_plan(
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """Return metrics as text."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-@final
-class Display(Subscriber):
-    """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
-
-    Args:
-        view: The display of progress; "auto" selects it by the kind of output.
-        silent: Whether to print nothing at all.
-    """
-
-    def __init__(self, view: ViewName = "auto", *, silent: bool) -> None:
-        self._silent = silent
-        # The log of a CI service would contain every frame of a live view.
-        may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
-        self._live = live_view.open_live_view() if may_draw and not silent else None
-        self._has_lines = view != "none" and not silent
-        self._shown_at = time.perf_counter()
-
-    def log(self, text: str) -> None:
-        """Print a log line."""
-        if not self._silent:
-            print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
-
-    @override
-    def event(self, event: Event) -> None:
-        if self._live is not None:
-            self._live.event(event)
-
-    @override
-    def update(self, snapshot: Snapshot) -> None:
-        if self._live is not None:
-            self._live.update(snapshot)
-        elif self._has_lines:
-            now_s = time.perf_counter()
-            # The loss of a script may be unknown.
-            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
-            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
-                self._shown_at = now_s
-                self.log(live_view.line(snapshot))
-
-    @override
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.close()
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -25,14 +25,13 @@ from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
-from lockstep.telemetry.record import EventName
+from lockstep.telemetry.record import Event, EventName
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
 from lockstep.telemetry.sinks import MetricsSink, open_sinks, parse_targets, run_info
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 # Events that pause the training.
 _PAUSES = ("evaluation", "checkpoint", "profile")
@@ -186,7 +185,7 @@ class RunRecord:
         if event in _PAUSES and self._paused_at is not None:
             seconds, self._paused_at = time.perf_counter() - self._paused_at, None
         began_s, step = time.time() - (seconds or 0.0), self._trainer.num_steps_done
-        self._recorder.event(event, text, step=step, time_s=began_s, seconds=seconds, metrics=metrics)
+        self._recorder.event(Event(event=event, step=step, time=began_s, seconds=seconds, text=text, metrics=metrics))
         self._has_ended |= event in ("end", "stop")
 
     def finish(self, event: EventName, text: str) -> str | None:

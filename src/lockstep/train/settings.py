@@ -188,21 +188,18 @@ def refusing_unknown(noun: str) -> Callable[[type[T]], type[T]]:
 
 # --- settings that depend on each other -----------------------------------------------------------------------------
 
-_REDUCED_LATE = "parameters are updated before the whole gradient is known"
-
-# Pairs of which only one can be given, and the reason.
+# A setting, others that cannot be given with it, and the reason.
 _CONFLICTS = (
     ("steps", "epochs", "both set the end of the run"),
-    ("overlap_optimizer", "clip", _REDUCED_LATE),
-    ("overlap_optimizer", "precision=fp16", _REDUCED_LATE),
-    ("overlap_optimizer", "bad_samples=skip", _REDUCED_LATE),
-    ("overlap_optimizer", "on_nan=skip", _REDUCED_LATE),
-    ("overlap_optimizer", "reproducible", _REDUCED_LATE),
+    (
+        "overlap_optimizer",
+        "clip precision=fp16 bad_samples=skip on_nan=skip reproducible",
+        "parameters are updated before the whole gradient is known",
+    ),
     ("accumulate", "reproducible", "each virtual shard is a micro-batch; for smaller ones, increase reproducible"),
     ("compression", "reproducible", "reproducible uses its own exchange of gradients"),
     ("bucket_cap_mb", "reproducible", "reproducible uses its own exchange of gradients"),
-    ("view=live", "quiet", "quiet prints only errors"),
-    ("view=lines", "quiet", "quiet prints only errors"),
+    ("quiet", "view=live view=lines", "it prints only errors"),
 )
 
 
@@ -276,53 +273,35 @@ class Settings:
     epochs: int | None = setting(None, "Passes over the data set; the task's own number if not given.", "N", 1)
     steps: int | None = setting(None, "Optimizer steps, instead of epochs.", "N", 1)
     seed: int = setting(0, "Seed of initial weights, sample order and dropout.", "N", 0)
-    global_batch_size: int | None = setting(
-        None, "Samples per optimizer step over all devices; default: the task's own.", "SAMPLES", 1
-    )
-    accumulate: int = setting(
-        1, "Number of micro-batches that a device's part of a global batch is divided into.", "N", 1
-    )
+    global_batch_size: int | None = setting(None, "Samples per step over all devices; default: of the task.", "N", 1)
+    accumulate: int = setting(1, "Micro-batches into which a device's part of a global batch is divided.", "N", 1)
     precision: Precision = setting("fp32", "Autocast to bf16, or fp16 with gradient scaling.")
     clip: float | None = setting(None, "Maximum global norm of the gradient; larger gradients are scaled down.", "NORM")
     schedule: Schedule | None = setting(None, "Learning rate schedule; the task's own schedule, else constant.")
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)
     # Learning-rate scaling with the batch size; see `batch_scale` in step.py.
-    lr_scaling: Scaling = setting(
-        "none", "How the learning rate scales with the global batch size, relative to the base batch size."
-    )
+    lr_scaling: Scaling = setting("none", "How the learning rate scales with global over base batch size.")
     base_batch_size: int | None = setting(
-        None, "Global batch size for which the learning rate was chosen; default: the task's own.", "SAMPLES", 1
+        None, "Global batch size that fits the learning rate; default: of the task.", "N", 1
     )
-    shares: Sequence[float] | None = setting(
-        None, "Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."
-    )
+    shares: Sequence[float] | None = setting(None, "Relative sizes of the devices' parts; default: equal.", "N,N,..")
     workers: int = setting(0, "Processes per rank that load samples.", "N", 0)
     prefetch: int | None = setting(None, "Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
     bad_samples: BadSamplesRule = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
     on_nan: NanRule = setting("raise", "If a gradient is NaN or infinite: end the run, or skip the step.")
     check_replicas: int = setting(100, "Steps between checks that all ranks hold the same bits; 0: never.", "STEPS", 0)
     reproducible: int | None = setting(None, "Virtual shards of a global batch: same bits on 1 to V devices.", "V", 1)
-    compression: str | None = setting(
-        None,
-        "Compression of gradients between ranks: bf16, fp16, int8, int4 or powersgd:RANK; for slow networks.",
-        "METHOD",
-    )
+    # Between ranks, for slow networks.
+    compression: str | None = setting(None, "Of gradients: bf16, fp16, int8, int4 or powersgd:RANK.", "METHOD")
     bucket_cap_mb: float | None = setting(None, "Size of a gradient bucket; default: 25, and 1 for the first.", "MIB")
     overlap_optimizer: bool = setting(False, "Update each bucket of parameters as soon as it is reduced.")
-    sync_every: int | None = setting(
-        None, "Steps between exchanges of parameters; 8 with local-sgd, 50 with diloco if not given.", "STEPS", 1
-    )
+    sync_every: int | None = setting(None, "Steps between exchanges; default: local-sgd 8, diloco 50.", "STEPS", 1)
     fragments: int | None = setting(None, "Parts of the model that are exchanged after different steps.", "N", 1)
     sync_delay: int | None = setting(None, "Number of steps that run during an exchange.", "STEPS", 0)
     outer_lr: float | None = setting(None, "Learning rate of diloco's outer SGD; 0.7 if not given.", "RATE")
     outer_momentum: float | None = setting(None, "Nesterov momentum of that SGD; default: 0.9.", "M")
-    across: Across | None = setting(
-        None,
-        "What trains independently between exchanges: ranks, or machines, whose ranks sum gradients in every step.",
-    )
-    threads: int | None = setting(
-        None, "CPU threads per operation; default: 1 with reproducible, else torch's default.", "N", 1
-    )
+    across: Across | None = setting(None, "What trains alone between exchanges: ranks, or machines of several ranks.")
+    threads: int | None = setting(None, "CPU threads per operation; default: torch's, or 1 with reproducible.", "N", 1)
 
     def __post_init__(self) -> None:
         cls: type = type(self)  # may be a subclass
@@ -338,9 +317,10 @@ class Settings:
             raise ConfigurationError(f"clip={self.clip} is not allowed.\nGive a number above 0, or omit it.")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
             raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb} is not allowed.\nGive a size in MiB above 0.")
-        for one, other, why in _CONFLICTS:
-            if _is_given(self, one) and _is_given(self, other):
-                raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
+        for one, others, why in _CONFLICTS:
+            for other in others.split() if _is_given(self, one) else ():
+                if _is_given(self, other):
+                    raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
 
 
 @refusing_unknown("setting")
@@ -348,49 +328,29 @@ class Settings:
 class FitSettings(Settings):
     """`Settings`, the devices of the run, and what is recorded and saved."""
 
-    strategy: StrategyName = setting(
-        "ddp", "How the work is divided: " + ", ".join(typing.get_args(StrategyName)) + ".", "NAME"
-    )
+    strategy: StrategyName = setting("ddp", f"How work is divided: {', '.join(typing.get_args(StrategyName))}.", "NAME")
     devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
-    checkpoint: FilePath | None = setting(
-        None, "Folder for checkpoints, or a URL such as s3://bucket/run.", _DIR_OR_URL
-    )
-    checkpoint_every: int | None = setting(
-        None, "Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1
-    )
-    checkpoint_blocking: bool = setting(
-        False, "Wait in the step until a checkpoint is on disk; needs no copy of the state in host memory."
-    )
+    checkpoint: FilePath | None = setting(None, "Folder for checkpoints, or URL such as s3://bucket/run.", _DIR_OR_URL)
+    checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)
+    checkpoint_blocking: bool = setting(False, "Wait until a checkpoint is on disk; needs no copy in host memory.")
     keep: int | None = setting(None, "Number of newest checkpoints to keep; 2 if not given.", "N", 1)
     keep_best: bool = setting(False, "Also save at the lowest evaluation loss so far, and keep that checkpoint.")
     resume: bool | None = setting(None, "Require a checkpoint, or start a new run; default: resume if there is one.")
     export: FilePath | None = setting(None, "File for the unwrapped model's weights at the end, .safetensors.", "FILE")
-    eval_every: int | None = setting(
-        None, "Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1
-    )
+    eval_every: int | None = setting(None, "Steps between evaluations; each epoch if not given.", "STEPS", 1)
     run_dir: FilePath | None = setting(None, "Folder for a record of all steps, for lockstep report.", "DIR")
-    profile: bool = setting(
-        False, "Run some steps under torch.profiler: one Chrome trace per rank, with the phases of a step."
-    )
-    profile_steps: Sequence[float] | None = setting(
-        None, "First step to profile, and number of steps; default: 11,3.", "FIRST,N"
-    )
-    profile_dir: FilePath | None = setting(
-        None, "Folder for these traces; profile/ in the folder of the run if not given.", "DIR"
-    )
+    profile: bool = setting(False, "Run some steps under torch.profiler: one Chrome trace with phases per rank.")
+    profile_steps: Sequence[float] | None = setting(None, "First step to profile, and how many; else 11,3.", "FIRST,N")
+    profile_dir: FilePath | None = setting(None, "Folder for traces; profile/ in run_dir if not given.", "DIR")
     log_to: str | Sequence[str] | None = setting(
         None,
         "Comma-separated sinks for metrics: tensorboard:DIR, prometheus:[HOST:]PORT, "
         "wandb:[ENTITY/]PROJECT, mlflow:[URI].",
         "SINK,..",
     )
-    view: ViewName = setting(
-        "auto", "Display of progress: live on a terminal or in a notebook, or periodic lines; auto selects."
-    )
+    view: ViewName = setting("auto", "Progress: live on a terminal or in a notebook, or periodic lines; auto selects.")
     quiet: bool = setting(False, "Print only errors and the output of the task.")
-    price: str | None = setting(
-        None, 'Price of a device per hour, such as 2.50 or "2.50 EUR", to say what it cost.', "SUM"
-    )
+    price: str | None = setting(None, 'Price of a device per hour, such as 2.50 or "2.50 EUR", for the cost.', "SUM")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -421,9 +381,7 @@ class LaunchSettings:
     max_restarts: int = setting(0, "Maximum number of restarts after a rank has failed.", "N", 0)
     min_devices: int | None = setting(None, "Continue without killed ranks, with at least N ranks.", "N", 1)
     watchdog: float | None = setting(None, "Report a hang after this time; default: 60; 0: never.", "SECONDS", 0)
-    watchdog_action: Literal["end", "warn"] | None = setting(
-        None, "After that report: end with exit code 83, or continue."
-    )
+    watchdog_action: Literal["end", "warn"] | None = setting(None, "After that: end with exit code 83, or continue.")
     logs: Literal["merged", "raw"] = setting("merged", "Merge the output of the ranks, or not.")
     log_level: Literal["info", "warning", "error"] = setting("info", "Show all, stderr, or reports only.")
     log_dir: FilePath | None = setting(None, "Folder for the output of each rank, as rank-N.log.", "DIR")

@@ -89,8 +89,12 @@ class Objective:
         Raises:
             ConfigurationError: It is not a 0-dimensional tensor, or has no gradient.
         """
-        with autocast(self.precision, next(model.parameters()).device):
-            result: object = self.task.loss(model, batch)
+        result: object
+        if self.precision == "fp32":
+            result = self.task.loss(model, batch)
+        else:
+            with autocast(self.precision, next(model.parameters()).device):
+                result = self.task.loss(model, batch)
         if isinstance(result, Loss):
             part = Part(result.total, 1.0, torch.as_tensor(result.count))
         elif isinstance(result, Tensor):
@@ -270,6 +274,7 @@ class StepSums:
     flags: Tensor
 
 
+@dataclass
 class StepMetrics:
     """Sums the loss of a step, and flags of the ranks, over micro-batches and ranks.
 
@@ -281,20 +286,17 @@ class StepMetrics:
         only_means: Whether a `Loss` is refused, because the gradient cannot be divided after backward.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        group: Group | None,
-        dtype: torch.dtype,
-        has_counts: bool,
-        only_means: bool,
-    ) -> None:
-        self._group, self._only_means = group, only_means
+    device: torch.device
+    group: Group | None
+    dtype: torch.dtype
+    has_counts: bool
+    only_means: bool
+
+    def __post_init__(self) -> None:
         # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed.
-        self._sums = torch.zeros(5, dtype=dtype, device=device)
+        self._sums = torch.zeros(5, dtype=self.dtype, device=self.device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
-        self.has_counts = has_counts
 
     def add(self, parts: Sequence[Part]) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
@@ -307,7 +309,7 @@ class StepMetrics:
             if isinstance(out_of, float):  # a mean over samples
                 self._saw_means = True
                 self._sums[1] += out_of
-            elif self._only_means:
+            elif self.only_means:
                 raise ConfigurationError(
                     "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss, whose "
                     "gradient is divided by the count of all ranks after backward.\n"
@@ -315,9 +317,9 @@ class StepMetrics:
                 )
             else:
                 self._saw_counts = self.has_counts = True
-                self._sums[1] += torch.as_tensor(out_of).detach().to(self._sums.device)
+                self._sums[1] += torch.as_tensor(out_of).detach().to(self.device)
             values.append(value.detach())
-            self._sums[0] += values[-1].to(self._sums.device, self._sums.dtype) * weight
+            self._sums[0] += values[-1].to(self.device, self.dtype) * weight
         return values
 
     def start_sum(self, num_bad: int, stop: bool, failed: bool) -> None:
@@ -329,9 +331,9 @@ class StepMetrics:
         # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
         # additional exchange is needed.
         if num_bad or stop or failed:
-            self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self._sums.dtype, device=self._sums.device)
-        if self._group is not None:
-            self._future = all_reduce_async(self._sums, group=self._group)
+            self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self.dtype, device=self.device)
+        if self.group is not None:
+            self._future = all_reduce_async(self._sums, group=self.group)
 
     def wait(self, num_samples: float, *, may_miss: bool) -> StepSums:
         """Return the sums. Blocks until they are complete (on a device: only the current stream waits).

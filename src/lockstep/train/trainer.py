@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy, widest_dtype
+from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
@@ -26,6 +26,7 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
@@ -42,7 +43,6 @@ from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
-from lockstep.train.timing import StepRecord
 
 
 class Update(Enum):
@@ -55,6 +55,36 @@ class Update(Enum):
     LEFT_OUT = auto()
     # The engine, for each bucket as soon as it is reduced; the gradient is checked after that.
     IN_BACKWARD = auto()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The result of a step. Only reading a number waits for the device.
+
+    Args:
+        step: Counted from 0 over all epochs.
+        num_samples: Number of samples of the global batch.
+        loss: Mean over the global batch, a 0-dimensional tensor.
+        grad_norm: Global norm of the gradient before clipping, if it was needed.
+        updated: Whether the optimizer made a step; False after an overflow in fp16, and without synchronisation.
+        count: Number of items, such as tokens, that the loss is a mean over, a 0-dimensional tensor; None: samples.
+        timer: The time by phase.
+    """
+
+    step: int
+    num_samples: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    updated: bool
+    count: Tensor | None
+    timer: StepTimer = field(repr=False)
+
+    @property
+    def times(self) -> StepTimes:
+        """The times of the step on this rank. Blocks on a device until its last phase is over."""
+        if isinstance(self.timer.marks.end, torch.Event):
+            synchronize(self.timer.marks.end)
+        return self.timer.marks.times()
 
 
 class Trainer:
@@ -171,7 +201,7 @@ class Trainer:
             self.policy = Update.IN_BACKWARD
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
-            settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
+            settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
         )
         self._alike_after: int | None = None
 
@@ -307,7 +337,8 @@ class Trainer:
             def on_losses(parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last) -> None:
                 self.settle()
                 if in_backward:  # parameters are updated as soon as their bucket is reduced
-                    self._set_rates()
+                    rate = self.plan.learning_rate.factor(self._num_updates)
+                    step_parts.set_rates(self.optimizer, self._base_rates, rate)
                 losses += metrics.add(parts)
                 if is_last:
                     metrics.start_sum(len(self.bad_samples.pending), self.stop_requested(), self.failure_seen())
@@ -364,7 +395,7 @@ class Trainer:
                 all_reduce(sums.flags, group=group)
             self._flags = HostCopy(sums.flags), self.num_steps_done
             if self.device.type == "cpu":
-                self._read_flags()
+                self.settle()
         return sums
 
     def _is_missing(self, computed: Computed) -> bool:
@@ -394,7 +425,7 @@ class Trainer:
         in_backward = self.policy is Update.IN_BACKWARD
         norm, copy = self._finish_gradient(None if in_backward else divisor)
         if not in_backward:
-            self._set_rates()
+            step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
         # The host checks the first update in any case: see [Note: checks one forward later].
         if self.checks_later and (self._num_updates > 0 or self.policy is not Update.LEFT_OUT):
             light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # without the inputs
@@ -437,9 +468,6 @@ class Trainer:
     def _own_optimizer(self) -> Optimizer:
         """The optimizer of this rank's part of the parameters."""
         return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
-
-    def _set_rates(self) -> None:
-        step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
 
     def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
@@ -497,14 +525,10 @@ class Trainer:
             (norm, computed, step), self._unsettled = self._unsettled, None
             self._conclude(norm, computed, step, is_over=True)
         if self._flags is not None:
-            self._read_flags()
-
-    def _read_flags(self) -> None:
-        assert self._flags is not None
-        (flags, step), self._flags = self._flags, None
-        num_bad, *self._reported = flags.read().tolist()
-        if num_bad:  # the same on every rank, so all take part
-            self.bad_samples.exchange(step)
+            (flags, step), self._flags = self._flags, None
+            num_bad, *self._reported = flags.read().tolist()
+            if num_bad:  # the same on every rank, so all take part
+                self.bad_samples.exchange(step)
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.

@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, final
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from lockstep.telemetry import ranges
 from lockstep.telemetry.step_times import BucketMarks, Mark, Reduction
 
 
-@final
 class BucketStamps:
     """Records the times of each step, for the run's record.
 
@@ -98,7 +98,6 @@ class BucketStamps:
             future.add_done_callback(set_done)  # at once if it is done
 
 
-@final
 class BucketRanges:
     """Names buckets in the traces of torch.profiler while this process is profiled; see telemetry/ranges.py."""
 
@@ -176,10 +175,9 @@ class FlatGradients:
 
     def reduced(self) -> list[Tensor]:
         """Return tensors that together hold the gradients in buckets, which are equal on every rank."""
-        tensors: list[Tensor] = []
-        for bucket in self._reducer.bucket_set.buckets:
-            tensors += [bucket.gradients] if bucket.holds_all else gradients_of(bucket.parameters)
-        return tensors
+        buckets = self._reducer.bucket_set.buckets
+        parts = ([each.gradients] if each.holds_all else gradients_of(each.parameters) for each in buckets)
+        return list(chain.from_iterable(parts))
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor; do nothing if it is known to be 1."""
@@ -252,11 +250,10 @@ class BucketOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(
-                f"{name} computes the loss again in its step, so it cannot step during backward.\n"
+                f"{type(optimizer).__name__} computes the loss again in its step, so it cannot step during backward.\n"
                 "Call its step(closure) after backward."
             )
         self._optimizer = optimizer

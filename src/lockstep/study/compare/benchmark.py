@@ -33,8 +33,7 @@ from lockstep.torch_internals import BatchNorm, Dropout
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 # The default candidates, in the order of the table.
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")

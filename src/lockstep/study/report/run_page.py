@@ -352,9 +352,7 @@ def draw_timeline(view: View) -> str | None:
         for rank in ranks:
             _draw_lane(axes, len(labels), step[rank], zero)
             labels.append(f"rank {rank}")
-    drawing.label_rows(axes, labels)
-    axes.set_xlabel("milliseconds")
-    drawing.legend_above(axes, 3, -0.18)
+    drawing.label_rows(axes, labels, "milliseconds")
     first, last = (step[ranks[0]].step + 1 for step in (steps[0], steps[-1]))
     named = f"step {first}" if first == last else f"steps {first} to {last}"
     return drawing.finish_plot(f"Timeline of {named}", f"What each rank did when, in {named}, as bars.", figure, NOTE)

@@ -61,9 +61,7 @@ def view_run(folder: Path) -> View:
 # Comparison with another run: are the losses the same, and how much faster is it?
 
 # Settings that change the results of training.
-_ALIKE = (
-    *("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"),
-)
+_ALIKE = ["seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"]
 
 # A good share of linear scaling.
 GOOD_SHARE = 0.8
@@ -118,12 +116,10 @@ def _compare_losses(view: View, other: View, name: str) -> str:
             differs.append(f"{setting} {here_set.get(setting)} here, {there_set.get(setting)} there")
     # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
     first, far = min(apart), max(apart, key=lambda step: apart[step])
-    how = "begin with the same value and differ"
-    if apart[first] > 0:
-        why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
-        how = f"differ by {_share(apart[first])} in step {first + 1}{why},"
+    why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
+    how = f"differ by {_share(apart[first])} in step {first + 1}{why}," if apart[first] > 0 else ""
     at_most = f"by at most {_share(apart[far])}, in step {far + 1}"
-    how = f"{how} {at_most}" if apart[far] > 0 else "are bitwise equal"
+    how = f"{how or 'begin with the same value and differ'} {at_most}" if apart[far] > 0 else "are bitwise equal"
     text = f"Over {len(apart)} steps, the losses of this run and of that on {name} {how}"
     return f"{text}; the settings differ: {', '.join(differs)}." if differs else f"{text}."
 

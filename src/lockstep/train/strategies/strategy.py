@@ -65,7 +65,7 @@ class Pass:
     @property
     def scale(self) -> float:
         """Factor on the gradient of ``value * weight``; final after ``on_losses``."""
-        return self.factor * (1.0 if self.scaler is None else self.scaler.scale)
+        return self.factor if self.scaler is None else self.factor * self.scaler.scale
 
 
 class Strategy(ABC):
