@@ -182,7 +182,7 @@ def train(cause: Cause, folder: Path, names: Sequence[str], flags: Sequence[str]
 def rate(view: View) -> float:
     """Return the samples per second from the sixth step on, pauses included."""
     steps = view.run.zero.steps[5:]
-    return sum(step.samples for step in steps) / (steps[-1].time + steps[-1].total_s - steps[0].time)
+    return sum(step.samples for step in steps) / (steps[-1].time + steps[-1].times.total_s - steps[0].time)
 
 
 def flags_of(change: str, cause: Cause) -> list[str]:

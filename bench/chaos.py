@@ -122,7 +122,7 @@ def main() -> int:
             weights, began = folder / f"{number}.safetensors", time.monotonic()
             flags = ["--devices", str(num_ranks), "--max-restarts", str(num_deadly), "--watchdog", "30"]
             flags += ["--checkpoint", str(folder / str(number)), "--checkpoint-every", str(EVERY)]
-            flags += ["--min-devices", "1"] if choice.random() < 0.3 else []
+            flags += ["--min-devices", "1"] if choice.random() < 0.3 and num_deadly else []
             for rule in rules:
                 flags += ["--inject", rule]
             done = lockstep("rehearse", *common, *flags, "--export", str(weights), environ=environ)

@@ -66,10 +66,11 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.errors import WorldSizeMismatch
 from lockstep.launcher.failure_report import NodeFailure, find_cause
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart
-from lockstep.telemetry.aggregator import Aggregator, RankMetrics, SinkThread
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.heartbeat import Heartbeat
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
 from lockstep.telemetry.rank_state import RankState
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Place, Recorder, Subscriber
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
@@ -134,10 +135,13 @@ class SimulatedGroup:
         return "simulated"
 
 
-class LastSnapshot(SnapshotSink):
+class LastSnapshot(Subscriber):
     """Keeps how many ranks were in the last snapshot."""
 
     num_ranks = 0
+
+    def event(self, event: Event) -> None:
+        """Do nothing."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Take ``snapshot``."""
@@ -176,7 +180,7 @@ class _Machine:
         self.joined: dict[int, tuple[RankEnv, rendezvous.Rendezvous]] = {}
         self.worlds: dict[int, world.World] = {}
         self.heartbeats: dict[int, Heartbeat] = {}
-        self.aggregators: dict[int, Aggregator] = {}
+        self.recorders: dict[int, Recorder] = {}
         self.snapshot = LastSnapshot()
 
     def of_each_rank(self, work: Callable[[int], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
@@ -252,22 +256,22 @@ class _Machine:
         assert self.watchdog._check()
 
     def prepare_status(self) -> None:
-        def make(rank: int) -> Aggregator:
-            figures = RankMetrics(rank, host=f"machine{self.node}", device=f"cuda:{self.ranks.index(rank)}")
-            return Aggregator(figures, StatusKeys(self.worlds[rank], self.size), Snapshot(num_steps=100))
+        def make(rank: int) -> Recorder:
+            recorder = Recorder(Place(rank, self.size), [torch.device("cpu")], Snapshot(num_steps=100))
+            keys = StatusKeys(rank, self.size)
+            recorder.subscribe([self.snapshot] if rank == 0 else [], keys)
+            return recorder
 
-        self.aggregators = self.of_each_rank(make)
-        if self.node == 0:
-            self.aggregators[0].deliveries.append(SinkThread(self.snapshot))
+        self.recorders = self.of_each_rank(make)
         self.status()
         self.snapshot.num_ranks = 0
 
     def status(self) -> None:
-        self.of_each_rank(lambda rank: self.aggregators[rank].beat())
+        self.of_each_rank(lambda rank: self.recorders[rank].report())
 
     def finish_status(self) -> None:
         if self.node == 0:
-            self.aggregators[0].close()
+            self.recorders[0].close()
             assert self.snapshot.num_ranks == self.size, self.snapshot.num_ranks
 
     def leave(self) -> None:

@@ -30,8 +30,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, given_link, predict_step
-from lockstep.study.report.run_reader import read_run
 from lockstep.telemetry.provenance import gather
+from lockstep.telemetry.record import read_run
 
 # --- the task: 10.5 MB of gradients, and 100 ms of sleep for a global batch of 8 -------------------------------------
 

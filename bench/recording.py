@@ -23,9 +23,10 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds, show, slowest, summarize
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.recorder import PERIOD_S
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import PERIOD_S, Subscriber
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
 from lockstep.train.trainer import Trainer
@@ -57,12 +58,19 @@ def make_task(width: int) -> lockstep.Task:
     )
 
 
-class Drawing(SnapshotSink):
+class Drawing(Subscriber):
     """Draws what a live view shows, and shows it to nobody."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def event(self, event: Event) -> None:
+        """Keep the last events."""
+        self._events = [*self._events[-2:], event]
 
     def update(self, snapshot: Snapshot) -> None:
         """Draw ``snapshot``."""
-        picture(snapshot, snapshot.events, width=100, height=40)
+        picture(snapshot, self._events, width=100, height=40)
 
     def close(self) -> None:
         """Do nothing."""

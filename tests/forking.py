@@ -14,7 +14,6 @@ import functools
 import gc
 import os
 import pickle
-import runpy
 import signal
 import socket
 import subprocess
@@ -122,9 +121,8 @@ def _can_fork(args):
 # --- the server, and what is forked off it ----------------------------------------------------------------------------
 
 
-def serve(connection):
-    """Serve one process; returns neither here nor in those forked for it."""
-    words = fork_server.serve(connection)
+def run(words):
+    """Be ``python WORDS``, as a process that was just forked; does not return."""
 
     def program():
         take_place()
@@ -134,31 +132,15 @@ def serve(connection):
         # Of the commands only `rehearse` starts something else than ranks.
         if words[0] != "-u" and (words[1:2] != ["lockstep"] or words[2:3] == ["rehearse"]):
             prepare_children()
-        start(words)
+        fork_server.become(words)
 
     end(program)
 
 
 def prepare_children():
     """Have what this process starts forked off a copy of it; the copy, and what is forked off it, do not return."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork() == 0:
-        ours.close()
-        serve(theirs)
-    theirs.close()
-    install(lambda _: ours)
-
-
-def start(words):
-    """Be ``python WORDS``: the command, a script or a rank."""
-    if words[1:2] == [bootstrap.__file__]:
-        fork_server.become_rank(words)
-    if words[:2] == ["-m", "lockstep"]:
-        sys.argv = ["lockstep", *words[2:]]
-        sys.exit(sys.modules["lockstep.cli"].main(words[2:]))
-    sys.argv = words
-    sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
-    runpy.run_path(words[0], run_name="__main__")
+    server = fork_server.fork_here(run)
+    install(lambda _: server._connection)
 
 
 def take_place():
@@ -196,4 +178,5 @@ if __name__ == "__main__":
         import_module(module)
     gc.collect()
     gc.freeze()  # what was imported stays where it is, in all that are forked
-    import_module("tests.forking").serve(socket.socket(fileno=int(sys.argv[1])))
+    bootstrap.set_title("processes of tests")  # finds the command line, of which the environment is a neighbour, once
+    import_module("tests.forking").run(fork_server.serve(socket.socket(fileno=int(sys.argv[1]))))

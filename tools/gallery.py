@@ -23,8 +23,10 @@ from rich.console import Console
 from rich.text import Text
 
 import lockstep
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot, SnapshotSink
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Subscriber
 from lockstep.train.task import load_task
 
 REPO = Path(__file__).parents[1]
@@ -79,7 +81,7 @@ SHOTS = {
     "tune": Shot("tune examples/digits.py --devices 2 --minutes 1"),
     "predict": Shot("predict examples/gpt.py --machines 4 --link 1Gb"),
     "verify": Shot("verify task.py --devices 2"),
-    "doctor": Shot("doctor train.py --devices 2"),
+    "doctor": Shot("doctor task.py --devices 2 --nnodes 2 --master-addr localhost"),
     "rehearse": Shot(
         "rehearse examples/digits.py --devices 4 --quiet --inject kill:rank=2,step=20"
         " --max-restarts 1 --checkpoint runs/a --checkpoint-every 10"
@@ -161,16 +163,19 @@ SLOW_RANK, SLOW_S = 2, 0.03
 AT_STEP = 150
 
 
-class LastPicture(SnapshotSink):
+class LastPicture(Subscriber):
     """Keeps the picture of one snapshot in the middle of the run."""
 
     def __init__(self) -> None:
         self.lines: list[Text] = []
-        self._events: list[EventFigures] = []
+        self._events: list[Event] = []
+
+    def event(self, event: Event) -> None:
+        """Keep the event for the picture."""
+        self._events.append(event)
 
     def update(self, snapshot: Snapshot) -> None:
         """Keep the first picture after some steps."""
-        self._events += snapshot.events
         if not self.lines and snapshot.step >= AT_STEP and len(snapshot.ranks) == snapshot.world_size:
             self.lines = picture(snapshot, self._events, width=WIDTH, height=HEIGHT)
 

@@ -1,16 +1,18 @@
 """The tables of the reference that are read from the source: settings, messages, error hints, names, findings."""
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from lockstep import errors
 from lockstep.launcher.failure_report import ERROR_HINTS
 from lockstep.study.doctor import examine  # noqa: F401  # its imports fill the table of checks
 from lockstep.study.doctor.findings import CHECKS
-from lockstep.telemetry import run_record
-from lockstep.telemetry.metrics import ALL_METRICS
+from lockstep.telemetry import record
+from lockstep.telemetry.figures import ALL_METRICS
 from lockstep.train.settings import FitSettings, settings_of
 
 PACKAGE = Path(__file__).parents[1] / "src" / "lockstep"
@@ -44,13 +46,13 @@ def settings_table() -> str:
 
 def hints_table() -> str:
     """Return a row for each error of a library that the launcher explains."""
-    rows = [[", ".join(f"`{mark}`" for mark in marks), means, advice] for marks, means, advice in ERROR_HINTS]
+    rows = [[", ".join(f"`{mark}`" for mark in marks), *hint.split("\n")] for marks, hint in ERROR_HINTS.items()]
     return _table(["in the error", "what it means", "what to do"], rows)
 
 
 def events_table() -> str:
     """Return a row for each event in the lines of a run folder."""
-    return _table(["event", "meaning"], [[f"`{name}`", text] for name, text in run_record.EVENTS.items()])
+    return _table(["event", "meaning"], [[f"`{name}`", text] for name, text in record.EVENTS.items()])
 
 
 def metrics_table() -> str:
@@ -62,13 +64,12 @@ def metrics_table() -> str:
 def findings_sections() -> str:
     """Return a heading for each part of the machine, and under it one for each finding of the doctor."""
     lines: list[str] = []
-    for section in dict.fromkeys(check.section for check in CHECKS):
+    for section, checks in groupby(CHECKS, lambda check: check.function.__module__.rpartition(".")[2].capitalize()):
         lines += [f"## {section}", ""]
-        for check in CHECKS:
-            if check.section == section:
-                explanation = check.explanation.replace("``", "`")
-                found = check.finding
-                lines += [f"### {found.kind}", explanation, "", f"{found.cost} {found.fix}", ""]
+        for check in checks:
+            explanation = (inspect.getdoc(check.function) or "").replace("``", "`")
+            found = check.finding
+            lines += [f"### {found.kind}", explanation, "", f"{found.cost} {found.fix}", ""]
     return "\n".join(lines)
 
 

@@ -5,14 +5,18 @@ renamed, or written in one piece. The folder is removed after the run: nothing i
 """
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import json
 import os
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,12 @@ from typing import Any
 RUN_DIR = "LOCKSTEP_RUN_DIR"
 
 # Kinds of files, one per rank: its current activity, its current step, its Python stacks, the exception that ended it,
-# and the Python stack at a fatal signal.
+# its normal end, and the Python stack at a fatal signal.
 HEARTBEAT = "heartbeat"
 STEP = "step"
 STACKS = "stacks"
 FAILURE = "failure"
+ENDED = "ended"
 CRASH = "crash"
 # Of a rank of `lockstep.launch`: the result or the exception of its function.
 RESULT, ERROR = "result", "error"
@@ -62,13 +67,47 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
-# Failures: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
+# Ends: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
 
 
-def write_failure(folder: str | os.PathLike[str], rank: int | str, failure: dict[str, Any]) -> None:
-    """Write why a rank failed: ``message``, ``type`` and other fields of the launcher's report."""
-    with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
-        replace_file(rank_file(folder, FAILURE, rank), json.dumps(failure))
+@dataclass(frozen=True)
+class FailureRecord:
+    """Why and where the program of a rank ended: by an exception, or normally.
+
+    Attributes:
+        message: The last line of its traceback, such as ``ValueError: boom``; empty if it ended normally.
+        error_type: The name of the exception's class.
+        trace: Its whole traceback, which begins with the user's code.
+        where: File and line of the exception, in the user's code; empty if the program ran to its end.
+        time_ns: When the exception was raised, or the program ended, in nanoseconds since the epoch.
+        step: The step of ``fit``, counted from 0.
+        phase: The phase of that step.
+        num_steps: Number of optimizer steps done.
+        pid: The process.
+        has_joined: Whether the process was in a process group.
+    """
+
+    message: str = ""
+    error_type: str = ""
+    trace: str = ""
+    where: str = ""
+    time_ns: int = 0
+    step: int | None = None
+    phase: str = ""
+    num_steps: int = 0
+    pid: int = 0
+    has_joined: bool = False
+
+    def write(self, folder: str | os.PathLike[str], rank: int | str) -> None:
+        """Write it for the launcher. A failure stays if the program, which caught it, then ends normally."""
+        with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
+            replace_file(rank_file(folder, FAILURE if self.message else ENDED, rank), json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str], rank: int | str, kind: str = FAILURE) -> "FailureRecord | None":
+        """Return the record of a rank that failed, or of kind `ENDED`; ``None`` if there is none."""
+        content = read_object(rank_file(folder, kind, rank))
+        return cls(**content) if content else None
 
 
 # Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
@@ -135,7 +174,7 @@ def forget_ranks(folder: Path) -> None:
 
     A signal's request to stop also applies to the next ranks.
     """
-    for kind in (HEARTBEAT, STEP, FAILURE, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
+    for kind in (HEARTBEAT, STEP, FAILURE, ENDED, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
         for path in rank_files(folder, kind).values():
             path.unlink(missing_ok=True)
     if not is_stopped_by_signal(folder):
@@ -148,6 +187,21 @@ def forget_ranks(folder: Path) -> None:
 TERMINAL = "LOCKSTEP_TERMINAL"
 
 _LOCK_S = 0.5
+
+
+def _lock(file: int, wait_s: float) -> bool:
+    """Lock a file for this process; return whether nobody else has had the lock for so long."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        except OSError:  # a file system without locks
+            return True
 
 
 class TerminalRegion:
@@ -174,13 +228,7 @@ class TerminalRegion:
         Blocks half a second at most: a rank that is stopped (SIGSTOP) during a refresh must not block the
         launcher.
         """
-        deadline, is_locked = time.monotonic() + _LOCK_S, False
-        while not is_locked and time.monotonic() < deadline:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_locked = True
-            except BlockingIOError:
-                time.sleep(0.005)
+        is_locked = _lock(self._file.fileno(), _LOCK_S)
         try:
             self._file.seek(0)
             text = self._file.read()
@@ -200,6 +248,70 @@ class TerminalRegion:
 def erase_rows(rows: int) -> str:
     """Return the escape codes that erase this number of rows above the cursor, and move the cursor to the first."""
     return f"\r\x1b[{rows}A\x1b[J" if rows > 0 else ""
+
+
+# Records and logs: files in a folder that the user chose. Nothing of an earlier run is erased.
+
+# How long to wait for the lock of a run that has just ended: its loader processes, which were forked with the file
+# open, notice within 5 s that their rank is gone.
+_HANDOVER_S = 6.0
+
+
+def open_locked(path: Path, *, wait_s: float = _HANDOVER_S) -> int:
+    """Open a file for appending, locked until this process closes it or ends; return its descriptor.
+
+    The folder is created if it does not exist. Blocks at most ``wait_s`` for a run that is about to end.
+
+    Raises:
+        OSError: It cannot be opened; a BlockingIOError if another run writes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        is_locked = _lock(file, wait_s)
+        if is_locked and path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            return file
+        os.close(file)  # it may have been moved aside while this process waited
+        if not is_locked:
+            raise BlockingIOError(errno.EWOULDBLOCK, "another run, which has not ended, writes there", str(path))
+
+
+def open_record(path: Path, *, fresh: bool) -> int:
+    """Open a rank's file of a record as `open_locked` does; if the run begins, keep that of an earlier run aside."""
+    file = open_locked(path)
+    if not fresh or os.fstat(file).st_size == 0:
+        return file
+    _keep_aside(path)
+    os.close(file)
+    return open_locked(path)
+
+
+def keep_rest_aside(folder: Path, world_size: int) -> None:
+    """Keep what else there is of an earlier run's record aside, when the ranks have opened their files; on rank zero.
+
+    Args:
+        folder: Of the record.
+        world_size: The number of ranks of the run that begins.
+    """
+    own = {f"rank-{rank}.jsonl" for rank in range(world_size)}
+    rest = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in own]
+    rest += folder.glob("run.json")
+    for earlier in {_keep_aside(path) for path in rest}:
+        print(f"lockstep: the record of an earlier run is now in {earlier}", file=sys.stderr, flush=True)
+
+
+def _keep_aside(path: Path) -> Path:
+    """Move a file of an earlier run's record into the folder ``earlier-RUN`` beside it; return that folder."""
+    run = "run"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open() as lines:
+        # Ranks do not wait for each other: each takes the name from its own file, in which it is the same.
+        first = json.load(lines)["sessions"][0] if path.name == "run.json" else json.loads(lines.readline())
+        run = first["run"].replace(os.sep, "-")
+    names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(1)))
+    folder = next(each for name in names if not (each := path.parent / f"earlier-{name}").joinpath(path.name).exists())
+    folder.mkdir(exist_ok=True)
+    path.rename(folder / path.name)
+    return folder
 
 
 # Secrets: command lines are kept in records, which users share.

@@ -5,6 +5,7 @@ clear error where anything else would be wrong; no import fails. ``tests/contrac
 all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
 """
 
+import argparse
 import functools
 import itertools
 import operator
@@ -15,6 +16,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -430,3 +432,33 @@ def is_removed(handler: Any) -> bool:
     """Return whether the machines of a dynamic rendezvous go on without this one. Without its state: False."""
     state = getattr(getattr(handler, "_state_holder", None), "state", None)
     return state is not None and getattr(handler, "_this_node", None) not in state.participants
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def argparse_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return what a parser accepts. Without the attribute: nothing, so the help shows torchrun's own texts."""
+    return list(getattr(parser, "_actions", ()))
+
+
+def set_argparse_title(parser: argparse.ArgumentParser, title: str) -> None:
+    """Set the title above the options of a parser. Without the attribute: it stays."""
+    getattr(parser, "_optionals", parser).title = title  # type: ignore[union-attr]
+
+
+def put_last_argparse_group_first(parser: argparse.ArgumentParser) -> None:
+    """Show the last group of options first. Without the attribute: last."""
+    groups = getattr(parser, "_action_groups", None) or [None]
+    groups.insert(0, groups.pop())
+
+
+# --- NumPy ------------------------------------------------------------------------------------------------------------
+
+
+def numpy_default() -> tuple[Any, str, Any]:
+    """Return NumPy's default generator, after the module and the name where SciPy and scikit-learn look it up.
+
+    Without the name, `verify` does not see what they draw. Seen in NumPy 2.4.
+    """
+    return np.random.mtrand, "_rand", getattr(np.random.get_state, "__self__", np.random.RandomState())

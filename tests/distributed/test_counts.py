@@ -3,8 +3,8 @@
 import pytest
 
 import lockstep
-from lockstep.study.report.run_reader import read_run
 from lockstep.study.report.view import view_run
+from lockstep.telemetry.record import read_run
 from tests.training import NUM_SAMPLES, make_task, samples, token_loss
 
 NUM_TOKENS = int(sum(length for _, _, length in samples()))

@@ -95,11 +95,10 @@ def test_phases_sum_to_the_step_and_hold_what_happened_in_them(ranks):
         loop = make_loop(world, strategy, task=task, global_batch_size=4)
         loop.step()
         times = loop.step().times
-        assert times.total_s == pytest.approx(
-            times.data_wait_s + times.forward_s + times.backward_s + times.communication_s + times.optimizer_s
-        )
+        assert times.total_s == pytest.approx(sum(times.parts().values())) and times.other_s < 1e-6
         assert times.data_wait_s >= 0.02 * (4 if world is None else 2)
-        assert min(times.forward_s, times.backward_s, times.optimizer_s) > 0
+        # On a busy machine, all of a short phase may be waiting for a core.
+        assert min(times.part(phase) + times.core_wait_s for phase in ("forward", "backward", "optimizer")) > 0
         return loop.step().times.total_s
 
     for strategy in ("single", "dp"):

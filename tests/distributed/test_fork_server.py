@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from lockstep import launch
@@ -59,7 +60,8 @@ def test_a_forked_rank_is_what_a_new_interpreter_is(tmp_path):
         (tmp_path / name).mkdir()
         command = ["run", "--devices", "2", str(tmp_path / "train.py"), str(tmp_path / name), "--lr", "0.1"]
         # A variable of Python's own that the tests do not have makes the command itself a new interpreter.
-        environ = {**os.environ, "LOCKSTEP_FORK": fork, "PYTHONPLATLIBDIR": "lib"}
+        # The command sets the last one itself when it is imported, which tests have done at some point.
+        environ = {**os.environ, "LOCKSTEP_FORK": fork, "PYTHONPLATLIBDIR": "lib", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if fork == "1":
             words = [sys.executable, "-m", "lockstep", *command]
             subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=100, check=True)
@@ -73,6 +75,30 @@ def test_a_forked_rank_is_what_a_new_interpreter_is(tmp_path):
     one, other = found["forked"]
     assert one["hash"] == other["hash"]
     assert not set(one["numbers"]) & set(other["numbers"])
+
+
+@pytest.mark.parametrize("fork", ["1", "0"])
+def test_the_title_of_a_process_has_the_number_of_its_rank(tmp_path, monkeypatch, fork):
+    monkeypatch.setenv("LOCKSTEP_FORK", fork)
+    (tmp_path / "train.py").write_text(
+        "import os, sys\n"
+        "child = os.fork()\n"
+        "line, name = (open(f'/proc/self/{file}').read().rstrip('\\0\\n') for file in ('cmdline', 'comm'))\n"
+        "is_kept = 'PATH=' in open('/proc/self/environ').read() and 'SPT_NOENV' not in os.environ\n"
+        "os.write(1, f'{line}|{name}|{is_kept}\\n'.encode())\n"  # in one piece: both ranks write to the same pipe
+        "if child == 0: os._exit(0)\n"
+        "os.wait()\n"
+    )
+    done = lockstep("run", "--devices", "2", "--logs", "raw", str(tmp_path / "train.py"))
+    assert (done.code, sorted(done.out.splitlines())) == (
+        0,
+        [
+            "lockstep: child of rank 0 of 2, train.py|child of rank 0|True",
+            "lockstep: child of rank 1 of 2, train.py|child of rank 1|True",
+            "lockstep: rank 0 of 2, train.py|rank 0 of 2, tr|True",
+            "lockstep: rank 1 of 2, train.py|rank 1 of 2, tr|True",
+        ],
+    )
 
 
 def test_what_tests_start_is_forked_whatever_they_have_imported(tmp_path):
@@ -96,6 +122,20 @@ def test_ranks_of_launch_are_forked_off_an_interpreter_that_knows_nothing_of_the
         assert launch(work, devices=2) == [(True, False, "torch.float32")] * 2
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_any_program_can_be_forked(tmp_path):
+    (tmp_path / "child.py").write_text("import sys; print(__name__, sys.argv[1:], flush=True); sys.exit(3)\n")
+    (tmp_path / "parent.py").write_text(
+        "import os, sys\n"
+        "from lockstep.launcher.fork_server import fork_here\n"
+        "server = fork_here()\n"
+        "for words in ([sys.argv[1], '--flag'], ['-m', 'child', 'x']):\n"
+        "    print(server.fork(words, os.environ, [0, 1, 2]).wait(), flush=True)\n"
+    )
+    words = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "child.py")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("__main__ ['--flag']\n3\n__main__ ['x']\n3\n", "")
 
 
 def test_a_script_that_sets_what_torch_reads_when_it_is_imported_gets_new_interpreters(tmp_path):

@@ -52,10 +52,11 @@ def test_the_first_error_comes_back_with_its_traceback():
         lockstep.launch(work, devices=2)
     lines = str(raised.value).splitlines()
     assert lines[0] == "Rank 1 failed: KeyError: 'inner'"
-    assert re.fullmatch(rf"At {__file__}:\d+, on {socket.gethostname()}\.", lines[1])
+    assert re.fullmatch(rf"At {__file__}:\d+, on {socket.gethostname()}, PID \d+\.", lines[1])
     assert lines[2:4] == ["", "Traceback (most recent call last):"]
     assert f'  File "{__file__}", line {work.__code__.co_firstlineno + 2}, in work' in lines
-    assert lines[-3:] == ["KeyError: 'inner'", "", "rank 0: stopped by the launcher"]
+    assert lines[-3:-1] == ["KeyError: 'inner'", ""]
+    assert re.fullmatch(r"rank 0 \(PID \d+\): stopped by the launcher", lines[-1])
     assert raised.value.rank == 1
     assert isinstance(raised.value.__cause__, KeyError)
     assert raised.value.__cause__.args == ("inner",)

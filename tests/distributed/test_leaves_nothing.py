@@ -1,6 +1,7 @@
 """Whatever ends the launcher, no rank, no child of a rank and no file is left."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -174,7 +175,7 @@ def test_a_rank_that_ignores_sigterm_is_not_waited_for_long(tmp_path):
     done = commands.lockstep("run", "--devices", "2", str(tmp_path / "train.py"))
     assert time.monotonic() - float(done.out.removeprefix("[rank 1] ")) < 20  # torch elastic waits for 30
     assert "lockstep: Rank 1 was killed by SIGKILL" in done.err
-    assert done.err.endswith("rank 0: stopped by the launcher\n")
+    assert re.search(r"\nrank 0 \(PID \d+\): stopped by the launcher\n$", done.err)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_stubborn_ranks(job):

@@ -41,12 +41,15 @@ def test_a_board_has_each_ranks_last_note(ranks):
 
 def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
     def train(world):
-        from lockstep.telemetry.metrics import SnapshotSink
+        from lockstep.telemetry.recorder import Subscriber
         from lockstep.train import fit as run
 
-        class Display(SnapshotSink):
+        class Display(Subscriber):
             def __init__(self):
-                self.snapshots, self.said = [], []
+                self.snapshots, self.events, self.said = [], [], []
+
+            def event(self, event):
+                self.events.append(event.event)
 
             def update(self, snapshot):
                 self.snapshots.append(snapshot)
@@ -67,20 +70,20 @@ def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
             lockstep.fit(make_task(loss=loss), strategy="ddp", steps=60, check_replicas=0)
         finally:
             run.Display = before
-        return display.snapshots, display.said
+        return display.snapshots, display.said, display.events
 
-    (snapshots, said), (none, _) = ranks(2)(train)
+    (snapshots, said, events), (none, *_) = ranks(2)(train)
     assert none == []
     last = snapshots[-1]
     assert (last.step, last.num_steps, last.is_last, last.world_size) == (60, 60, True, 2)
     *_, whole = [each for each in snapshots if len(each.ranks) == 2 and all(rank.num_steps for rank in each.ranks)]
-    assert whole.samples_per_s == pytest.approx(24 / whole.ranks[0].step_s, rel=0.5)
+    assert whole.samples_per_s == pytest.approx(24 / whole.ranks[0]["step_s"], rel=0.5)
     zero, one = whole.ranks
-    assert one.forward_s > 0.03 > zero.forward_s > 0.01
-    assert zero.peers_s > 0.01 > one.peers_s
+    assert one["forward_s"] > 0.03 > zero["forward_s"] > 0.01
+    assert zero["peers_s"] > 0.01 > one["peers_s"]
     assert whole.spread("own_s").max_rank == 1
-    assert min(zero.rss_bytes, one.rss_bytes) > 2**24
-    assert [event.event for snapshot in snapshots for event in snapshot.events][-1] == "end"
+    assert min(zero["rss_bytes"], one["rss_bytes"]) > 2**24
+    assert events[-1] == "end"
     (where,) = [text for text in said if text.startswith("a step took ")]
     assert re.search(r"forward \d\d%.* slowest was rank 1 \(\d+\.\d ms of work in a step\), fastest rank 0 \(", where)
 

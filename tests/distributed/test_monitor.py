@@ -1,6 +1,9 @@
 """`lockstep.monitor` on several ranks, and ``lockstep run --monitor`` on a script that knows nothing of it."""
 
+import contextlib
+import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -62,7 +65,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
     for record in view.run.ranks.values():
         assert [(step.step, step.samples) for step in record.steps] == [(number, 8) for number in range(12)]
         for step in record.steps:
-            assert step.own_s + step.exposed_s <= step.total_s + 1e-6
+            assert sum(step.times.parts().values()) <= step.times.total_s + 1e-6
     # Rank 1 is late, so rank 0 waits for it, and rank 1 for the wire alone.
     assert view.figures.knows_waits
     assert view.figures.by_rank[0].peers_s > SLOW_S / 2 > view.figures.by_rank[1].peers_s
@@ -182,8 +185,8 @@ def check_record(folder, last_event, last_text):
     for record in view.run.ranks.values():
         assert [step.step for step in record.steps] == list(range(16))
         assert [step.samples for step in record.steps] == [8] * 16
-        for part in ("data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_s"):
-            times = [getattr(step, part) for step in record.steps]
+        for part in ("data_wait", "forward", "backward", "optimizer", "exposed"):
+            times = [step.times.part(part) for step in record.steps]
             assert min(times) >= 0 and sum(times) > 0  # of a step, it may all have been waiting for a core
         assert [step.learning_rate for step in record.steps] == [0.01] * 8 + [0.005] * 8
         events = [(event.event, event.step) for event in record.events]
@@ -260,6 +263,52 @@ def test_wrong_uses_of_the_flag_are_named_before_anything_starts(tmp_path, monke
     assert str(error.value) == (
         "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
     )
+    for flag, value in (("--view", "lines"), ("--log-to", "tensorboard:board")):
+        with pytest.raises(ConfigurationError) as error:
+            start(["--devices", "1", flag, value, "train.py"])
+        assert str(error.value) == f"{flag} needs --monitor.\nAdd --monitor DIR, or omit {flag}."
+    with pytest.raises(ConfigurationError) as error:
+        start(["--devices", "1", "--monitor", "runs", "--log-to", "wandb", "train.py"])
+    assert str(error.value) == "log_to='wandb' does not say where to write.\nGive wandb:[ENTITY/]PROJECT."
+
+
+def test_figures_of_all_ranks_of_a_script_go_to_a_view_and_to_sinks(ranks, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def observe(world):
+        from lockstep.telemetry import live_view
+
+        model = lockstep.DistributedDataParallel(nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        shown, live_view._LINE_S, line_s = io.StringIO(), 0.0, live_view._LINE_S
+        log_to = f"tensorboard:{tmp_path}/board"
+        try:
+            with contextlib.redirect_stdout(shown):
+                watch = lockstep.monitor(model, optimizer, run_dir=tmp_path / "run", view="lines", log_to=log_to)
+                for _ in range(40):
+                    loss = model(torch.ones(2, 4)).square().mean()
+                    time.sleep(0.03 * world.rank)
+                    loss.backward()
+                    optimizer.step()
+                    watch.loss(loss)
+                watch.finish()
+        finally:
+            live_view._LINE_S = line_s
+        return shown.getvalue()
+
+    zero, one = ranks(2)(observe)
+    assert one == ""
+    assert zero.splitlines()[0] == f"metrics go to TensorBoard: tensorboard --logdir {tmp_path}/board"
+    assert re.search(r"^step \d+  loss \d\.\d{4}  \d+ samples/s  .* rank 1 is slowest$", zero, re.MULTILINE)
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    last = {tag: board.Scalars(tag)[-1].value for tag in board.Tags()["scalars"]}
+    assert (last["train/step"], last["train/ranks"], last["rank/own_s_max_rank"]) == (40, 2, 1)
+    assert "train/loss" in last and "train/num_steps" not in last
+    (run,) = board.Tensors("run/text_summary")
+    assert "| strategy | ddp |" in run.tensor_proto.string_val[0].decode()
+    assert "events/end/text_summary" in board.Tags()["tensors"]
 
 
 OTHERS = """
@@ -279,8 +328,11 @@ raise RuntimeError("on purpose")
 
 def test_a_script_that_records_itself_is_left_to_that(tmp_path):
     (tmp_path / "others.py").write_text(OTHERS)
-    done = command("run", "--devices", "1", "--monitor", "runs", "others.py", "mine", cwd=tmp_path)
+    flags = ("--monitor", "runs", "--log-to", "tensorboard:board", "--view", "lines")
+    done = command("run", "--devices", "1", *flags, "others.py", "mine", cwd=tmp_path)
     assert done.code == 1 and "RuntimeError: on purpose" in done.err
+    assert "metrics go to TensorBoard: tensorboard --logdir board" in done.out
+    assert len(list((tmp_path / "board").iterdir())) == 1
     assert "lockstep: recorded in runs; read it with: lockstep report runs" in done.err.splitlines()
     for folder, num_steps, last in (("runs", 5, "end: 5 steps done"), ("mine", 3, "error: RuntimeError: on purpose")):
         record = view_run(tmp_path / folder).run.ranks[0]

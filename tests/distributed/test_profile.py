@@ -7,8 +7,8 @@ import pytest
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.study.report.run_reader import read_run
 from lockstep.telemetry import ranges
+from lockstep.telemetry.record import read_run
 from tests.training import make_task, mean_loss
 
 

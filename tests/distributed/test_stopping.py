@@ -24,7 +24,13 @@ import torch
 from torch import nn
 import lockstep
 
+num_calls = 0
+
 def loss(model, batch):
+    global num_calls
+    num_calls += 1
+    if num_calls == 3 and "REACHED" in os.environ:
+        open(os.environ["REACHED"], "w").close()
     time.sleep(float(os.environ.get("STEP_S", "0")))
     return (model(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
 
@@ -162,6 +168,18 @@ def test_a_second_ctrl_c_does_not_wait_for_a_step_that_does_not_end(start, tmp_p
     assert_gone(ranks)
 
 
+def test_ranks_that_do_not_stop_in_time_are_ended(start, tmp_path):
+    (tmp_path / "runs" / "step-0000000001").mkdir(parents=True)
+    (tmp_path / "script.py").write_text(STUCK)
+    process = start("run", "--quiet", "--devices", 2, "script.py", LOCKSTEP_STOP_TIMEOUT_S="0.5")
+    wait_for(lambda: len(list(tmp_path.glob("announced-*"))) == 2, 30)
+    ranks = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (143, "", "lockstep: Stopped by SIGTERM; all ranks have ended.\n")
+    assert_gone(ranks)
+
+
 def task_that_signals(number, *, at, times=1):
     """A task that signals its own process in the forward of one step."""
     task = make_task(eval_dataset=samples)
@@ -214,13 +232,30 @@ def test_in_one_process(tmp_path, capfd, number, name, code):
 def test_ctrl_c_twice_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(task_that_signals(signal.SIGINT, at=5, times=2), tmp_path)
-    assert fit(make_task(), tmp_path).first_step == 3
+    assert fit(make_task(eval_dataset=samples), tmp_path).first_step == 3
     assert fit(task_that_signals(signal.SIGINT, at=2), tmp_path, steps=9, resume=False).stopped == "SIGINT"
 
 
-def test_without_a_folder_to_save_to_signals_are_left_alone():
+NOT_SAVED = (
+    "lockstep: Stopped by {} after step {}; nothing was saved, because no folder for checkpoints was given.\n"
+    "Add checkpoint=DIR (--checkpoint DIR): then a run that is stopped saves, and the same command resumes it.\n"
+)
+
+
+def test_without_a_folder_to_save_to_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt):
         lockstep.fit(task_that_signals(signal.SIGINT, at=2), strategy="single", steps=9, quiet=True)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_without_a_folder_to_save_to_a_signal_ends_the_run_and_says_so(start, tmp_path, devices):
+    (tmp_path / "runs" / "step-0000000000").mkdir(parents=True)  # nothing is saved: do not wait for it
+    process = start("train", "mine.py", "--devices", devices, step_s=1.0, REACHED=str(tmp_path / "reached"))
+    wait_for((tmp_path / "reached").exists, 60)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert err == NOT_SAVED.format("SIGTERM", 2)
 
 
 def test_handlers_of_ones_own_are_left_alone_and_children_have_those_of_before(tmp_path):
@@ -231,7 +266,7 @@ def test_handlers_of_ones_own_are_left_alone_and_children_have_those_of_before(t
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (seen, result.stopped, result.num_steps) == (["mine"], None, 8)
-    with StopSignals(enabled=True, rank=0) as signals:
+    with StopSignals(saves=True, rank=0) as signals:
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGINT)  # ignored

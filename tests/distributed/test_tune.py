@@ -1,6 +1,5 @@
 """What the ranks of ``lockstep tune`` do: find the largest micro-batch that fits, and take turns."""
 
-import json
 import time
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 
 from lockstep.errors import OutOfMemory
 from lockstep.study.common import run_ranks
-from lockstep.study.tune import NOW, Known, Request, probe, ratio_of, rounds_of
+from lockstep.study.tune import NOW, Sweep, probe, ratio_of, rounds_of
 from lockstep.train.settings import FitSettings
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,19 +44,19 @@ task = lockstep.Task(
 
 
 @pytest.fixture
-def request_for(tmp_path, monkeypatch):
+def sweep_of(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "slow.py").write_text(TASK)
     task = str(tmp_path / "slow.py")
-    return lambda batch: Request(task, 1, 2, batch, ("ddp",), 60.0, time.time(), 2**32)
+    start = FitSettings()
+    return lambda batch: Sweep("slow", task, 1, 2, batch, ("ddp",), 60.0, time.time(), 2**32, start, start)
 
 
-def test_the_largest_micro_batch_is_found_in_processes_that_may_die_of_it(request_for, tmp_path):
-    file = tmp_path / "probe.json"
+def test_what_does_not_fit_is_an_error_in_processes_that_may_die_of_it(sweep_of):
     # What the host does not have is an error, as it is on a GPU: nobody is killed.
     with pytest.raises(OutOfMemory):
-        run_ranks(probe, request_for(8), FitSettings(), [2, 4, 8], str(file), devices=1, timeout_s=100)
-    known = Known(**json.loads(file.read_text()))
+        run_ranks(probe, sweep_of(8), 8, devices=1, timeout_s=100)
+    (known,) = run_ranks(probe, sweep_of(8), 4, devices=1, timeout_s=100)
     assert known.largest == 4
     assert known.gradient_bytes == 8 * (6 * 8 + 8 + 8 * 3 + 3)
     assert 0 < known.wait_share < 1
@@ -67,11 +66,11 @@ def _rounds(world, *args):
     return rounds_of(*args, world)
 
 
-def test_settings_take_turns_and_loading_ahead_is_seen(ranks, request_for):
+def test_settings_take_turns_and_loading_ahead_is_seen(ranks, sweep_of):
     small = FitSettings(global_batch_size=8)
     entrants = {NOW: small, "workers 2": replace(small, workers=2)}
-    request = replace(request_for(8), num_devices=2)
-    first, second = ranks(2)(_rounds, request, entrants, time.time() + 4)
+    sweep = replace(sweep_of(8), num_devices=2)
+    first, second = ranks(2)(_rounds, sweep, entrants, time.time() + 4)
     assert [set(each) for each in first] == [set(each) for each in second]
     assert set(first[0]) == set(entrants)
     assert all(each[NOW] > 4.5e-3 for each in first)  # 4 samples of 10 ms each on both ranks: 5 ms for each

@@ -31,6 +31,11 @@ def verified(ranks):
             ("loss", 0),
             "Change buffers and parameters in the same way",
         ),
+        ("valid_mean.py", "sample weighting", ("loss", 2), "Return lockstep.Loss(total, count)"),
+        ("regulariser_by_batch.py", "a regulariser scaled by the local batch", ("loss", 0), "Scale such a term by a"),
+        ("plain_attribute.py", "state in a plain attribute", ("loss", 0), "Keep what forward remembers"),
+        ("parameter_in_forward.py", "parameters changed in forward", ("loss", 0), "Keep what forward computes"),
+        ("scientific.py", "random state", ("loss", 0), "Train with --reproducible 2"),
         # Also among the faults of several.py.
         *soak(
             [
@@ -129,6 +134,23 @@ def test_a_fix_that_is_proposed_was_tried(verified):
     assert norm.findings[0].evidence == (
         "Each rank normalises with the mean and variance of its own part of the batch (1)."
     )
+
+
+def test_the_evidence_names_the_step_that_differs_the_parameter_and_the_draw(verified):
+    evidence = {
+        file: verified(file)[0].findings[0].evidence
+        for file in ("valid_mean.py", "parameter_in_forward.py", "scientific.py")
+    }
+    assert evidence == {
+        "valid_mean.py": "At step 2 the parts of the batch (1 + 1 samples) count 0.5 : 0.5; the whole needs 1 : 0.",
+        "parameter_in_forward.py": (
+            "Forward changes the parameter centre by the part of the batch that a rank has, so each rank has another."
+        ),
+        "scientific.py": (
+            "Forward draws random numbers (numpy.random.standard_normal), and each part of the batch gets others than "
+            "the whole."
+        ),
+    }
 
 
 def test_weights_are_named_as_they_were_measured(verified):

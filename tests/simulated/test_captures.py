@@ -59,7 +59,7 @@ def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path, monkeypatch):
     assert on_sim(2)(run) == [(6, 7)] * 2
     for record in view_run(tmp_path).run.ranks.values():
         assert [step.step for step in record.steps] == list(range(7))
-        assert all(math.isfinite(step.loss) and step.exposed_s is not None for step in record.steps)
+        assert all(math.isfinite(step.loss) and step.times.exposed_s is not None for step in record.steps)
 
 
 class Runtime:

@@ -14,7 +14,7 @@ from lockstep import accelerator
 from lockstep.accelerator import HostCopy, mark_on
 from lockstep.errors import NonFiniteGradient
 from lockstep.train.settings import Settings
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import Trainer, Update
 from tests.distributed.test_fit_not_finite import BAD, BATCH, STEP, Normed, root_loss, with_nan, with_zero
 from tests.models import soak
 from tests.simulated.test_fit import low, network, token_loss
@@ -46,9 +46,9 @@ STEPS = {
     "tokens": ({"loss": token_loss}, {"clip": 0.3}, "settle"),
     "unused": ({"model": Partly}, {}, "settle"),
     "bf16": (LOW, {"precision": "bf16"}, "settle"),
-    "fp16": (LOW, {"precision": "fp16"}, "_step"),
+    "fp16": (LOW, {"precision": "fp16"}, "_update"),
     "fp16, fused": ({**LOW, "optimizer": fused}, {"precision": "fp16", "clip": 0.3}, "settle"),
-    "skip": ({}, {"on_nan": "skip", "clip": 0.3}, "_step"),
+    "skip": ({}, {"on_nan": "skip", "clip": 0.3}, "_update"),
     "skip, fused": ({"optimizer": fused}, {"on_nan": "skip"}, "settle"),
     "optimizer in backward": ({}, {"overlap_optimizer": True}, "settle"),
 }
@@ -162,7 +162,7 @@ def trained(world, task, num_steps, *, later, strategy="ddp", **settings):
     loop = Trainer(task, Settings(**settings), world, strategy=strategy, devices=[world.device])
     assert loop.checks_later
     if not later:
-        loop.checks_later = loop._skips_on_device = False
+        loop.checks_later, loop.policy = False, Update.PLAIN
     losses = [loop.step().loss for _ in range(num_steps)]
     state = loop.state_dict()
     tensors = [value.detach().cpu().clone() for value in loop.model.state_dict().values()]
@@ -210,7 +210,7 @@ def test_an_overflow_lowers_the_loss_scale_before_the_next_backward(on_sim):
             loop = Trainer(task, settings, world, strategy="ddp", devices=[world.device])
             assert loop.checks_later
             if not later:
-                loop.checks_later = loop._skips_on_device = False
+                loop.checks_later, loop.policy = False, Update.PLAIN
             loop.scaler.growth_interval = 2
             scales = []
             for _ in range(16):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.study.compare.comparison import Candidate, Comparison, LeftOut, Measurement, Setup
+from lockstep.telemetry.step_times import StepTimes
 
 MIB = 2**20
 BATCH = 64
@@ -56,13 +57,15 @@ def contender(
                 place=0,
                 num_samples=BATCH * STEPS,
                 seconds=step_s * STEPS,
-                step_s=step_s,
-                data_wait_s=data_ms / 1e3,
-                forward_s=work_s / 4,
-                backward_s=work_s / 2 + (exposed_ms or 0.0) / 1e3,
-                exposed_s=None if exposed_ms is None else exposed_ms / 1e3,
-                optimizer_s=work_s / 4,
-                core_wait_s=core_wait_ms / 1e3,
+                times=StepTimes(
+                    total_s=step_s,
+                    data_wait_s=data_ms / 1e3,
+                    forward_s=work_s / 4,
+                    backward_s=work_s / 2,
+                    exposed_s=None if exposed_ms is None else exposed_ms / 1e3,
+                    optimizer_s=work_s / 4,
+                    core_wait_s=core_wait_ms / 1e3,
+                ),
             )
         )
     peaks = None if peak_bytes is None else tuple(peak_bytes)

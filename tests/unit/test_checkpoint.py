@@ -3,8 +3,10 @@
 import contextlib
 import os
 import shutil
+import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +117,62 @@ def test_which_are_to_go():
     assert steps(keep=3, keep_best=True) == [2], "of two equally good ones the older stays"
     assert steps(keep=9, keep_best=False) == []
     assert steps(keep=1, keep_best=False, damaged=[checkpoint.Path("step-5")]) == [3, 2, 1]
+
+
+def test_a_start_keeps_as_many_as_a_save_does(place, world):
+    with Checkpoints(place, world, keep=9) as checkpoints:
+        for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.3)):
+            checkpoints.save(state_of(step), step=step, loss=loss)
+        checkpoints.finish()
+    newest = place / "step-0000000004"
+    (shard,) = (path for path in newest.iterdir() if path.name.startswith("shard"))
+    shard.unlink()
+    damaged = (3, [f"step-0000000004: {shard.name} is missing"])
+    assert load(world, place, keep=1, keep_best=True) == damaged
+    assert names(place) == ["step-0000000001", "step-0000000003", "step-0000000004"], (
+        "the best, the last whole, and newer"
+    )
+    assert load(world, place, keep=1) == damaged
+    assert names(place) == ["step-0000000003", "step-0000000004"]
+    assert load(world, place, keep=1, fresh=True) == (None, [])
+    assert names(place) == ["step-0000000003", "step-0000000004"], "the last whole one, until there is a new one"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Give a folder on a disk of 20 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_no_dead_end(small_disk, world):
+    def save_large(step, **how):
+        with Checkpoints(small_disk / "kept", world, **how) as checkpoints:
+            if step > 10:
+                checkpoints.load(required=True)
+            checkpoints.save({"model": {"weight": torch.zeros(6 * 2**18)}, "step": step}, step=step)
+            checkpoints.finish()
+
+    for step in (10, 20, 30):  # 6 MiB each
+        save_large(step, keep=3)
+    with pytest.raises(CheckpointError) as error:
+        save_large(40, keep=3)
+    path = small_disk / "kept"
+    held = ", ".join(f"step-00000000{step} (6 MiB)" for step in (10, 20, 30))
+    assert str(error.value) == (
+        f"Cannot write the checkpoint {path}/step-0000000040: No space left on device.\n"
+        f"Earlier checkpoints were not changed. The disk has 2 MiB free, and {path} holds {held}.\n"
+        "Remove step-0000000010, step-0000000020, or keep fewer (--keep N): the next start removes the others first."
+    )
+    save_large(40, keep=1)
+    assert names(path) == ["step-0000000040"]
+    (small_disk / "other").write_bytes(bytes(12 * 2**20))
+    with pytest.raises(CheckpointError, match=r"holds step-0000000040 .*\nMake room on the disk, or write to another"):
+        save_large(50, keep=1)
 
 
 def test_the_best_is_kept(place, world):
@@ -249,12 +307,17 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    folder, reason = tmp_path / "run", "No space left on device"
+    folder, reason, advice = tmp_path / "run", "No space left on device", ""
     save(world, folder, 1)
     with Checkpoints(folder, world) as checkpoints:
         with monkeypatch.context() as patch:
             if kind == "full":
                 patch.setattr(os, "fsync", full)
+                patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 30))
+                advice = (
+                    f" The disk has 3.0 GiB free, and {folder} holds step-0000000001 (0 MiB).\n"
+                    "Make room on the disk, or write to another one."
+                )
             else:
                 folder.rename(tmp_path / "elsewhere")
                 reason = "No such file or directory"
@@ -263,7 +326,8 @@ def test_a_write_that_fails_is_told_to_all_and_leaves_the_one_before(tmp_path, w
                 checkpoints.finish()
         assert checkpoints.failure
     assert str(error.value) == (
-        f"Cannot write the checkpoint {folder / 'step-0000000002'}: {reason}.\nEarlier checkpoints were not changed."
+        f"Cannot write the checkpoint {folder / 'step-0000000002'}: {reason}.\n"
+        f"Earlier checkpoints were not changed.{advice}"
     )
     if kind == "gone":
         (tmp_path / "elsewhere").rename(folder)

@@ -29,10 +29,10 @@ from lockstep.study.compare.benchmark import (
     split_layers,
     threads_of,
 )
-from lockstep.study.compare.comparison import LeftOut, StepTime, footnotes, number, render
+from lockstep.study.compare.comparison import LeftOut, footnotes, number, render, typical_step
 from lockstep.study.compare.verdict import judge, to_record
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
-from lockstep.train.timing import PhaseSeconds
+from lockstep.telemetry.step_times import StepTimes
 from tests.training import make_task
 from tests.unit.compare_planted import MIB, comparison, contender
 
@@ -199,7 +199,7 @@ class PlannedTrainer:
         self.calls.append(self._sync)
         planned_s = self._planned_s[self._sync]
         backward_s = planned_s.pop(0) if len(planned_s) > 1 else planned_s[0]
-        times = PhaseSeconds(0.1, 0.2, backward_s, 0.01, 0.4)
+        times = StepTimes(total_s=0.7, data_wait_s=0.1, forward_s=0.2, backward_s=backward_s + 0.01, optimizer_s=0.4)
         return SimpleNamespace(times=times, num_samples=8, loss=torch.tensor(float(len(self.calls))))
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ def measure(trainer, name, num_steps):
 def test_exposed_communication_is_what_synchronisation_adds_to_the_median_backward():
     # A single slow step, with or without synchronisation, is noise and moves no median.
     turn, _ = measure(PlannedTrainer([3.0, 3.0, 99.0, 3.0, 3.0], [2.0, 50.0, 2.0]), "ddp", 5)
-    assert turn.exposed_s == pytest.approx(1.0)
+    assert turn.times.exposed_s == pytest.approx(1.0)
 
 
 def test_steps_without_synchronisation_come_last_and_count_for_nothing_else():
@@ -226,33 +226,35 @@ def test_steps_without_synchronisation_come_last_and_count_for_nothing_else():
     assert turn.num_samples == 12 * 8
     assert [float(loss) for loss in losses] == list(range(1, 13))
     assert (turn.round, turn.place) == (4, 1)
-    assert (turn.data_wait_s, turn.forward_s, turn.optimizer_s) == pytest.approx((0.1, 0.2, 0.4))
-    assert turn.backward_s == pytest.approx(3.01)  # the wait for the sum of the losses is communication, too
-    assert turn.step_s == turn.seconds / 12
+    times = turn.times
+    assert (times.data_wait_s, times.forward_s, times.optimizer_s) == pytest.approx((0.1, 0.2, 0.4))
+    # The wait for the sum of the losses is communication, too.
+    assert times.backward_s + times.exposed_s == pytest.approx(3.01)
+    assert times.total_s == turn.seconds / 12
 
 
 def test_all_see_the_same_samples_so_single_runs_the_steps_without_synchronisation_too():
     trainer = PlannedTrainer([3.0], [2.0])
-    assert measure(trainer, "single", 3)[0].exposed_s is None
+    assert measure(trainer, "single", 3)[0].times.exposed_s is None
     assert trainer.calls == [True] * 3 + [False] * 3
 
 
 def test_an_engine_that_times_its_exchange_is_believed_on_the_cpu(monkeypatch):
     turn, _ = measure(PlannedTrainer([3.0], [2.0], exposed_s=0.25, accumulate=4), "dp", 3)
-    assert turn.exposed_s == pytest.approx(1.0)  # it measures one micro-batch of four
+    assert turn.times.exposed_s == pytest.approx(1.0)  # it measures one micro-batch of four
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     trainer = PlannedTrainer([3.0], [2.0], exposed_s=0.25)
     trainer.device = torch.device("cuda", 0)
-    assert measure(trainer, "dp", 3)[0].exposed_s is None  # by the host's clock
+    assert measure(trainer, "dp", 3)[0].times.exposed_s is None  # by the host's clock
 
 
 def test_merging_takes_the_slowest_ranks_wall_time_and_the_mean_of_the_parts():
     fast = contender("ddp", 10.0, noise=(1.0,), exposed_ms=1.0).turns[0]
-    slow = replace(fast, seconds=0.2, step_s=0.02, forward_s=fast.forward_s + 0.004, exposed_s=0.003)
-    (merged,) = merge([[fast], [slow]])
-    assert (merged.seconds, merged.step_s) == (0.2, 0.02)
-    assert merged.forward_s == pytest.approx(fast.forward_s + 0.002)
-    assert merged.exposed_s == pytest.approx(0.002)
+    slower = replace(fast.times, total_s=0.02, forward_s=fast.times.forward_s + 0.004, exposed_s=0.003)
+    (merged,) = merge([[fast], [replace(fast, seconds=0.2, times=slower)]])
+    assert (merged.seconds, merged.times.total_s) == (0.2, 0.02)
+    assert merged.times.forward_s == pytest.approx(fast.times.forward_s + 0.002)
+    assert merged.times.exposed_s == pytest.approx(0.002)
     assert merged.num_samples == fast.num_samples  # of the global batch already
     assert merge([[replace(fast, energy_j=1.0)], []]) == (replace(fast, energy_j=1.0),)  # a rank that only waited
 
@@ -264,18 +266,19 @@ def test_step_time_takes_exposed_communication_out_of_backward():
     step = contender("ddp", 10.0, noise=(1.0, 1.0, 1.0), exposed_ms=2.0).step
     assert step.total_s == pytest.approx(0.010)
     assert (step.forward_s, step.backward_s, step.exposed_s) == pytest.approx((0.002, 0.004, 0.002))
-    assert (step.parts_s, step.computing_s) == pytest.approx((0.010, 0.008))
+    assert sum(step.parts().values()) == pytest.approx(0.010)
 
 
 def test_what_no_part_accounts_for_is_other():
-    turn = replace(contender("single", 10.0).turns[0], forward_s=0.001)
-    assert StepTime.of((turn,)).other_s == pytest.approx(0.0015)
+    turn = contender("single", 10.0).turns[0]
+    turn = replace(turn, times=replace(turn.times, forward_s=0.001))
+    assert typical_step((turn,)).other_s == pytest.approx(0.0015)
 
 
 @pytest.mark.parametrize(("exposed_s", "shown_s"), [(-0.001, 0.0), (0.5, 0.005)])
 def test_noise_in_exposed_communication_stays_within_backward(exposed_s, shown_s):
-    turn = replace(contender("ddp", 10.0).turns[0], exposed_s=exposed_s)
-    step = StepTime.of((turn,))
+    turn = contender("ddp", 10.0).turns[0]
+    step = typical_step((replace(turn, times=replace(turn.times, backward_s=0.005 - exposed_s, exposed_s=exposed_s)),))
     assert step.exposed_s == pytest.approx(shown_s)
     assert step.backward_s + step.exposed_s == pytest.approx(0.005)
 
@@ -391,7 +394,7 @@ def test_the_keys_of_the_json_stay():
     }
     assert set(ddp["samples_per_s"]) == set(ddp["speed_up"]) == SPREAD_KEYS
     parts = {"data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s"}
-    assert set(ddp["step"]) == {"total_s", *parts, "other_s"}
+    assert set(ddp["step"]) == {"total_s", *parts, "other_s", "core_wait_s"}
     times = {"seconds", "step_s", "core_wait_s", "energy_j"}
     assert set(ddp["turns"][0]) == {"round", "place", "num_samples", *times, *parts}
 

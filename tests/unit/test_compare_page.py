@@ -103,10 +103,13 @@ def test_what_users_name_is_escaped(text):
 def test_every_plot_says_in_words_what_it_shows(text):
     assert Outline(text).labels == [
         "Stacked bars of milliseconds per step: "
-        "single 20.00 (data wait 0.00, forward 5.00, backward 10.00, exchange 0.00, optimizer 5.00, other 0.00); "
+        "single 20.00 (data wait 0.00, forward 5.00, backward 10.00, optimizer 5.00, waiting for a core 0.00, "
+        "other 0.00); "
         "torch-ddp 11.50 "
-        "(data wait 0.00, forward 2.62, backward 5.25, exchange 1.00, optimizer 2.62, other 0.00); "
-        "ddp 11.00 (data wait 0.00, forward 2.55, backward 5.10, exchange 0.80, optimizer 2.55, other 0.00).",
+        "(data wait 0.00, forward 2.62, backward 5.25, exchange 1.00, optimizer 2.62, waiting for a core 0.00, "
+        "other 0.00); "
+        "ddp 11.00 (data wait 0.00, forward 2.55, backward 5.10, exchange 0.80, optimizer 2.55, waiting for a core "
+        "0.00, other 0.00).",
     ]
 
 

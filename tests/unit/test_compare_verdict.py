@@ -1,3 +1,9 @@
+import json
+import runpy
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
 from lockstep.study.compare.comparison import Comparison
@@ -127,6 +133,25 @@ def test_more_than_all_is_explained_in_the_same_line_also_beside_the_speed():
         "for a core: single 71% and ddp 40% of their time. Compare again when the machine is quiet."
     )
     assert "means that single is held back: it waited for a core during 71% of its step" in sentences(crowded)[1]
+
+
+def test_the_demo_ends_with_the_verdict_on_a_busy_machine_too(tmp_path, monkeypatch, capsys):
+    found = comparison(contender("single", 20.0, core_wait_ms=5.0), contender("ddp", 11.0), device="cpu")
+    (tmp_path / "run").mkdir()
+    lines = [{"kind": "step", "num_steps": 9}, {"kind": "event", "event": "evaluation", "metrics": {"accuracy": 0.5}}]
+    (tmp_path / "run" / "rank-0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "verify.json").write_text(json.dumps({"verdict": ["The same training run.", "More."]}))
+    (tmp_path / "compare.json").write_text(json.dumps({"verdict": asdict(judge(found))}))
+    script = (Path(__file__).parents[2] / "tools" / "demo.sh").read_text()
+    (tmp_path / "end.py").write_text(script.partition("<<'END'\n")[2].removesuffix("END\n"))
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "2"])
+    runpy.run_path(str(tmp_path / "end.py"))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "Training: after 9 steps on 2 devices, 50.0% of the test digits are read right.",
+        "Verify: The same training run.",
+        f"Compare: {' '.join(judge(found).sentences[:2])}",
+    ]
+    assert judge(found).sentences[1].startswith("Use ddp: 1.82x single's speed")
 
 
 def test_with_one_thread_a_device_efficiency_means_what_it_does_on_gpus():

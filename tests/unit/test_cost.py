@@ -17,9 +17,9 @@ from lockstep.errors import ConfigurationError
 from lockstep.study.compare.benchmark import merge
 from lockstep.study.compare.verdict import judge
 from lockstep.study.report.figures import find_costs
-from lockstep.study.report.run_reader import read_run
 from lockstep.telemetry import resources
 from lockstep.telemetry.cost import Price, Usage
+from lockstep.telemetry.record import read_run
 from lockstep.telemetry.resources import MachineSampler, UsageMeter
 from tests.unit.compare_planted import comparison, contender
 from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, write_run

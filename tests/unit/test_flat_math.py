@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.parallel import flat
-from lockstep.parallel.flat import combine_norms, flat_norm, flatten, list_norms, multiply_
+from lockstep.parallel.flat import combine_norms, flat_norm, flatten_like, list_norms, multiply_
 
 
 def numbers(numel, dtype=torch.float64):
@@ -78,13 +78,13 @@ def test_sparse_tensors_count_by_their_values():
 def test_flattening_copies_only_what_has_gaps():
     images = numbers(2 * 3 * 4 * 5).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
     for tensor in (images, images.permute(3, 1, 0, 2), numbers(12).view(3, 4).t(), numbers(3)):
-        flat = flatten(tensor)
+        flat = flatten_like(tensor, tensor)
         assert flat.data_ptr() == tensor.data_ptr()
         assert flat.numel() == tensor.numel()
         assert flat.is_contiguous()
     gaps = numbers(12).view(3, 4)[:, :2]
-    assert flatten(gaps).data_ptr() != gaps.data_ptr()
-    assert sorted(flatten(gaps).tolist()) == sorted(gaps.flatten().tolist())
+    assert flatten_like(gaps, gaps).data_ptr() != gaps.data_ptr()
+    assert sorted(flatten_like(gaps, gaps).tolist()) == sorted(gaps.flatten().tolist())
 
 
 def test_one_factor_on_all_kinds():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launcher.cli import UsageError, build_parser, parse_arguments
+from lockstep.launcher.cli import UsageError, _notes_on_script_flags, build_parser, parse_arguments
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,8 @@ def test_the_environment_sets_defaults_as_for_torchrun(monkeypatch):
     [
         ("", "the following arguments are required: SCRIPT"),
         ("--foo s.py", "unrecognized arguments: --foo"),
+        ("--adpot s.py", "unrecognized arguments: --adpot\nDid you mean --adopt?"),
+        ("--foo --max_restart=3 --nodes 2 s.py", "unrecognized arguments: --foo --nodes\nDid you mean --nnodes?"),
         ("s.py --devices", "argument --devices: expected one argument"),
         ("--node-rank one s.py", "argument --node-rank: invalid int value: 'one'"),
     ],
@@ -73,3 +75,12 @@ def test_help_teaches_and_names_every_flag_of_torchrun(monkeypatch):
         for flag in action.option_strings:
             assert flag in text
     assert "--nproc_per_node" not in text  # one spelling is enough to read
+
+
+def test_a_flag_after_the_script_that_resembles_ours_is_noted_unless_the_script_has_it(tmp_path):
+    (tmp_path / "s.py").write_text("parser.add_argument('--log_levels')\nparser.add_argument('--device')")
+    line = [str(tmp_path / "s.py"), "--adpot", "--lr", "1", "--device=cpu", "--log-levels", "a", "--monitor", "--adpot"]
+    assert _notes_on_script_flags(parse_arguments(line)) == [
+        "s.py is given --adpot; did you mean `lockstep run --adopt s.py`?"
+    ]
+    assert _notes_on_script_flags(parse_arguments(["-m", "s", "--adpot"])) == []

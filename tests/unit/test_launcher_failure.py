@@ -2,9 +2,10 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -23,31 +24,39 @@ from lockstep.launcher.failure_report import (
     restart_report,
     tidy_crash,
 )
+from lockstep.run_folder import ENDED, FailureRecord
 from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 
 
+HOST = socket.gethostname()
+
+
+def ended(rank, exit_code, at=0, message="", error_type="", *, record=(), **more):
+    record = {"time_ns": at, "message": message, "error_type": error_type, **dict(record)}
+    return RankExit(rank, exit_code, FailureRecord(**record), **more)
+
+
 def raised(rank, message, at, *, error_type="ValueError", trace="Traceback ...\nValueError: boom\n"):
-    return RankExit(
-        rank, 1, at, message, error_type, where=f"/x/train.py:{rank}", trace=trace
-    )  # fmt: skip
+    record = {"where": f"/x/train.py:{rank}", "trace": trace, "pid": 70 + rank}
+    return ended(rank, 1, at, message, error_type, record=record)
 
 
 def test_the_exception_that_was_raised_first_is_first_however_the_processes_ended():
-    early = RankExit(1, 1, failed_at_ns=10, message="ValueError: boom", error_type="ValueError")
-    late = RankExit(0, 1, failed_at_ns=20, message="KeyError: 'x'", error_type="KeyError")
+    early = ended(1, 1, 10, message="ValueError: boom", error_type="ValueError")
+    late = ended(0, 1, 20, message="KeyError: 'x'", error_type="KeyError")
     assert first_failure([late, early]) is early
 
 
 def test_a_killed_rank_is_the_cause_although_its_peer_noticed_before_its_end_was_seen():
-    killed = RankExit(1, -signal.SIGKILL, failed_at_ns=50)
+    killed = ended(1, -signal.SIGKILL, 50)
     noticed = raised(0, GONE, 40, error_type="RuntimeError")
     assert first_failure([noticed, killed]) is killed
 
 
 def test_an_abort_after_an_exception_is_not_the_cause():
-    aborted = RankExit(0, -signal.SIGABRT, failed_at_ns=50)
+    aborted = ended(0, -signal.SIGABRT, 50)
     error = raised(1, "ValueError: boom", 40)
     assert first_failure([aborted, error]) is error
 
@@ -55,8 +64,8 @@ def test_an_abort_after_an_exception_is_not_the_cause():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_that_the_launcher_stopped_are_never_the_cause(number):
     # Their ends may be noted before that of the rank that failed, which the kernel takes longer to take down.
-    stopped = RankExit(2, -number, failed_at_ns=40, was_stopped=True)
-    killed = RankExit(3, -signal.SIGKILL, failed_at_ns=50)
+    stopped = ended(2, -number, 40, was_stopped=True)
+    killed = ended(3, -signal.SIGKILL, 50)
     assert first_failure([stopped, killed]) is killed
     assert restart_report(killed, 5, "restart 1 of 2") == (
         "lockstep: rank 3 was killed by SIGKILL (signal 9) in step 5; restart 1 of 2"
@@ -110,8 +119,8 @@ def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(tmp_path, where, uses
 
 
 def test_a_rank_that_was_terminated_from_outside_is_the_cause():
-    terminated = RankExit(1, -signal.SIGTERM, failed_at_ns=50)
-    noticed = RankExit(0, 1, 49, GONE, "RuntimeError")
+    terminated = ended(1, -signal.SIGTERM, 50)
+    noticed = ended(0, 1, 49, GONE, "RuntimeError")
     assert first_failure([noticed, terminated]) is terminated
 
 
@@ -119,76 +128,118 @@ def test_report():
     ends = [
         raised(2, "ValueError: boom\nmore", 10),
         raised(0, f"{GONE} {'x' * 300}", 20, error_type="RuntimeError"),
-        RankExit(3, -signal.SIGTERM, failed_at_ns=90, was_stopped=True),
-        RankExit(4, -signal.SIGKILL, failed_at_ns=95),
-        RankExit(5, 7, failed_at_ns=96),
+        ended(3, -signal.SIGTERM, 90, record={"pid": 73}, was_stopped=True),
+        ended(4, -signal.SIGKILL, 95),
+        ended(5, 7, 96),
     ]
     assert failure_report(ends, range(6)) == (
         "Rank 2 failed: ValueError: boom\n"
+        f"At /x/train.py:2, on {HOST}, PID 72.\n"
         "\n"
         "Traceback ...\n"
         "ValueError: boom\n"
         "\n"
-        f"rank 0: {GONE} ... (/x/train.py:0)\n"
+        f"rank 0 (PID 70): {GONE} ... (/x/train.py:0)\n"
         "rank 1: finished\n"
-        "rank 3: stopped by the launcher\n"
+        "rank 3 (PID 73): stopped by the launcher\n"
         "rank 4: was killed by SIGKILL (signal 9)\n"
         "rank 5: left with exit code 7"
     )
 
 
-def test_report_says_when_the_cause_is_elsewhere():
-    report = failure_report([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(1))
-    assert report == (
-        f"Rank 0 failed: {GONE}\n\nThis error only means that another rank ended: look at the other machines."
-    )  # fmt: skip
-
-
-def test_a_rank_that_finished_early_is_named_when_others_lost_it():
-    report = failure_report([raised(0, GONE, 10, error_type="RuntimeError", trace="")], range(2))
-    assert report == (
-        f"Rank 0 failed: {GONE}\n\nrank 1: finished\n\n"
-        "This error only means that another rank ended: rank 1 finished while others waited, or look at other machines."
+@pytest.mark.parametrize(
+    ("num_ranks", "num_nodes", "where"),
+    [
+        (1, 2, "look at the other machines"),
+        (2, 2, "rank 1 finished while others waited, or look at the other machines"),
+        (2, 1, "rank 1 finished while others waited"),
+        (1, 1, "no rank of this job has reported an error of its own"),
+    ],
+)
+def test_report_says_where_the_cause_may_be(num_ranks, num_nodes, where):
+    exits = [raised(0, GONE, 10, error_type="RuntimeError", trace="")]
+    assert failure_report(exits, range(num_ranks), num_nodes=num_nodes) == (
+        f"Rank 0 failed: {GONE}\nAt /x/train.py:0, on {HOST}, PID 70.\n\n{'rank 1: finished' * (num_ranks - 1)}"
+        f"{chr(10) * 2 * (num_ranks - 1)}This error only means that another rank ended: {where}."
     )
+
+
+EARLY = """\
+Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same number of
+batches, or train within `with model.join()`."""
+
+
+@pytest.mark.parametrize("was_stopped", [True, False])  # the launcher stops those whose interpreter is on its way out
+def test_a_rank_that_ended_normally_while_others_trained_is_the_cause(tmp_path, was_stopped):
+    noticed = FailureRecord(GONE, "RuntimeError", "a page", "/x/train.py:7", 30, num_steps=50, pid=70)
+    noticed.write(tmp_path, 0)
+    left = FailureRecord(where="/x/train.py:4", time_ns=20, num_steps=50, pid=71, has_joined=True)
+    left.write(tmp_path, 1)
+    failures = {0: ProcessFailure(0, 70, 1, "")}
+    if was_stopped:
+        failures[1] = ProcessFailure(1, 71, -signal.SIGTERM, "")
+    exits = rank_exits(failures, {71: 40}, {70: 35, 71: 45}, tmp_path, Resources())
+    error = job_error(exits, range(2), hang="", store=None, num_nodes=1)
+    assert (str(error), error.rank) == (
+        "Rank 1 ended normally after 50 optimizer steps while rank 0 was still training (/x/train.py:7).\n"
+        f"{EARLY}\nAt /x/train.py:4, on {HOST}, PID 71.\n\nrank 0 (PID 70): {GONE} (/x/train.py:7)",
+        1,
+    )
+    # A connection of the script's own is another matter, and so is a rank that never was in a group.
+    own = replace(noticed, message="ConnectionResetError: Connection reset by peer", error_type="ConnectionResetError")
+    assert first_failure([ended(0, 1, record=asdict(own)), *exits[1:]]).rank == 0
+    replace(left, has_joined=False).write(tmp_path, 1)
+    assert first_failure(rank_exits(failures, {71: 40}, {70: 35, 71: 45}, tmp_path, Resources())).rank == 0
+    # A crash on its way out is its own failure.
+    failures[1] = ProcessFailure(1, 71, -signal.SIGSEGV, "")
+    assert first_failure(rank_exits(failures, {}, {70: 35, 71: 45}, tmp_path, Resources())).rank == 1
+
+
+def test_records_of_an_end(tmp_path):
+    failed, left = FailureRecord("ValueError: boom", "ValueError", step=3, pid=7), FailureRecord(num_steps=3)
+    assert FailureRecord.read(tmp_path, 1) is None
+    failed.write(tmp_path, 1)
+    left.write(tmp_path, 1)
+    assert (FailureRecord.read(tmp_path, 1), FailureRecord.read(tmp_path, 1, ENDED)) == (failed, left)
 
 
 @pytest.mark.parametrize(
     ("end", "text"),
     [
         (
-            RankExit(1, 3, message="SystemExit: 3", error_type="SystemExit", where="/x/train.py:4"),
+            ended(1, 3, 0, "SystemExit: 3", "SystemExit", record={"where": "/x/train.py:4"}),
             "Rank 1 left with exit code 3 (SystemExit: 3 at /x/train.py:4).",
         ),
         (
-            RankExit(1, 3),
+            ended(1, 3),
             "Rank 1 left with exit code 3, without an exception.\nIts earlier output is further up.",
         ),
         (
-            RankExit(1, -9),
+            ended(1, -9),
             "Rank 1 was killed by SIGKILL (signal 9): most likely the machine ran out of memory.\n"
             "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            RankExit(1, -9, was_short=True),
+            ended(1, -9, was_short=True),
             "Rank 1 was killed by SIGKILL (signal 9): the kernel killed it because memory ran out.\n"
             "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            RankExit(1, -9, was_short=False),
+            ended(1, -9, was_short=False),
             "Rank 1 was killed by SIGKILL (signal 9): something outside the job did that, such as a scheduler or "
             "`kill -9`.\nThe kernel has not killed any process for lack of memory meanwhile.",
         ),
         (
-            RankExit(1, -7),
+            ended(1, -7),
             "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
             "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
         ),
         (
-            RankExit(1, 139),
+            ended(1, 139),
             "Rank 1 left with exit code 139: what it ran was killed by SIGSEGV (signal 11), native code accessed "
             "invalid memory.\nAn extension module or a driver may be broken; the Python stack shows the caller.",
         ),
-        (RankExit(1, -63), "Rank 1 was killed by signal 63: its earlier output is further up."),
+        (ended(1, -63), "Rank 1 was killed by signal 63: its earlier output is further up."),
     ],
 )
 def test_headline(end, text):
@@ -196,11 +247,12 @@ def test_headline(end, text):
 
 
 def test_top_of_the_report():
-    end = RankExit(1, -7, place="Last seen in step 3 (loader), at /x/train.py:5, on host7.", facts="Of /dev/shm, ...")
+    record = {"step": 2, "phase": "loader", "where": "/x/train.py:5", "pid": 71}
+    end = ended(1, -7, record=record, facts="Of /dev/shm, ...")
     assert failure_report([end], range(2)) == (
         "Rank 1 was killed by SIGBUS (signal 7): most likely shared memory is full.\n"
         "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).\n"
-        "Last seen in step 3 (loader), at /x/train.py:5, on host7.\n"
+        f"Last seen in step 3 (loader), at /x/train.py:5, on {HOST}, PID 71.\n"
         "Of /dev/shm, ...\n"
         "\n"
         "rank 0: finished"
@@ -208,28 +260,28 @@ def test_top_of_the_report():
 
 
 def test_a_rank_that_caught_its_exception_and_finished_is_the_cause():
-    caught = RankExit(1, 0, failed_at_ns=30, message="ValueError: boom", error_type="ValueError", place="At a.py:1.")
+    caught = ended(1, 0, 30, message="ValueError: boom", error_type="ValueError", record={"where": "a.py:1"})
     assert failure_report([raised(0, GONE, 40, error_type="RuntimeError"), caught], range(2)) == (
         "Rank 1 failed: ValueError: boom\n"
-        "At a.py:1.\n"
+        f"At a.py:1, on {HOST}.\n"
         "The program caught the exception and ended normally, while other ranks waited for this one.\n"
         "\n"
-        f"rank 0: {GONE} (/x/train.py:0)"
+        f"rank 0 (PID 70): {GONE} (/x/train.py:0)"
     )
 
 
 def test_a_reason_on_the_second_line_is_not_cut_off():
     message = "CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up:\nit read too much\nat x"
     exits = [raised(1, "ValueError: boom", 10), raised(0, message, 20, error_type="CollectiveError")]
-    line = "rank 0: CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up: it read too much"
-    assert failure_report(exits, range(2)).endswith(f"{line} (/x/train.py:0)")
+    line = "CollectiveError: Rank 0 in all_reduce on shm waited for rank 1, which gave up: it read too much"
+    assert failure_report(exits, range(2)).endswith(f"rank 0 (PID 70): {line} (/x/train.py:0)")
 
 
-@pytest.mark.parametrize("hint", ERROR_HINTS, ids=lambda hint: hint[0][0])
-def test_errors_are_explained_in_the_report_and_on_the_page(hint):
-    marks, means, advice = hint
+@pytest.mark.parametrize(("marks", "hint"), ERROR_HINTS.items(), ids=lambda part: part[0])
+def test_errors_are_explained_in_the_report_and_on_the_page(marks, hint):
+    assert hint.count("\n") == 1, "what it means, and what to do"
     for mark in marks:
-        assert hint_for(f"RuntimeError: x {mark} y") == f"What that means: {means}\n{advice}"
+        assert hint_for(f"RuntimeError: x {mark} y") == f"What that means: {hint}"
 
 
 def test_the_meaning_follows_the_traceback():
@@ -269,7 +321,7 @@ class OtherMachine:
 
 
 def test_the_report_of_another_machine_begins_with_the_cause():
-    noticed = RankExit(0, 1, message="Connection closed by peer", where="/x/a.py:1")
+    noticed = ended(0, 1, message="Connection closed by peer", record={"where": "/x/a.py:1"})
     error = job_error([noticed], range(2), hang="", store=OtherMachine(), num_nodes=2)
     assert (type(error), error.rank) == (RankFailed, 5)
     assert str(error) == (
@@ -286,6 +338,6 @@ def test_the_report_of_another_machine_begins_with_the_cause():
     ],
 )
 def test_a_script_for_gpus_on_a_machine_without_one(message):
-    text = failure_report([RankExit(0, 1, message=message, error_type=message.partition(":")[0])], range(1))
+    text = failure_report([ended(0, 1, message=message, error_type=message.partition(":")[0])], range(1))
     assert text.startswith(f"Rank 0 failed: a GPU is needed, but torch finds none here: {message}\n")
     assert text.endswith("or look at `lockstep doctor` for the driver.")

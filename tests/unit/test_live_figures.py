@@ -5,64 +5,65 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
-from lockstep.telemetry.aggregator import (
-    Aggregator,
-    RankMetrics,
-    SinkThread,
-    decode,
-    with_waits,
-)
+from lockstep.telemetry import recorder as module
+from lockstep.telemetry.figures import RankFigures, Snapshot, Spread, decode, with_waits
 from lockstep.telemetry.live_view import duration, line, summary
-from lockstep.telemetry.metrics import EventFigures, RankFigures, Snapshot, SnapshotSink, Spread, milliseconds
-from lockstep.telemetry.recorder import StepRecorder
-from lockstep.telemetry.run_record import Number, RecordedStep, StepSeconds
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Delivery, Place, RankMeans, Recorder, Subscriber
+from lockstep.telemetry.step_times import Number, StepMarks, StepTimes, milliseconds
 
-STEP = StepSeconds(0.012, 0.001, 0.003, 0.005, 0.001, exposed_s=0.002)
+STEP = StepTimes(
+    total_s=0.012, data_wait_s=0.001, forward_s=0.003, backward_s=0.005, optimizer_s=0.001, exposed_s=0.002
+)
 
 
 def step(number, **fields):
     losses = [Number(loss) for loss in [fields.pop("loss", None)] if loss is not None]
     numbers = {name: Number(fields.pop(name)) for name in ("counted", "grad_norm") if fields.get(name) is not None}
-    return RecordedStep(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
+    return StepMarks(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
 
 
-def event(**fields):
-    return {"kind": "event", "step": 0, "time": 5.0, "seconds": None, **fields}
+def recorder_of(board=None, rank=0, *subscribers, **how):
+    """Return the recorder of one of two ranks, and the means of that rank."""
+    recorder = Recorder(Place(rank, 2), [torch.device("cpu")], Snapshot(num_steps=20), **how)
+    recorder.subscribe(subscribers, board)
+    return recorder, recorder.means
 
 
-def figures(rank=0, **changes):
-    return RankMetrics(rank, host="here", device="cpu", **changes)
-
-
-def ranks(*own_s, exposed_s=None):
+def ranks(*own_s, core_wait_s=0.0):
     """Ranks of a run in which every step takes as long as the slowest rank's work, and a millisecond on the wire."""
     step_s = max(own_s) + 0.001
-    return tuple(
-        RankFigures(
-            rank=rank,
-            num_steps=5,
-            step_s=step_s,
-            data_wait_s=0.002,
-            forward_s=(each - 0.004) / 2,
-            backward_s=(each - 0.004) / 2,
-            optimizer_s=0.002,
-            exposed_s=step_s - each,
-        )
-        for rank, each in enumerate(own_s)
-    )
+    found = []
+    for rank, each in enumerate(own_s):
+        values = {"step_s": step_s + core_wait_s, "exposed_s": step_s - each, "data_wait_s": 0.002}
+        values |= {
+            "own_s": each + core_wait_s,
+            "optimizer_s": 0.002,
+            **dict.fromkeys(("forward_s", "backward_s"), (each - 0.004) / 2),
+        }
+        values |= {"core_wait_s": core_wait_s} if core_wait_s else {}
+        found.append(RankFigures(rank=rank, num_steps=5, values=values))
+    return with_waits(found)
 
 
-class Kept(SnapshotSink):
+class Kept(Subscriber):
     """Keeps what it is given."""
 
     def __init__(self):
-        self.snapshots, self.num_closed = [], 0
+        self.snapshots, self.events, self.num_closed = [], [], 0
+
+    def event(self, event):
+        self.events.append(event.text)
 
     def update(self, snapshot):
         self.snapshots.append(snapshot)
 
-    give = update
+    def give(self, snapshot, events=()):
+        for event in events:
+            self.event(event)
+        self.update(snapshot)
 
     def close(self):
         self.num_closed += 1
@@ -82,77 +83,78 @@ class Notes:
 
 
 def test_means_over_the_steps_since_the_last_look():
-    found = figures(first_step=7)
+    found = RankMeans(0, "cpu", first_step=7)
     for number, factor in ((7, 10.0), (8, 1.0), (9, 3.0)):
-        took = StepSeconds(*(None if value is None else factor * value for value in STEP))
+        took = StepTimes(**{name: None if value is None else factor * value for name, value in asdict(STEP).items()})
         loss = {7: None, 8: 0.5, 9: None}[number]
         of_step = {"samples": 8, "interval_s": 0.02}
-        found.add_step(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
+        found.add(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
         if number == 7:
             first, _ = found.read()
     found.machine({"kind": "machine", "time": 1.0, "rss_bytes": 5, "cpu_percent": 80.0})
     seen, interval = found.read()
-    assert (first.step, first.num_steps, first.step_s) == (8, 1, pytest.approx(0.12))
-    assert (seen.step, seen.num_steps, seen.rss_bytes, seen.gpu_percent) == (10, 2, 5, None)
-    assert seen.step_s == pytest.approx(0.024) and seen.slowest_s == pytest.approx(0.036)
-    assert seen.exposed_s == pytest.approx(0.004) and seen.own_s == pytest.approx(0.02)
+    assert (first.step, first.num_steps, first["step_s"]) == (8, 1, pytest.approx(0.12))
+    assert (seen.step, seen.num_steps, seen["rss_bytes"], seen["gpu_percent"]) == (10, 2, 5, None)
+    assert seen["step_s"] == pytest.approx(0.024) and seen["slowest_s"] == pytest.approx(0.036)
+    assert seen["exposed_s"] == pytest.approx(0.004) and seen["own_s"] == pytest.approx(0.02)
     assert (interval["samples_per_s"], interval["tokens_per_s"]) == (16 / 0.04, 200 / 0.04)
     assert interval["loss"] == 0.5
-    assert found.whole_run().step_s == pytest.approx(0.024), "the first step is left out"
+    assert found.whole_run()["step_s"] == pytest.approx(0.024), "the first step is left out"
     later = found.read()[0]
-    assert (later.step_s, later.num_steps) == (seen.step_s, 0), "no step was done since"
+    assert (later["step_s"], later.num_steps) == (seen["step_s"], 0), "no step was done since"
 
 
 def test_a_rank_that_knows_nothing_of_waiting_says_so():
-    found = figures()
-    found.add_step(step(0, samples=1), STEP._replace(exposed_s=None))
-    assert found.read()[0].exposed_s is None
+    found = RankMeans(0, "cpu")
+    found.add(step(0, samples=1), replace(STEP, exposed_s=None))
+    assert found.read()[0]["exposed_s"] is None
 
 
-def test_a_snapshot_of_all_ranks():
+def test_a_snapshot_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(module, "Delivery", lambda subscriber: subscriber)  # without a thread
     other = ranks(0.010, 0.014)[1]
-    mine, board, kept = figures(), Notes({1: [3, asdict(other)]}), Kept()
-    aggregator = Aggregator(mine, board, Snapshot(num_steps=20), steps_per_epoch=4, num_skipped=lambda: 2)
-    aggregator.deliveries.append(kept)
-    mine.add_event(event(event="checkpoint", seconds=0.1, text="kept"))
-    mine.add_step(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
-    aggregator.beat()
-    aggregator.beat(is_last=True)
+    board, kept = Notes({1: [3, asdict(other)]}), Kept()
+    recorder, mine = recorder_of(board, 0, kept, steps_per_epoch=4, num_skipped=lambda: 2)
+    recorder.event(Event(event="checkpoint", text="kept", step=0, seconds=0.1))
+    recorder.drain()
+    mine.add(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
+    recorder.report()
+    recorder.report(is_last=True)
     first, second = kept.snapshots
     assert (first.step, first.epoch, first.loss, first.learning_rate, first.grad_norm) == (1, 0.25, 0.25, 0.1, 1.5)
     assert (first.samples_per_s, first.num_skipped_steps, first.is_last) == (400.0, 2, False)
-    assert [event.text for event in first.events] == ["kept"] and second.events == ()
+    assert kept.events == ["kept"] and first.event_counts == second.event_counts == {"checkpoint": 1}
     # Rank 1 was exposed 1 ms, rank 0 2 ms: of which it waited one for rank 1.
-    assert [each.peers_s for each in first.ranks] == [pytest.approx(0.001), 0.0]
+    assert [each["peers_s"] for each in first.ranks] == [pytest.approx(0.001), 0.0]
     assert first.spread("own_s") == Spread(pytest.approx(0.010), 0, pytest.approx(0.012), pytest.approx(0.014), 1)
-    assert (second.samples_per_s, second.ranks[0].step_s, second.ranks[0].num_steps, second.is_last) == (
-        *(400.0, first.ranks[0].step_s, 0, True),
+    assert (second.samples_per_s, second.ranks[0]["step_s"], second.ranks[0].num_steps, second.is_last) == (
+        *(400.0, first.ranks[0]["step_s"], 0, True),
     )
-    aggregator.close()
+    recorder.close()
     assert kept.num_closed == 1
 
 
 def test_other_ranks_only_post():
-    board, mine = Notes(), figures(rank=1)
-    aggregator = Aggregator(mine, board, Snapshot(num_steps=20))
-    mine.add_step(step(0, interval_s=0.02, samples=8), STEP)
-    aggregator.beat()
-    aggregator.beat()
+    board = Notes()
+    recorder, mine = recorder_of(board, 1)
+    mine.add(step(0, interval_s=0.02, samples=8), STEP)
+    recorder.report()
+    recorder.report()
     (first, values), (second, _) = json.loads(json.dumps(board.mine))
     assert (first, second) == (1, 2)
-    assert decode(values).forward_s == 0.003
+    assert decode(values)["forward_s"] == 0.003
 
 
-def test_a_watch_that_fails_says_so_once_and_ends(capsys):
+def test_a_recorder_that_fails_says_so_once_and_ends(capsys, monkeypatch):
     calls = []
 
-    def beat(**_):
+    def read():
         calls.append(1)
         raise KeyError("gone")
 
-    recorder = StepRecorder(None, sample=dict)
-    recorder.start(beat, period_s=0.01)
-    recorder._thread.join(10.0)
+    recorder, mine = recorder_of()
+    monkeypatch.setattr(mine, "read", read)
+    recorder.start()
     recorder.finish(waits=True)
     assert len(calls) == 1
     assert capsys.readouterr().err == "lockstep: this run is no longer recorded: KeyError: 'gone'\n"
@@ -165,7 +167,7 @@ def test_a_sink_that_raises_is_switched_off_with_one_warning(capsys):
             raise OSError("the disk\nis full")
 
     broken = Broken()
-    delivery = SinkThread(broken)
+    delivery = Delivery(broken)
     snapshot = Snapshot(time=0.0, step=1, num_steps=2)
     delivery.give(snapshot)
     delivery.give(snapshot)
@@ -186,22 +188,22 @@ def test_a_slow_sink_misses_snapshots_and_no_events():
             assert self.may_go.wait(10.0)
 
     slow = Slow()
-    delivery = SinkThread(slow)
-    event = [EventFigures(event="remark", step=number, time=0.0, seconds=None, text="") for number in range(4)]
-    snapshots = [Snapshot(time=0.0, step=number, num_steps=9, events=(event[number],)) for number in range(4)]
-    delivery.give(snapshots[0])
+    delivery = Delivery(slow)
+    event = [Event(event="remark", step=number, time=0.0, seconds=None, text=str(number)) for number in range(4)]
+    snapshots = [Snapshot(time=0.0, step=number, num_steps=9) for number in range(4)]
+    delivery.give(snapshots[0], event[:1])
     assert slow.is_in.wait(10.0)
-    for snapshot in snapshots[1:]:
-        delivery.give(snapshot)
+    for number in (1, 2, 3):
+        delivery.give(snapshots[number], event[number : number + 1])
     slow.may_go.set()
     delivery.close()
     assert [snapshot.step for snapshot in slow.snapshots] == [0, 3]
-    assert [each.step for each in slow.snapshots[1].events] == [1, 2, 3]
+    assert slow.events == ["0", "1", "2", "3"]
     assert slow.num_closed == 1
 
 
 def test_where_the_time_went_in_words():
-    whole = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(ranks(0.010, 0.019)), world_size=2)
+    whole = Snapshot(time=0.0, step=9, num_steps=9, ranks=ranks(0.010, 0.019), world_size=2)
     assert summary(whole) == (
         "a step took 20.0 ms: forward 26%, backward 26%, waiting for ranks 22%, data wait 10%, optimizer 10%, "
         "exchange 5%; slowest was rank 1 (19.0 ms of work in a step), fastest rank 0 (10.0 ms)"
@@ -214,8 +216,8 @@ def test_where_the_time_went_in_words():
 
 
 def test_waiting_for_a_core_is_said_first_if_it_is_the_largest_part():
-    starved = tuple(replace(each, step_s=each.step_s + 0.05, core_wait_s=0.05) for each in ranks(0.010, 0.010))
-    snapshot = Snapshot(time=0.0, step=9, num_steps=9, ranks=with_waits(starved), world_size=2)
+    starved = ranks(0.010, 0.010, core_wait_s=0.05)
+    snapshot = Snapshot(time=0.0, step=9, num_steps=9, ranks=starved, world_size=2)
     assert summary(snapshot).startswith(
         "a step took 61.0 ms: waiting for a core 82%, forward 5%, backward 5%, data wait 3%, optimizer 3% (stop other "
         "programs, or raise the quota); "
@@ -233,7 +235,7 @@ def test_progress_in_one_line():
         tokens_per_s=56789.0,
         counts="words",
         left_s=75.2,
-        ranks=with_waits(ranks(0.010, 0.010, 0.019)),
+        ranks=ranks(0.010, 0.010, 0.019),
         world_size=3,
     )
     assert line(snapshot) == (
@@ -258,16 +260,16 @@ def test_times(seconds, short, long):
         lambda note: {},
         lambda note: [note[0]],
         lambda note: [note[0], {**note[1], "unknown": 1}],
-        lambda note: [note[0], {**note[1], "step_s": "fast"}],
+        lambda note: [note[0], {**note[1], "values": {"step_s": "fast"}}],
+        lambda note: [note[0], {**note[1], "values": 3.0}],
         lambda note: [note[0], {**note[1], "step": None}],
     ],
 )
-def test_a_wrong_note_stops_nothing(wrong):
+def test_a_wrong_note_stops_nothing(wrong, monkeypatch):
     """Of any type, too short, or with a word where a number is to be; those of other ranks are seen all the same."""
     _, one, two = ranks(0.010, 0.014, 0.012)
     kept = Kept()
     notes = Notes({1: wrong([3, asdict(one)]), 2: [3, asdict(two)]})
-    aggregator = Aggregator(figures(), notes, Snapshot(num_steps=20))
-    aggregator.deliveries.append(kept)
-    aggregator.beat()
+    monkeypatch.setattr(module, "Delivery", lambda subscriber: subscriber)
+    recorder_of(notes, 0, kept)[0].report()
     assert [[each.rank for each in snapshot.ranks] for snapshot in kept.snapshots] == [[0, 2]]

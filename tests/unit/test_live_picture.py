@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lockstep.run_folder import TerminalRegion
-from lockstep.telemetry.aggregator import with_waits
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import OwnTerminalView, bar, open_live_view, picture
-from lockstep.telemetry.metrics import EventFigures, Snapshot
+from lockstep.telemetry.record import Event
 from tests.screen import Screen
 from tests.unit.test_live_figures import ranks
 
@@ -31,14 +31,14 @@ def snapshot(*own_s, **changes):
             "grad_norm": 2.5,
             "samples_per_s": 12345.6,
             "left_s": 75.0,
-            "ranks": with_waits(ranks(*own_s)),
+            "ranks": ranks(*own_s),
             "world_size": len(own_s),
             **changes,
         }
     )
 
 
-EVENT = EventFigures(event="remark", step=12, time=0.0, seconds=None, text="took 33 ms")
+EVENT = Event(event="remark", step=12, time=0.0, seconds=None, text="took 33 ms")
 
 
 def texts(*arguments, **room):
@@ -74,7 +74,8 @@ def test_nothing_is_wider_or_higher_than_the_terminal(width, height):
 @pytest.mark.parametrize(("width", "num_letters"), [(80, 12), (100, 16)])
 def test_the_last_column_is_whole(width, num_letters):
     shown = snapshot(0.010, 0.019)
-    held = [replace(each, gpu_percent=99.0, memory_bytes=70 << 30, memory_peak_bytes=75 << 30) for each in shown.ranks]
+    memory = {"gpu_percent": 99.0, "memory_bytes": 70 << 30, "memory_peak_bytes": 75 << 30}
+    held = [replace(each, values={**each.values, **memory}) for each in shown.ranks]
     lines = [line for line in texts(replace(shown, ranks=held), [], width=width) if line.startswith("rank ")]
     assert lines[0].endswith(" GiB (peak 75.0 GiB)" if width == 100 else " 70.0 GiB")
     assert lines[1].endswith("  slowest")
@@ -92,7 +93,7 @@ def test_of_many_ranks_the_slowest_are_shown():
 
 
 def test_the_bar_is_readable_without_colours():
-    text = bar(with_waits(ranks(0.010, 0.019)), 40)
+    text = bar(ranks(0.010, 0.019), 40)
     assert text.plain == "DDDD" + "F" * 10 + "B" * 11 + "X" * 2 + "W" * 9 + "OOOO"
     assert len({span.style for span in text.spans}) == 6
 

@@ -1,5 +1,6 @@
 """Steps that are put together from what hooks see: what belongs to which, in whatever order loops do things."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from lockstep.observe import steps as module
 from lockstep.observe.observation import Engine
 from lockstep.observe.steps import Steps, num_samples
-from lockstep.telemetry.run_record import measure, step_line, timeline_line
+from lockstep.telemetry import timer
+from lockstep.telemetry.record import StepLine, Timeline, to_json
 
 MAIN, OTHER = 1, 2
 
@@ -20,7 +22,8 @@ class Loop:
         self.now = 100.0
         clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(module.env, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
+        monkeypatch.setattr(timer, "time", clock)
+        monkeypatch.setattr(timer.env, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
         self.done_steps, self.evaluations, self.opened_steps = [], [], []
         self.steps = Steps(torch.device("cpu"), self)
 
@@ -52,7 +55,7 @@ class Loop:
         self.rest(seconds)
         self.steps.own_work_done()
         self.rest(waits)
-        self.steps.backward_ends([])
+        self.steps.backward_ends(None)
 
     def update(self, key=MAIN, seconds=0.25, **how):
         self.steps.optimizer_begins(key)
@@ -79,7 +82,7 @@ def line_of(step, kind, num_ranks=1):
     Engine(kind).complete(step)
     own_samples, step.samples = step.samples, step.samples * num_ranks
     try:
-        return step_line(step, measure(step), 0.0, None)
+        return StepLine.of(step, step.times(), 0.0, None).to_line()
     finally:
         step.samples = own_samples
 
@@ -102,7 +105,7 @@ def test_a_plain_loop(loop):
     assert (first["interval_s"], second["interval_s"]) == (18.75, None)
     assert (first["samples"], first["samples_per_s"], first["step"], second["step"]) == (16, 0.8533333, 0, 1)
     assert first["learning_rate"] == 0.1
-    assert timeline_line(loop.done_steps[0], 5.0) == {
+    assert json.loads(to_json(Timeline.of(loop.done_steps[0], 5.0).to_line())) == {
         "kind": "timeline",
         "step": 0,
         "time": 5.0,
@@ -254,7 +257,7 @@ def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(loop):
             loop.rest(1.0)
             loop.steps.optimizer_within(0.3)
         loop.steps.own_work_done()
-        loop.steps.backward_ends([])
+        loop.steps.backward_ends(None)
     lines = loop.lines()
     assert [parts(line) for line in lines] == [[1.0, 2.5, 3.0, 0.0, 0, 6.5]] * 2
     assert [line["learning_rate"] for line in lines] == [0.3, 0.3]

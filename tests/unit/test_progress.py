@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.telemetry.metrics import Snapshot
-from lockstep.train import fit as fit_module
-from lockstep.train.fit import Display, Throughput, format_metrics
-from lockstep.train.timing import StepRecord, StepTimer
+from lockstep.telemetry import live_view
+from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.live_view import Display
+from lockstep.telemetry.timer import StepTimer
+from lockstep.train.fit import Throughput, format_metrics
+from lockstep.train.trainer import StepRecord
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
 
@@ -25,7 +27,7 @@ def surroundings(monkeypatch):
 def test_lines_in_a_pipe(capsys, monkeypatch):
     display = Display(silent=False)
     display.update(SNAPSHOT)
-    monkeypatch.setattr(fit_module, "_LINE_S", 0.0)
+    monkeypatch.setattr(live_view, "_LINE_S", 0.0)
     display.update(SNAPSHOT)
     display.update(replace(SNAPSHOT, left_s=2.0))
     display.log("said [bold]as it is[/]")

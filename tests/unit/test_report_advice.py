@@ -1,23 +1,23 @@
 """Advice from planted figures: the right cause, and the gain that leaving it out would bring."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from lockstep.study.report.advice import Facts, advise
-from lockstep.study.report.figures import Cores, Parts
-from lockstep.telemetry.stragglers import Straggler
+from lockstep.study.report.figures import Cores
+from lockstep.telemetry.figures import Straggler
+from lockstep.telemetry.step_times import PARTS, StepTimes
 
-SOUND = Parts(
-    data_wait_s=0.0, forward_s=0.030, backward_s=0.060, wire_s=0.002, peers_s=0.0, optimizer_s=0.002, other_s=0.0
-)
+SOUND = {"forward_s": 0.030, "backward_s": 0.060, "exposed_s": 0.002, "optimizer_s": 0.002}
 HANDOVER_S = 0.0003
-FACTS = Facts(num_ranks=4, device="cuda", critical=SOUND, workers=2, gradient_bytes=2**20)
+FACTS = Facts(num_ranks=4, device="cuda", critical=StepTimes(total_s=0.094, **SOUND), workers=2, gradient_bytes=2**20)
 
 
 def facts(**changes):
-    parts = {name: changes.pop(name) for name in list(changes) if name in asdict(SOUND)}
-    return replace(FACTS, critical=replace(SOUND, **parts), **changes)
+    parts = {**SOUND, "exposed_s": changes.pop("wire_s", SOUND["exposed_s"])}
+    parts |= {name: changes.pop(name) for name in list(changes) if name.removesuffix("_s") in PARTS}
+    return replace(FACTS, critical=StepTimes(total_s=sum(parts.values()), **parts), **changes)
 
 
 def test_a_sound_run_is_left_alone():
@@ -52,7 +52,7 @@ def test_a_slow_rank_is_named_with_its_phase():
 
 
 def test_a_rank_that_loads_slowly_alone_needs_no_workers_on_all():
-    slow = Straggler(1, "loader", lost_s=0.090, took_s=0.094, usual_s=0.004, step_s=0.188)
+    slow = Straggler(1, "data_wait", lost_s=0.090, took_s=0.094, usual_s=0.004, step_s=0.188)
     texts = [advice.cause for advice in advise(facts(data_wait_s=0.094, workers=0, straggler=slow))]
     assert texts == ["Rank 1 is slow in loading data (94.0 ms where 4.0 ms is usual), and the others wait for it"]
 
@@ -81,12 +81,12 @@ def test_a_model_too_small_to_divide_is_better_off_alone():
     found = advise(facts(forward_s=0.001, backward_s=0.002, wire_s=0.020, num_ranks=4))
     assert found[0].text == (
         "The model is too small for several devices: computing is 12% of the step on 4 devices: one device (--devices "
-        "1), or a larger global batch, would give about 1.79 times the throughput."
+        "1) would give about 1.79 times the throughput."
     )
     assert found[0].gain == pytest.approx(0.025 / (4 * 0.003 + 0.002))
     assert all("--accumulate" not in advice.change for advice in found)
     found = advise(facts(forward_s=0.001, backward_s=0.002, wire_s=0.020, num_ranks=4, device="cpu"))
-    assert found[0].change == "one device (--devices 1 --threads 1), or a larger global batch,"
+    assert found[0].change == "one device (--devices 1 --threads 1)"
     assert "at least 1.79 times" in found[0].text  # one process may use the cores of the others
 
 
@@ -155,6 +155,17 @@ def test_time_without_a_core_comes_first_and_nothing_is_advised_for_it():
     # A quota leaves cores idle, which other programs do not.
     (advice,) = advise(replace(starved, cores=Cores(total=2, ranks=0.5, others=0.9, stolen=0.0, throttled=0.6)))
     assert advice.cause.endswith("the quota of the control group stops the ranks")
+    # Fewer threads are for ranks that have more than one; what else fits on the cores is advised, too.
+    for threads, num_ranks, change in (
+        (2, 2, "fewer ranks (--devices 1), or fewer threads (--threads 1)"),
+        (4, 2, "fewer threads (--threads 1)"),
+        (4, 1, "fewer threads (--threads 2)"),
+        (1, 4, "fewer ranks (--devices 2)"),
+    ):
+        quiet = crowd._replace(others=0.1, threads=threads, num_ranks=num_ranks)
+        (advice,) = advise(replace(starved, cores=quiet))
+        assert (advice.cause.endswith("more threads than the 2 cores"), advice.change) == (True, change)
+    assert advise(replace(starved, cores=crowd._replace(others=0.1, threads=1, num_ranks=2))) == []
     # A smaller part stands among the others, by its gain.
     some = advise(facts(core_wait_s=0.02, data_wait_s=0.1, workers=0, cores=crowd))
     assert ["--workers" in each.change for each in some] == [True, False]

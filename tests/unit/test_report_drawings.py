@@ -8,9 +8,9 @@ from click.testing import CliRunner
 from lockstep.cli.studies import report
 from lockstep.study.drawing import drawing_style
 from lockstep.study.report import run_page
-from lockstep.study.report.run_page import _curve, draw, figure_tables
+from lockstep.study.report.run_page import _curve, draw, ranks_table
 from lockstep.study.report.view import compare_with_baseline, sentences, view_run
-from tests.unit.report_planted import MACHINE, START, session, step_line, steps, write_run
+from tests.unit.report_planted import MACHINE, START, event_line, session, step_line, steps, write_run
 
 GPU = {"gpu_percent": 90.0, "gpu_power_w": 300.0, "gpu_temperature_c": 60.0, "num_workers": 2}
 
@@ -39,7 +39,7 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
     beside = compare_with_baseline(view, single(tmp_path / "one"))
     assert beside.loss_note == (
         "Over 30 steps, the losses of this run and of that on one device begin with the same value and differ by at "
-        "most 1e-06 (relative), in step 8."
+        "most 1e-07 of the first loss, in step 8."
     )
     assert beside.scaling == "1.82 times as fast as one device, 91% of linear"
     assert sentences(view, beside)[0] == (
@@ -51,11 +51,11 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         compare_with_baseline(slow, beside.view).scaling
         == "1.25 times as fast as one device, 62% of linear (80% is good)"
     )
-    other = double(tmp_path / "wrong", loss=0.1)
+    other = double(tmp_path / "wrong", loss=0.15)
     other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
     assert compare_with_baseline(other, beside.view).loss_note == (
-        "Over 30 steps, the losses of this run and of that on one device differ by 5.00% in step 1 (lockstep verify "
-        "finds the cause), by at most 28.57%, in step 8."
+        "Over 30 steps, the losses of this run and of that on one device differ by 5.00% of the first loss in step 1 "
+        "(lockstep verify finds the cause), by at most 7.50% of the first loss, in step 8."
     )
     same = compare_with_baseline(double(tmp_path / "same"), single(tmp_path / "other", seed=3))
     assert same.loss_note == (
@@ -88,9 +88,9 @@ def test_tokens_are_counted_and_called_what_the_task_calls_them(tmp_path):
     assert view_run(write_run(tmp_path / "some", [some])).figures.tokens_per_s is None
 
 
-def headings(view):
+def headings(*views):
     with drawing_style():
-        return {re.search("<figcaption>(.*?)</figcaption>", plot)[1]: plot for plot in draw(view)}
+        return {re.search("<figcaption>(.*?)</figcaption>", plot)[1]: plot for plot in draw(*views)}
 
 
 def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
@@ -108,9 +108,25 @@ def test_curves_are_drawn_where_there_is_something_to_see(tmp_path):
         assert _curve(plain, None, "Learning rate", "learning rate", lambda step: step.learning_rate) is None
 
 
+def test_evaluations_are_drawn_beside_the_training_loss_and_by_metric(tmp_path):
+    evaluated = [
+        {**event_line("evaluation", "", step), "metrics": {"loss": 1.0 / step, "<b>": step / 100, "same": 1.0}}
+        for step in (10, 20)
+    ]
+    view = view_run(write_run(tmp_path / "run", [[*steps(), *evaluated]]))
+    found = headings(view)
+    assert list(found) == ["Where the time of a step goes", "Loss", "Evaluation: &lt;b&gt;"]
+    loss = "Curve of the loss over the steps: from 2 to 0.0667, between 0.0667 and 2; evaluation: from 0.1 to 0.05, "
+    assert loss in found["Loss"] and ">evaluation</text>" in found["Loss"]
+    assert "evaluation: from 0.1 to 0.2, between 0.1 and 0.2." in found["Evaluation: &lt;b&gt;"]
+    both = headings(view, compare_with_baseline(view, view))["Loss"]
+    names = ("this run", "this run, evaluation", "one device", "one device, evaluation")
+    assert [both.count(f">{name}</text>") for name in names] == [1, 1, 1, 1]
+
+
 def test_each_rank_has_a_row_with_its_parts_memory_and_load(tmp_path):
     ranks = [[*steps(), *machine_lines(**GPU)], [*steps(), *machine_lines(**{**GPU, "gpu_percent": 40.0})]]
-    table = figure_tables(view_run(write_run(tmp_path / "run", ranks)))[0]
+    table = ranks_table(view_run(write_run(tmp_path / "run", ranks)))
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["GPU busy, %"] for row in rows] == ["90", "40"]
     assert [row["CPU, % of a core"] for row in rows] == ["95", "95"]

@@ -2,9 +2,10 @@
 
 import pytest
 
-from lockstep.study.report.figures import bars_of, find_figures, find_window
-from lockstep.study.report.run_reader import read_run
+from lockstep.study.report.figures import bars_of, find_window
 from lockstep.study.report.view import sentences, view_run
+from lockstep.telemetry.figures import find_figures
+from lockstep.telemetry.record import read_run
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
 
 
@@ -21,7 +22,7 @@ def test_the_rank_that_waits_least_waits_for_the_wire_and_the_others_for_it(tmp_
     assert (found.by_rank[1].wire_s, found.by_rank[1].peers_s) == pytest.approx((0.001, 0.0))
     assert found.critical == found.by_rank[1]
     assert found.last_share == {0: 0.0, 1: 1.0}
-    assert (found.straggler.rank, found.straggler.phase) == (1, "forward")
+    assert (found.straggler.rank, found.straggler.part) == (1, "forward")
     assert found.straggler.lost_s == pytest.approx(0.010)
     assert found.step_s == pytest.approx(0.021)
     assert found.samples_per_s == pytest.approx(64 / 0.021)
@@ -42,7 +43,7 @@ def test_a_slow_rank_is_found_where_all_are_disturbed(tmp_path):
     one = [step_line(n, forward_s=0.003 + noise[n], exposed_s=0.011) for n in range(60)]
     other = [step_line(n, forward_s=0.013 + noise[n], exposed_s=0.001) for n in range(60)]
     found = figures(tmp_path, one, other).straggler
-    assert (found.rank, found.phase) == (1, "forward")
+    assert (found.rank, found.part) == (1, "forward")
     assert (found.lost_s, found.took_s - found.usual_s) == pytest.approx((0.010, 0.010))
     rarely = [line if n % 5 < 2 else step_line(n, forward_s=0.003, exposed_s=0.011) for n, line in enumerate(other)]
     assert figures(tmp_path / "rarely", one, rarely).straggler is None
@@ -61,13 +62,13 @@ def test_time_between_steps_is_other(tmp_path):
     assert found.critical.total_s == pytest.approx(found.step_s)
     quick, late = steps(interval_s=0.025, exposed_s=0.013), steps(interval_s=0.025, exposed_s=0.001)
     slow = figures(tmp_path, quick, late).straggler
-    assert (slow.rank, slow.phase, slow.lost_s) == (1, "other", pytest.approx(0.012))
+    assert (slow.rank, slow.part, slow.lost_s) == (1, "other", pytest.approx(0.012))
 
 
 def test_an_engine_that_does_not_tell_what_it_waits_for_has_no_such_parts(tmp_path):
     found = figures(tmp_path, steps(exposed_s=None), steps(exposed_s=None, forward_s=0.004))
     assert (found.knows_waits, found.straggler) == (False, None)
-    assert [parts.wire_s + parts.peers_s for parts in found.by_rank.values()] == [0.0, 0.0]
+    assert [parts.part("wire", "peers") for parts in found.by_rank.values()] == [0.0, 0.0]
     assert found.critical.forward_s == pytest.approx(0.004)
 
 
@@ -100,8 +101,8 @@ def test_three_sentences(tmp_path):
     slow = write_run(tmp_path / "slow", [steps(exposed_s=0.011), steps(forward_s=0.013)])
     assert sentences(view_run(slow)) == (
         "digits trains 3,048 samples/s on 2 CPU processes, 21.0 ms a step.",
-        "Of a step, 90% is computing (well used): 62% forward, 24% backward, 5% data wait, 5% exchange; "
-        "the others wait 10.0 ms in each step for rank 1 (forward).",
+        "Of a step, 91% is computing (well used): 62% forward, 24% backward, 5% optimizer; the rest is 5% data wait, "
+        "5% exchange; the others wait 10.0 ms in each step for rank 1 (forward).",
         "Change first: Rank 1 is slow in forward (13.0 ms where 3.0 ms is usual), and the others wait for it: making "
         "rank 1 as fast as the others (check its machine, its data and other programs there) would give about 1.91 "
         "times the throughput.",
@@ -116,13 +117,22 @@ def test_a_run_without_cores_is_not_called_well_used(tmp_path):
     view = view_run(write_run(tmp_path / "run", [lines, lines], [about]))
     assert view.figures.critical.core_wait_s == pytest.approx(0.089)
     assert sentences(view)[1:] == (
-        "Of a step, 89% is waiting for a core, as other programs use 1.7 of 2 cores: 89% waiting for a core, 5% "
-        "backward, 3% forward, 1% data wait.",
+        "Of a step, 89% is waiting for a core, as other programs use 1.7 of 2 cores; the rest is 5% backward, 3% "
+        "forward, 1% data wait, 1% exchange, 1% optimizer.",
         "Change first: The ranks wait for a core during 89% of the step, as other programs use 1.7 of 2 cores: "
         "stopping them, or reserving cores for the run (taskset), would give at most 9.09 times the throughput.",
     )
     alone = view_run(write_run(tmp_path / "late", [steps(exposed_s=0.09), [*steps(core_wait_s=0.089), machine]]))
     assert sentences(alone)[1].endswith("the others wait 89.0 ms in each step for rank 1 (waiting for a core).")
+
+
+def test_the_parts_add_up_to_what_computes_and_the_rest_follows(tmp_path):
+    parts = {"forward_s": 0.010, "backward_s": 0.043, "optimizer_s": 0.006, "core_wait_s": 0.039, "exposed_s": 0.001}
+    view = view_run(write_run(tmp_path / "run", [steps(**parts, total_s=0.1, interval_s=0.1)]))
+    assert sentences(view)[1] == (
+        "Of a step, 59% is computing: 43% backward, 10% forward, 6% optimizer; the rest can be gained: 39% waiting for "
+        "a core, 1% data wait, 1% exchange."
+    )
 
 
 def test_nothing_to_change_is_said(tmp_path):

@@ -72,7 +72,10 @@ def test_the_page_suits_phones_dark_rooms_keyboards_and_those_who_do_not_see_it(
     drawings = [found for _, found in outline.elements if found.get("role") == "img"]
     assert len(drawings) == 3  # parts, loss, timeline; throughput never changes
     assert all(len(found["aria-label"]) > 40 for found in drawings)
-    assert sum(tag == "svg" for tag, _ in outline.elements) == 3
+    # All as narrow as a phone, also the timeline; shrunk from more, letters would be too small to read.
+    assert [found["viewbox"].split()[2] for tag, found in outline.elements if tag == "svg"] == ["345.6"] * 3
+    assert "scroll" not in "".join(re.findall("<figure.*?</figure>", page, re.DOTALL))
+    assert [page.count(f">{label}</text>") for label in ("step 5", "step 6", "step 7")] == [1, 1, 1]
     folds = sum(tag == "summary" for tag, _ in outline.elements)
     assert folds == sum(tag == "table" for tag, _ in outline.elements) == 4
     scrolls = [found for tag, found in outline.elements if "scroll" in (found.get("class") or "")]
@@ -91,6 +94,14 @@ def test_the_page_tells_verdict_advice_events_and_how_to_repeat_it(page):
         "cd /somewhere",
     ):
         assert words.count(text) >= 1, text
+
+
+def test_each_advice_stands_once(tmp_path):
+    lines = [*steps(exposed_s=0.030), event_line("checkpoint", "saved", 10, 0.2)]
+    view = view_run(write_run(tmp_path / "run", [lines, lines]))
+    words = " ".join(Outline(render(view)).words)
+    assert len(view.advice) == 3 and "What else to change" in words
+    assert [words.count(advice.text) for advice in view.advice] == [1, 1, 1]
 
 
 def test_no_text_of_a_record_becomes_markup(tmp_path):

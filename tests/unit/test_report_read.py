@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep.errors import ConfigurationError
-from lockstep.study.report.run_reader import read_run
+from lockstep.telemetry.record import read_run
 from tests.unit.report_planted import START, event_line, session, step_line, steps, timeline_line, write_run
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -31,16 +30,15 @@ def outcome(stop, *exit_codes):
 
 def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    stop = GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(2)))
-    with stop.handling(CONFIG) as config:
-        assert config.signals_to_handle == "SIGHUP,SIGQUIT"
+    stop = GracefulShutdown(Job(FakeReaper(tmp_path), range(2)))
+    with stop.handling(CONFIG):
         run_folder.announce_graceful_stop(tmp_path, 0)
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
         assert ended.value.sigval is signal.SIGTERM, "rank 1 cannot"
     reaper = FakeReaper(tmp_path)
-    stop = GracefulShutdown(reaper, Job(tmp_path, range(2)))
+    stop = GracefulShutdown(Job(reaper, range(2)))
     with stop.handling(CONFIG):
         run_folder.announce_graceful_stop(tmp_path, 1)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -51,31 +49,29 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
             time.sleep(1)
         assert (ended.value.sigval, reaper.num_kills) == (signal.SIGINT, 1)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
-def test_it_gives_up_when_the_time_is_up(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_STOP_TIMEOUT_S", "0.1")
+def test_signals_that_are_only_passed_on_end_the_ranks_at_once(tmp_path):
     run_folder.announce_graceful_stop(tmp_path, 0)
-    with (
-        GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(1))).handling(CONFIG),
-        pytest.raises(SignalException) as ended,
-    ):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-    assert ended.value.sigval is signal.SIGTERM
+    job = Job(FakeReaper(tmp_path), range(1))
+    with GracefulShutdown(job).handling(CONFIG), pytest.raises(SignalException) as ended:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(1)
+    assert (ended.value.sigval, job.stop_by) == (signal.SIGHUP, None)
 
 
-def test_handlers_that_the_user_chose_are_left_to_torch_elastic(tmp_path):
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGTERM")
-    before = signal.getsignal(signal.SIGTERM)
-    with GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(2))).handling(config) as same:
-        assert same is config
-        assert signal.getsignal(signal.SIGTERM) is before
+def test_the_user_chooses_which_signals_are_handled(tmp_path):
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGUSR2, SIGTERM")
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
+    before = [signal.getsignal(number) for number in numbers]
+    with GracefulShutdown(Job(FakeReaper(tmp_path), range(2))).handling(config):
+        changed = [signal.getsignal(number) != own for number, own in zip(numbers, before, strict=True)]
+        assert changed == [True, False, False, True]
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_how_the_ranks_ended(tmp_path):
-    stop = GracefulShutdown(FakeReaper(tmp_path), Job(tmp_path, range(2)))
+    stop = GracefulShutdown(Job(FakeReaper(tmp_path), range(2)))
     assert outcome(stop, 0) is None
     assert outcome(stop, 75) is None, "a script's own 75, for all that is known"
     run_folder.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -136,9 +137,13 @@ def test_full_disk(tmp_path, monkeypatch):
     message = f"Cannot write the checkpoint {tmp_path}: {{}}.\nEarlier checkpoints were not changed."
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 30))
         with pytest.raises(CheckpointError) as caught:
             lockstep.save(tmp_path, step=2)
-    assert str(caught.value) == message.format("No space left on device")
+    assert str(caught.value) == (
+        f"{message.format('No space left on device')} The disk has 3.0 GiB free.\n"
+        "Make room on the disk, or write to another one."
+    )
     assert lockstep.load(tmp_path) == {"step": 1}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # the kernel's own refusal, in the middle of a file

@@ -1,13 +1,15 @@
 """Settings: declared once, checked when made, and the keywords of `fit`."""
 
 import inspect
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import lockstep
 from lockstep.errors import ConfigurationError
-from lockstep.train.settings import FitSettings, Settings, settings_of
+from lockstep.train.settings import _FOREIGN, FitSettings, Settings, settings_of
+from tests.training import make_task
 
 
 def test_each_field_declares_its_kind():
@@ -46,7 +48,7 @@ def test_each_field_declares_its_kind():
         "checkpoint": ("path", True),
         "checkpoint_every": ("int", True),
         "checkpoint_blocking": ("bool", False),
-        "keep": ("int", False),
+        "keep": ("int", True),
         "keep_best": ("bool", False),
         "resume": ("bool", True),
         "export": ("path", True),
@@ -136,10 +138,14 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
         ),
         ({"quiet": 1}, "quiet=1 is not allowed.\nGive True or False."),
         ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),
-        ({"resume": True}, "resume needs checkpoint.\nAdd checkpoint=DIR (--checkpoint DIR), or omit resume."),
         (
-            {"keep_best": True},
-            "keep_best needs checkpoint.\nAdd checkpoint=DIR (--checkpoint DIR), or omit keep_best.",
+            {"profile": True},
+            "profile needs profile_dir or run_dir.\nAdd a folder for its traces: profile_dir=DIR (--profile-dir DIR) "
+            "or run_dir=DIR (--run-dir DIR), or omit profile.",
+        ),
+        (
+            {"view": "live", "quiet": True},
+            "quiet cannot be combined with view=live: it prints only errors.\nOmit one of the two.",
         ),
         ({"checkpoint": "runs", "keep": 0}, "keep=0 is not allowed.\nGive a whole number of at least 1."),
         ({"export": "model.pt"}, "export=model.pt does not end in .safetensors.\nName a file that does."),
@@ -168,5 +174,66 @@ def test_the_keywords_of_fit_are_the_settings():
     assert {keyword.name: keyword.default for keyword in keywords} == {
         setting.name: setting.default for setting in settings_of(FitSettings)
     }
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epoch'"):
-        lockstep.fit(None, epoch=3)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "text"),
+    [
+        (lockstep.fit, "epoch", "unknown setting 'epoch'.\nDid you mean epochs?"),
+        (lockstep.fit, "num_workers", "unknown setting 'num_workers'.\nDid you mean workers?"),
+        (lockstep.fit, "max_epochs", "unknown setting 'max_epochs'.\nDid you mean epochs?"),
+        (
+            lockstep.fit,
+            "learning_rate",
+            "unknown setting 'learning_rate'.\nIt is in the task: lockstep.Task(optimizer=...).",
+        ),
+        (lockstep.Task, "batch_size", "unknown field of Task 'batch_size'.\nDid you mean global_batch_size?"),
+        (
+            lockstep.Task,
+            "num_workers",
+            "unknown field of Task 'num_workers'.\nIt is a setting of the run: lockstep.fit(task, workers=...).",
+        ),
+    ],
+)
+def test_an_unknown_keyword_is_named_with_the_one_that_was_meant(make, name, text):
+    with pytest.raises(ConfigurationError) as error:
+        make(*[None] * (make is lockstep.fit), **{name: 2})
+    assert str(error.value) == text
+
+
+def test_an_unknown_keyword_without_a_like_is_shown_what_there_is():
+    with pytest.raises(ConfigurationError, match=r"unknown setting 'zzz'\.\nThere are epochs, steps, seed, "):
+        Settings(zzz=1)
+
+
+def test_what_is_foreign_stands_for_what_there_is():
+    ours = {each.name for each in settings_of(FitSettings)} | {each.name for each in fields(lockstep.Task)}
+    assert set(_FOREIGN.values()) <= ours
+    assert not ours & _FOREIGN.keys()
+
+
+NEEDS = {
+    "checkpoint=DIR (--checkpoint DIR)": {
+        "resume": True, "checkpoint_every": 5, "checkpoint_blocking": True, "keep": 2, "keep_best": True,
+    },
+    "workers=N (--workers N)": {"prefetch": 2},
+    "lr_scaling=linear (--lr-scaling linear)": {"base_batch_size": 8},
+    "profile=True (--profile)": {"profile_steps": (3, 2), "profile_dir": "traces"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "name", "value"), [(how, *each) for how, all in NEEDS.items() for each in all.items()])
+def test_a_setting_that_would_be_ignored_is_refused(how, name, value):
+    with pytest.raises(ConfigurationError) as error:
+        FitSettings(**{name: value})
+    assert str(error.value) == f"{name} needs {how.partition('=')[0]}.\nAdd {how}, or omit {name}."
+
+
+@pytest.mark.parametrize("given", [{"eval_every": 5}, {"keep_best": True, "checkpoint": "kept"}])
+def test_a_setting_that_the_task_makes_idle_is_refused(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = next(iter(given))
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.fit(make_task(), **given)
+    assert str(error.value) == f"{name} needs eval_dataset.\nAdd eval_dataset=... to the task, or omit {name}."
+    assert not list(tmp_path.iterdir())

@@ -2,13 +2,18 @@
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import RankFigures, Spread, evaluations, scalars
+from lockstep.telemetry import figures
+from lockstep.telemetry.figures import Spread, scalars, with_waits
+from lockstep.telemetry.recorder import RankMeans
+from lockstep.telemetry.resources import MachineSampler
+from lockstep.telemetry.sinks import SeriesSink
+from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,12 +75,11 @@ FROZEN = {
 OWN = ("lockstep_run_info", "lockstep_rank_info", "lockstep_updated_timestamp_seconds")
 """Of Prometheus alone."""
 
-ALL = metrics.ALL_METRICS
+ALL = figures.ALL_METRICS
 
 
 def test_the_names_stay():
     assert {metric.name: metric.prometheus for metric in ALL} == FROZEN
-    assert (metrics.RUN_INFO, metrics.RANK_INFO, metrics.UPDATED) == OWN
     assert Spread._fields == ("min", "min_rank", "median", "max", "max_rank")
 
 
@@ -90,10 +94,11 @@ def test_prometheus_names_are_by_its_rules():
 
 
 def test_every_figure_of_a_rank_is_given():
-    given = {metric.name.removeprefix("rank/") for metric in metrics.RANK_METRICS}
-    known = {field.name for field in fields(RankFigures)} | {"own_s", "wire_s"}
-    assert known - given == {"rank", "host", "device", "step", "num_steps", "link_peer"}
-    assert given <= known
+    rank = RankMeans(0, "cpu")
+    rank.add(StepMarks(0, 0.0, 0.0, 0.0, 1.0), StepTimes(**dict.fromkeys(TIMES, 0.001)))
+    rank.machine(MachineSampler([torch.device("cpu")])())
+    (given,) = with_waits([rank.read()[0]])
+    assert set(given.values) == {metric.name.removeprefix("rank/") for metric in figures.RANK_METRICS}
 
 
 def test_the_dashboard_and_the_alerts_name_what_there_is():
@@ -148,9 +153,11 @@ def test_a_step_of_which_nothing_is_known_has_no_shares():
 
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     scores = {"loss": 0.5, "top 5/accuracy": 0.75}
-    ((found, values),) = evaluations(snapshot(9, event("evaluation", 8, metrics=scores), event("remark", 9)))
-    assert (found.step, found.time) == (8, 1e9 + 8)
-    assert values == {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}
+    written = []
+    sink = SimpleNamespace(write=lambda step, time_s, values, event: written.append((step, time_s, values)))
+    SeriesSink.event(sink, event("evaluation", 8, metrics=scores))
+    SeriesSink.event(sink, event("remark", 9))
+    assert written == [(8, 1e9 + 8, {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}), (9, 1e9 + 9, {})]
 
 
 def test_a_session_that_said_neither_end_nor_stop_has_failed():

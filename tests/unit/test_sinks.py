@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep.telemetry.aggregator import SinkThread
+from lockstep.telemetry.recorder import Delivery
 from lockstep.telemetry.sinks import MlflowRun, Prometheus, TensorBoard, WandbRun
-from tests.unit.sinks_planted import CONFIG, counted, event, facts, feed, snapshot
+from tests.unit.sinks_planted import CONFIG, counted, event, facts, feed, give, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})
 
@@ -46,7 +46,7 @@ def test_a_full_disk_costs_tensorboard_one_warning(tmp_path, capfd):
     pytest.importorskip("tensorboard")
     sink = TensorBoard(f"{tmp_path}/run", facts())
     (path,) = (tmp_path / "run").iterdir()
-    before, thread = resource.getrlimit(resource.RLIMIT_FSIZE), SinkThread(sink)
+    before, thread = resource.getrlimit(resource.RLIMIT_FSIZE), Delivery(sink)
     # As on a full disk, writes fail.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
     try:
@@ -81,7 +81,7 @@ def test_prometheus_reads_the_last_snapshot_until_the_port_is_given_back():
     assert samples_in(page) == {f"lockstep_run_info{{{info}}}": "1.0"}
     checkpoints = event("checkpoint", 8, seconds=0.5), event("checkpoint", 9, seconds=0.25)
     for each in counted(snapshot(4, EVALUATED), snapshot(9, *checkpoints)):
-        sink.update(each)
+        give(sink, each)
     _, page = page_of(sink)
     found = samples_in(page)
     assert float(found.pop('lockstep_rank_own_work_seconds{rank="1"}')) == pytest.approx(0.09)

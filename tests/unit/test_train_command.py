@@ -75,6 +75,24 @@ def mine(tmp_path, monkeypatch):
             "A global batch of 4 samples does not have a sample for each of 2 devices in each of 2 micro-batches.\n"
             "Set the global batch size to 6 or more, or make the shares more equal.",
         ),
+        (
+            ["mine.py", "--strategy", "dp", "--max-restarts", "2", "--watchdog", "9"],
+            "--max-restarts and --watchdog is for ranks that this command starts, but it starts none.\n"
+            "Pass it to the command that starts them; strategy dp in one process has none, and its output can be "
+            "redirected.",
+        ),
+        (
+            ["mine.py", "--eval-every", "2"],
+            "eval_every needs eval_dataset.\nAdd eval_dataset=... to the task, or omit eval_every.",
+        ),
+        (
+            ["mine.py", "--devices", "2", "--min-devices", "1"],
+            "min_devices needs max_restarts.\nAdd max_restarts=N (--max-restarts N), or omit min_devices.",
+        ),
+        (
+            ["mine.py", "--watchdog", "0", "--watchdog-action", "warn"],
+            "watchdog_action needs watchdog.\nAdd watchdog=SECONDS (--watchdog SECONDS), or omit watchdog_action.",
+        ),
         (["mine.py", "--steps", "0"], "steps=0 is not allowed.\nGive a whole number of at least 1."),
     ],
 )
@@ -131,14 +149,14 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
         "view": "lines",
         "price": "2.50 EUR",
     }
-    names = ("quiet", "keep_best", "checkpoint_blocking", "profile")
+    names = ("keep_best", "checkpoint_blocking", "profile")
     switches = dict.fromkeys(names, True)
     args = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     args += [f"--{name.replace('_', '-')}" for name in names]
     assert main(["train", "mine.py", *args, "--no-resume"]) == 0
     others = ["--epochs", "2", "--resume", "--checkpoint", "runs", "--reproducible", "4", "--threads", "2"]
     others += ["--workers", "2"]
-    assert main(["train", "mine.py", *others]) == 0
+    assert main(["train", "mine.py", *others, "--quiet"]) == 0
     assert main(["train", "mine.py", "--compression", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
     assert main(["train", "mine.py", "--compression", "powersgd:4"]) == 0
     local = {"strategy": "diloco", "sync_every": 6, "fragments": 2, "sync_delay": 1, "across": "machines"}
@@ -147,13 +165,28 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     assert main(["train", "mine.py", *words]) == 0
     assert seen == [
         FitSettings(**{**flags, "shares": (2, 1.5), "profile_steps": (3, 2)}, **switches, resume=False),
-        FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers=2),
+        FitSettings(epochs=2, resume=True, checkpoint="runs", reproducible=4, threads=2, workers=2, quiet=True),
         FitSettings(compression="bf16", bucket_cap_mb=2.5, overlap_optimizer=True),
         FitSettings(compression="powersgd:4"),
         FitSettings(**local),
     ]
-    rest = {"epochs", "resume", "reproducible", "threads", "compression", "bucket_cap_mb", "overlap_optimizer"}
+    rest = {"epochs", "resume", "quiet", "reproducible", "threads", "compression", "bucket_cap_mb", "overlap_optimizer"}
     assert {setting.name for setting in settings_of(FitSettings)} == {*flags, *switches, *local, *rest}
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--num-workers", " Did you mean --workers?"),
+        ("--batch-size", " Did you mean --global-batch-size?"),
+        ("--min-device", " Did you mean --min-devices?"),
+        ("--lr", " It is in the task: lockstep.Task(optimizer=...)."),
+        ("--qqq", ""),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_one_that_was_meant(mine, capfd, flag, hint):
+    assert main(["train", "mine.py", flag, "2"]) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == f"Error: No such option '{flag}'.{hint}"
 
 
 def test_words_that_are_no_numbers_are_named(mine, capfd):

@@ -1,24 +1,20 @@
 """`tune`: what it tries, how it judges, and what it writes; no process is started."""
 
 import io
-import json
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lockstep.cli import main
-from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, RankFailed
+from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, OutOfMemory, RankFailed
 from lockstep.study import tune as tuning
 from lockstep.study.common import Spread
-from lockstep.study.tune import Effect, Known, Request, Result, Sweep, candidates, effect_of
+from lockstep.study.tune import Effect, Known, Result, Sweep, candidates, effect_of
 from lockstep.train.settings import FitSettings, read_settings
 from tests.training import make_task
 
-REQUEST = Request("mine.py", 2, 4, 64, ("single", "dp", "ddp"), 300.0, time.time(), 2**30)
-KNOWN = Known(32, 100 * 2**20, gradient_bytes=30 * 2**20, wait_share=0.4)
 FASTER = Spread(1.5, 1.4, 1.6)
 RESULTS = (
     Result("loading", {"workers": 2}, Effect.BITS, FASTER, 5),
@@ -26,9 +22,17 @@ RESULTS = (
     Result("precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: use --allow-precision"),
     Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9),
 )
+KNOWN = Known(32, 100 * 2**20, gradient_bytes=30 * 2**20, wait_share=0.4)
 OUTCOME = Sweep(
+    name="mine.py",
     task="mine.py",
-    request=REQUEST,
+    num_devices=2,
+    num_cores=4,
+    global_batch_size=64,
+    strategies=("single", "dp", "ddp"),
+    seconds=300.0,
+    began_at=time.time(),
+    limit_bytes=2**30,
     start=FitSettings(clip=1.0),
     found=FitSettings(clip=1.0, workers=2),
     results=RESULTS,
@@ -70,8 +74,9 @@ OUTCOME = Sweep(
     ],
 )
 def test_what_is_tried(stage, base, known, found):
-    request = REQUEST if base.get("strategy") != "single" else replace(REQUEST, strategies=("dp",))
-    assert candidates(stage, FitSettings(**base), request, known) == found
+    strategies = ("dp",) if base.get("strategy") == "single" else OUTCOME.strategies
+    sweep = replace(OUTCOME, strategies=strategies, found=FitSettings(**base), known=known)
+    assert candidates(stage, sweep) == found
 
 
 @pytest.mark.parametrize(
@@ -121,17 +126,15 @@ class Machine:
 
     def __init__(self, speeds=None, fails=None, fits=64):
         self.speeds, self.fails, self.fits = speeds or {}, fails or {}, fits
-        self.stages = []
+        self.stages, self.sizes = [], []
 
     def __call__(self, function, *args, devices, timeout_s):
         if function is tuning.probe:
-            _, _, sizes, file = args
-            fitting = [size for size in sizes if size <= self.fits]
-            known = Known(fitting[-1], layers=("dropout",), gradient_bytes=2**20, wait_share=0.5)
-            Path(file).write_text(json.dumps(asdict(known)))
-            if len(fitting) < len(sizes):
-                raise RankFailed("rank 0: OutOfMemory")
-            return []
+            _, size = args
+            self.sizes.append(size)
+            if size > self.fits:
+                raise OutOfMemory("It is full.") if size > 8 else RankFailed("Rank 0 was killed by SIGKILL.")
+            return [Known(size, layers=("dropout",), gradient_bytes=2**20, wait_share=0.5)]
         _, contenders, _ = args
         self.stages.append(list(contenders))
         for name in contenders:
@@ -178,7 +181,9 @@ def test_a_sum_that_is_no_gain_is_not_taken(monkeypatch):
 
 
 def test_micro_batches_begin_as_large_as_fits(monkeypatch):
-    outcome = tune(monkeypatch, Machine(fits=4), strategies=["ddp"])
+    machine = Machine(fits=4)
+    outcome = tune(monkeypatch, machine, strategies=["ddp"])
+    assert machine.sizes == [12, 6, 3]  # from the largest on, as most tasks fit
     assert outcome.start == FitSettings(accumulate=4)  # 24 samples on 2 devices: pieces of 3, as 6 are too many
     assert any(note.startswith("The largest micro-batch that fits has 3 samples (of 12") for note in outcome.notes)
 
@@ -192,6 +197,21 @@ def test_a_change_that_breaks_the_ranks_is_left_out(monkeypatch):
     assert [each.why for each in outcome.results if each.changes == {"workers": 4}] == ["KeyError: 'x'"]
     alone = [["now", f"workers {count}"] for count in (1, 2, 4)]
     assert machine.stages[:4] == [["now", "workers 1", "workers 2", "workers 4"], *alone]
+
+
+def test_smaller_micro_batches_are_not_tried_for_an_error_of_the_task(monkeypatch):
+    error = RankFailed("rank 0: KeyError")
+    error.__cause__ = KeyError("x")
+    sizes = []
+
+    def fail(_, _sweep, size, **__):
+        sizes.append(size)
+        raise error
+
+    monkeypatch.setattr(tuning, "run_ranks", fail)
+    with pytest.raises(RankFailed):
+        tuning.tune(make_task())
+    assert sizes == [12]
 
 
 def test_a_task_that_cannot_be_trained_ends_it(monkeypatch):

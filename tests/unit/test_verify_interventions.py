@@ -1,10 +1,12 @@
 """What is turned off is off within, and as it was afterwards."""
 
+import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
+from sklearn.utils import check_random_state
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,6 +70,28 @@ def test_private_generators_of_python_and_numpy_are_constant_while_active():
     assert watch.draws == {"random.Random", "numpy generator.random"}
 
 
+def test_generators_are_passed_on_as_scipy_and_scikit_learn_do():
+    plain, kept = np.random.default_rng(3), np.random.mtrand._rand
+    expected = np.random.default_rng(3).random(), np.random.RandomState(3).rand(), random.Random(3).random()
+    with (watch := Watch(frozenset({"random"}))), watch.generators():
+        generator = np.random.default_rng(np.random.default_rng(3))
+        assert isinstance(generator, type(plain)) and isinstance(plain, np.random.Generator)
+        assert isinstance(np.random.RandomState(np.random.PCG64()), type(kept))
+        assert isinstance(kept, np.random.RandomState)
+        assert (generator.random(), np.random.RandomState(3).rand(), random.Random(3).random()) == expected
+        assert np.random.default_rng(plain) is plain
+        copied = pickle.loads(pickle.dumps((generator, random.Random(3))))[1]
+        watch.active = True
+        assert generator.spawn(1)[0].random(3).std() == check_random_state(None).rand(3).std() == 0
+        assert len(set(copied.sample(range(9), 3))) == 3  # without waiting for another constant
+    assert watch.draws == {"numpy generator.random", "numpy.random.rand", "random.Random"}
+    np.random.seed(5)
+    expected = np.random.rand()
+    with Watch(frozenset()).generators():
+        np.random.seed(5)
+        assert check_random_state(None).rand() == expected
+
+
 def test_attention_without_dropout_draws_nothing():
     watch = Watch(frozenset())
     with watch:
@@ -77,11 +101,11 @@ def test_attention_without_dropout_draws_nothing():
 
 
 def test_modules_are_as_they_were_afterwards():
-    kept = random.random, random.Random, np.random.rand, np.random.default_rng
+    kept = random.random, random.Random, np.random.rand, np.random.default_rng, np.random.mtrand._rand
     watch = Watch(frozenset({"random"}))
     with pytest.raises(KeyError), watch.generators():
         raise KeyError
-    assert kept == (random.random, random.Random, np.random.rand, np.random.default_rng)
+    assert kept == (random.random, random.Random, np.random.rand, np.random.default_rng, np.random.mtrand._rand)
 
 
 @pytest.mark.parametrize(

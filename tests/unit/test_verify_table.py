@@ -76,6 +76,21 @@ def test_without_a_cause_it_says_what_was_ruled_out():
     ]
 
 
+def test_experiments_that_failed_exclude_nothing():
+    failed = Row("nothing", causes.PAIR, "failed: TypeError: no", False, "TypeError: no")
+    of_ranks = replace(failed, compared=causes.RANKS_PAIR)
+    last = "1 of 2 experiments failed, and exclude no cause: TypeError: no"
+    found = replace(verification(explained=False), rows=(failed, replace(of_ranks, error="")))
+    assert sentences(found)[1:] == [
+        "No cause was found. Turning off each of these did not make the runs the same: data order, learning-rate rule, "
+        "non-deterministic operator. Check how the first tensor that differs is computed, and whether that can depend "
+        "on the rank.",
+        last,
+    ]
+    found = replace(found, findings=(finding(Cause.SUM),))
+    assert sentences(found)[-2:] == ["There may be more causes: run verify again after fixing these.", last]
+
+
 def test_a_run_that_is_only_not_repeatable_is_told_apart():
     first, *_ = sentences(verification(finding(Cause.OPERATOR), first=None, repeatable=False))
     assert first == "Not reproducible: one process and 2 ranks agree, but no two runs are equal to the bit."

@@ -68,6 +68,8 @@ DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/trai
         ([works(0, 16, has_trained=True), RankState(1, has_left=True)], HANGS, SUSPECT),  # left alone at its end
         ([works(0, 16, has_trained=True, life="it reads or writes"), RankState(1, has_left=True)], FINE, FINE),
         ([works(0, 16, has_trained=True)], FINE, FINE),  # a single rank may wait for anything
+        ([works(0, 4, is_stopped=True)], SUSPECT, FINE),  # but goes on only if somebody sends SIGCONT
+        ([works(0, 16, is_stopped=True, has_trained=True, is_busy=True)], HANGS, SUSPECT),
         ([works(0, 4), works(1, 4)], SUSPECT, FINE),  # nobody waits for anybody
         ([works(0, 16), works(1, 16)], HANGS, FINE),
         ([works(0, 16, has_trained=True), works(1, 16, has_trained=True)], HANGS, HANGS),

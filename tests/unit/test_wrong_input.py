@@ -33,6 +33,7 @@ FILES = {
 
 # Arguments, and how the line of standard error begins that names the cause.
 WRONG = [
+    ("tran mine.py", "Error: No such command 'tran'. Did you mean train?"),
     ("nonsense", "Error: No such command 'nonsense'."),
     ("train", "Error: Missing argument 'TASK.py'."),
     ("train nothing.py", "lockstep: nothing.py does not exist."),
@@ -63,7 +64,7 @@ WRONG = [
     ("train mine.py --export weights.pt", "lockstep: export=weights.pt does not end in .safetensors."),
     ("train mine.py --export no/weights.safetensors", "lockstep: There is no folder no to export the weights to."),
     ("train mine.py --log-to nowhere:x", "lockstep: log_to='nowhere:x' does not name a known sink."),
-    ("train mine.py --profile", "lockstep: profile needs a folder for its traces."),
+    ("train mine.py --profile", "lockstep: profile needs profile_dir or run_dir."),
     ("train mine.py --compression lz4", "lockstep: compression='lz4' is not a compression method."),
     (
         "train mine.py --reproducible 2 --devices 4",
@@ -87,6 +88,7 @@ WRONG = [
         "run --min-devices 0 mine.py",
         "lockstep: --min-devices 0 is not possible: it must be at least 1, and the job on one machine.",
     ),
+    ("run --min-devices 1 mine.py", "lockstep: --min-devices needs --max-restarts."),
     ("report nothing", "lockstep: There is no folder nothing."),
     ("report .", "lockstep: No run was recorded in .: it holds no run.json and no rank-*.jsonl."),
     ("report", "Error: Missing argument 'RUN'."),

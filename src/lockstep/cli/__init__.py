@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import click
@@ -67,6 +69,7 @@ def command(
         # click does not wrap a paragraph that begins with a backspace.
         epilog = "\n\n".join(f"\b\n{one}" for one in "\n\n".join(paragraphs).split("\n\n") if one)
         context = {"max_content_width": 110, **settings}
+        text = text or COMMANDS[function.__name__][1]  # with PYTHONOPTIMIZE=2 there are no docstrings
         attributes: dict[str, Any] = {"cls": cls, "context_settings": context, "help": text, "epilog": epilog}
         made: click.Command = click.command(**attributes)(function)
         return made
@@ -82,11 +85,11 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; ``None`` if no command has that name."""
+        """Import and return a command."""
         if cmd_name not in COMMANDS:
-            return None
-        module_name, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        found: click.Command = getattr(import_module(module_name), attribute)
+            near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            ctx.fail(f"No such command '{cmd_name}'." + "".join(f" Did you mean {name}?" for name in near))
+        found: click.Command = resolve_name(COMMANDS[cmd_name][0])
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -116,6 +119,8 @@ def main(args: Sequence[str] | None = None) -> int:
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):
+            error = import_module("lockstep.cli.train").explain_flag(error)
         error.show()
         return error.exit_code
     except LockstepError as error:

@@ -313,7 +313,7 @@ def verify(
     from lockstep.study.common import console
     from lockstep.study.verify import exchanges, verify_table
     from lockstep.study.verify.diagnose import verify as run_verification
-    from lockstep.train.strategies.strategy import check_engine
+    from lockstep.train.settings import check_engine
 
     check_writable(json_file)
     name, num_devices, given = Path(task_file).name, _num_devices(devices), Settings(**settings)
@@ -332,55 +332,38 @@ def verify(
 
 
 @command()
-@click.argument("target", metavar="[SCRIPT.py | TASK.py[:NAME]]", required=False)
-@click.argument("arguments", metavar="[-- ARGUMENTS]", nargs=-1)
+@click.argument("target", metavar="[TASK.py[:NAME]]", required=False)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
 @click.option(
     "--nnodes", "machines", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines."
 )
 @click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Host of rank 0; default: MASTER_ADDR.")
 @click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", envvar="MASTER_PORT", help="Its port.")
-@click.option(
-    "--workers",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Loader processes per rank; default: the number in the script.",
-)
+@click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank, if known.")
 @click.option("--checkpoint", metavar="DIR", default=".", help="Folder for checkpoints; default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def doctor(target: str | None, arguments: tuple[str, ...], as_json: bool, **planned: Any) -> int:
+def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     """Say before a run what will hang, falsify or slow it, with the fix to paste.
 
-    Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk
-    space and versions; a task by building its model without memory; a script by starting it on two CPU ranks for some
-    steps of two epochs. Takes under 15 seconds for a small script, and lists what it could not see.
-
-    The script runs in a mirror of the working folder: what it saves there is removed at the end. Python's open(),
-    remove and rename, torch.save() and safetensors change no other files, except for temporary and hidden ones. Native
-    code and programs that the script starts can still write, and the network is not blocked.
+    Examines devices, network interfaces, host name, port, shared memory, cores, threads, limits, disk space and
+    versions; a task by building its model without memory. Takes under ten seconds, and lists what it could not see.
+    It starts no script: record a run of it with lockstep run --monitor DIR, and look at that with lockstep report DIR.
 
     Examples:
       lockstep doctor
           this machine, for a run on all of its GPUs, or CPU cores
-      lockstep doctor train.py --devices 4
-          also what is seen of the script on two CPU ranks
-      lockstep doctor train.py -- --lr 0.1
-          a script with arguments
       lockstep doctor examples/gpt.py --devices 2 --workers 4
           a file with a lockstep.Task is imported: batch size, BatchNorm, and memory are checked, too
       lockstep doctor --nnodes 2 --master-addr 10.0.0.1
           for a run on several machines, as seen from this one
       lockstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m lockstep doctor
           on all machines at once (--node-rank 1 on the second): do they meet, and do versions agree? also with srun
-      lockstep doctor train.py --json | jq -r '.findings[] | .severity + " " + .found'
+      lockstep doctor --json | jq -r '.findings[] | .severity + " " + .found'
           one object, for programs
 
     Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
-    such script. Each finding is explained in docs/reference/doctor.md under its name.
+    such task. Each finding is explained in docs/reference/doctor.md under its name.
     """
-    if target is not None:
-        fork_server.start()
-        fork_server.preload("lockstep.study.doctor.examine")
     from lockstep.env import RankEnv
     from lockstep.study.common import console
     from lockstep.study.doctor import examine
@@ -392,7 +375,7 @@ def doctor(target: str | None, arguments: tuple[str, ...], as_json: bool, **plan
             f"--checkpoint {planned['checkpoint']} is in an object store, which is not examined.\nLeave it out."
         )
     env = RankEnv.from_environ(os.environ)
-    report, code = examine.run(Plan(target=target, **planned), env, os.environ, arguments)
+    report, code = examine.run(Plan(target=target, **planned), env, os.environ)
     if report is None:  # rank zero prints it
         return code
     if as_json:
@@ -404,18 +387,11 @@ def doctor(target: str | None, arguments: tuple[str, ...], as_json: bool, **plan
 
 @command()
 @click.argument("folder", metavar="RUN")
-@click.option(
-    "--out", "out_file", metavar="FILE", help="File for the page; default: report.html in the folder of the run."
-)
+@click.option("--out", "out_file", metavar="FILE", help="File for the page; default: report.html in the run's folder.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Also write the timeline as a Chrome trace.")
 @click.option("--against", "baseline_folder", metavar="RUN", help="Compare losses and speed with another run.")
 @_PRICE
-@click.option(
-    "--until-loss",
-    type=float,
-    metavar="LOSS",
-    help="Also report the cost until this loss (the evaluation loss, if there is one).",
-)
+@click.option("--until-loss", type=float, metavar="LOSS", help="The cost until this loss, of an evaluation if any.")
 def report(
     folder: str, out_file: str | None, trace_file: str | None, baseline_folder: str | None, **cost_of: Any
 ) -> None:
@@ -451,23 +427,11 @@ def report(
 @click.argument("args", metavar="[ARGUMENTS]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--devices", type=click.IntRange(1), default=2, show_default=True, metavar="N", help="Ranks, on the CPU.")
 @click.option("--inject", "texts", multiple=True, required=True, metavar="RULE", help="A fault; may be repeated.")
-@click.option(
-    "--watchdog",
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time after which waiting ranks count as hung.",
-)
+@click.option("--watchdog", default=5.0, show_default=True, metavar="SECONDS", help="A longer wait is a hang.")
 @click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Restarts.")
 @click.option("--quiet", is_flag=True, help="Show only the table, not the job's output.")
 def rehearse(
-    file: str,
-    args: tuple[str, ...],
-    devices: int,
-    texts: Sequence[str],
-    watchdog: float,
-    max_restarts: int,
-    quiet: bool,
+    file: str, args: Sequence[str], devices: int, texts: Sequence[str], watchdog: float, max_restarts: int, quiet: bool
 ) -> int:
     """Run a script or a task as real ranks on the CPU, break it by rule, and see what is detected.
 
@@ -489,12 +453,12 @@ def rehearse(
     # Refuse an invalid rule before starting a job.
     rules = [parse(text) for text in texts]
     check_ranks(rules, devices)
-    command = [sys.executable, "-m", "lockstep"]
     flags = ["--devices", str(devices), "--watchdog", f"{watchdog:g}", "--max-restarts", str(max_restarts)]
     is_task = runner.is_task(file)
-    command += ["train", file, *flags, *args] if is_task else ["run", *flags, file, *args]
+    command = ["train", file, *flags, *args] if is_task else ["run", *flags, file, *args]
     records = not is_task and any(rule.kind == "straggler" for rule in rules)
     # A job of its own, not one of this process: what is broken may be the launcher.
-    rehearsal = runner.rehearse(command, rules, num_ranks=devices, records=records, shows=not quiet)
+    started = [sys.executable, "-m", "lockstep", *command]
+    rehearsal = runner.rehearse(started, rules, num_ranks=devices, records=records, shows=not quiet)
     console().print(runner.render(rehearsal))
-    return 0 if rehearsal.passed else 1
+    return 1 if rehearsal.failed else 0

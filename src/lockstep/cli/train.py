@@ -15,9 +15,17 @@ from lockstep.cli import command
 from lockstep.errors import ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
-from lockstep.launcher.output import LEVELS, LogSettings
+from lockstep.launcher.output import LogSettings
 from lockstep.run_folder import hide_secrets
-from lockstep.train.settings import FitSettings, Setting, merge_settings, read_settings, settings_of
+from lockstep.train.settings import (
+    FitSettings,
+    LaunchSettings,
+    Setting,
+    merge_settings,
+    read_settings,
+    settings_of,
+    suggest,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,6 +100,15 @@ def _option(setting: Setting) -> Callable[[F], F]:
     )
 
 
+def explain_flag(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error about an unknown flag, with the flag of the command that was probably meant."""
+    named = error.ctx.command.params if error.ctx is not None else []
+    flags = {flag.strip("-").replace("-", "_"): flag for each in named for flag in each.opts}
+    # Click's own suggestions go by spelling alone.
+    hint = suggest(error.option_name, flags)
+    return click.UsageError(f"No such option '{error.option_name}'. {hint}".rstrip(), error.ctx)
+
+
 # The sections of ``--help-all``; ``--help`` shows the first.
 _SECTIONS = {
     "Common options": "devices strategy epochs steps global_batch_size precision workers seed reproducible checkpoint "
@@ -137,49 +154,11 @@ def _help_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
     metavar="FILE",
     help="TOML file, such as lockstep tune writes; flags take precedence.",
 )
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="Maximum number of restarts after a rank has failed.",
-)
-@click.option(
-    "--min-devices", type=click.IntRange(1), metavar="N", help="Continue without killed ranks, with at least N ranks."
-)
-@click.option(
-    "--watchdog",
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="Report a hang after this time; default: 60; 0: never.",
-)
-@click.option(
-    "--watchdog-action",
-    type=click.Choice(["end", "warn"]),
-    help="After that report: end with exit code 83, or continue.",
-)
-@click.option(
-    "--logs", type=click.Choice(("merged", "raw")), default="merged", help="Merge the output of the ranks, or not."
-)
-@click.option(
-    "--log-level", type=click.Choice(tuple(LEVELS)), default="info", help="Show all, stderr, or reports only."
-)
-@click.option("--log-dir", metavar="DIR", help="Folder for the output of each rank, as rank-N.log.")
+@settings_options(LaunchSettings)
 @click.option(
     "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_help_all, help="Show all options and exit."
 )
-def train(
-    task_file: str,
-    settings_file: str | None,
-    max_restarts: int,
-    min_devices: int | None,
-    watchdog: float | None,
-    watchdog_action: str | None,
-    logs: str,
-    log_level: str,
-    log_dir: str | None,
-    **values: Any,
-) -> int:
+def train(task_file: str, settings_file: str | None, **values: Any) -> int:
     """Train a lockstep.Task, or what a function returns: `task` of TASK.py, or NAME of TASK.py:NAME.
 
     Examples:
@@ -196,35 +175,40 @@ def train(
       lockstep run --nnodes 2 ... --no-python lockstep train TASK.py
     """
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", *sys.argv[1:]]))  # for the record of the run
-    log_settings = LogSettings(folder=log_dir, level=log_level, excluded_by="--logs raw" * (logs == "raw"))
+    launching = LaunchSettings(**{each.name: values.pop(each.name) for each in settings_of(LaunchSettings)})
+    log_settings = LogSettings(
+        folder=launching.log_dir, level=launching.log_level, excluded_by="--logs raw" * (launching.logs == "raw")
+    )
     settings = settings_from(values, settings_file)
     # `lockstep rehearse` has something called in each rank, which only a launched one does.
     is_rehearsed = RANK_SETUP in os.environ
-    if not _starts_ranks(settings, even_one=max_restarts > 0 or bool(log_settings.flags) or is_rehearsed):
+    flags = " and ".join(filter(None, (launching.flags, log_settings.flags)))
+    if not _starts_ranks(settings, even_one=bool(flags) or is_rehearsed):
         if is_rehearsed:
             raise ConfigurationError(
                 f"Faults are injected in ranks, and strategy {settings.strategy} in one process starts no ranks.\n"
                 "Rehearse with a strategy of one process for each device, such as ddp."
             )
-        if log_settings.flags:
+        if flags:
             raise ConfigurationError(
-                f"{log_settings.flags} is for ranks that this command starts, but it starts none.\n"
-                f"Pass it to the command that starts them; the output of strategy {settings.strategy} in one "
-                "process can be redirected."
+                f"{flags} is for ranks that this command starts, but it starts none.\n"
+                f"Pass it to the command that starts them; strategy {settings.strategy} in one process has none, and "
+                "its output can be redirected."
             )
         return _train_here(task_file, settings)
     # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
     from lockstep.launcher.api import launch_with, raising_task_errors
     from lockstep.telemetry.sinks import parse_targets, require_package
-    from lockstep.train.plan import check_batch, num_devices
+    from lockstep.train.plan import check_batch, check_task, num_devices
     from lockstep.train.task import load_task
 
     fork_server.preload("lockstep.train.fit")
     # What is wrong with task, batch and sinks is found before any process is started.
     num_ranks = num_devices(settings.devices)
     task = load_task(task_file)
+    check_task(task, settings)
     # With --min-devices the job may go on with any number down to that: the batch must divide over each.
-    for count in range(min(min_devices or num_ranks, num_ranks), num_ranks + 1):
+    for count in range(min(launching.min_devices or num_ranks, num_ranks), num_ranks + 1):
         check_batch(task, settings, count)
     for sink in parse_targets(settings.log_to or ()):
         require_package(sink)
@@ -234,11 +218,11 @@ def train(
             _train_here,
             (task_file, settings, _checkpoints(settings)),
             devices=num_ranks,
-            max_restarts=max_restarts,
-            min_ranks=min_devices,
+            max_restarts=launching.max_restarts,
+            min_ranks=launching.min_devices,
             logs=log_settings,
-            watchdog_s=watchdog,
-            watchdog_action=watchdog_action,
+            watchdog_s=launching.watchdog,
+            watchdog_action=launching.watchdog_action,
         )
     return 0
 

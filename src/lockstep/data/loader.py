@@ -116,7 +116,7 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
     sets that draw no random numbers: tensors, token files, and Hugging Face's.
     """
     if collate is None and type(samples) is TensorDataset:  # a subclass may have other indexing
-        return lambda indices: [tensor[torch.tensor(indices)] for tensor in samples.tensors]
+        return lambda indices: list(samples[torch.tensor(indices)])
     if collate is None and type(samples) is TokenFiles:
         return samples.read_batch
     tables = sys.modules.get("datasets")  # a script with such a data set has imported it

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate
 from math import floor
@@ -198,9 +198,8 @@ class GlobalOrder:
         start = position * self.batch_size
         stop = min(start + self.batch_size, self.num_samples)
         first = start // _BLOCK_SIZE
-        blocks = [
-            _block(self.num_samples, self.seed, epoch, block) for block in range(first, (stop - 1) // _BLOCK_SIZE + 1)
-        ]
+        numbers = range(first, (stop - 1) // _BLOCK_SIZE + 1)
+        blocks = list(map(partial(_block, self.num_samples, self.seed, epoch), numbers))
         together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return together[start - first * _BLOCK_SIZE : stop - first * _BLOCK_SIZE]
 
@@ -245,12 +244,12 @@ class BatchSplit:
 
     def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
         """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
-        micro_batches: list[dict[int, list[int]]] = [{} for _ in range(self.accumulate)]
-        for share in self.shares:
-            positions = self.positions(len(batch), share)
-            mine = batch[positions.start : positions.stop].tolist()
-            for micro, shares in enumerate(micro_batches):
-                part = cut(len(mine), self.accumulate, micro)
-                if part:
-                    shares[share] = mine[part.start : part.stop]
+        micro_batches = []
+        for micro in range(self.accumulate):
+            shares: dict[int, list[int]] = {}
+            for share in self.shares:
+                positions = self.positions(len(batch), share)
+                if part := cut(len(positions), self.accumulate, micro):
+                    shares[share] = batch[positions[part.start] : positions[part.stop - 1] + 1].tolist()
+            micro_batches.append(shares)
         return micro_batches

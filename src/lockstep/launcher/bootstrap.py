@@ -21,17 +21,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from lockstep import activity
-from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, rank_file, write_failure
+from lockstep.errors import RESUME_EXIT_CODE
+from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, FailureRecord, rank_file
+from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
 # The environment variable with the functions that each rank calls before the program: a JSON list of
 # ["module:function", arguments]. The launcher does not know these functions: ``--adopt``, ``--monitor`` and ``lockstep
 # rehearse`` use this variable.
 RANK_SETUP = "LOCKSTEP_RANK_SETUP"
+
+# An environment variable of setproctitle.
+_KEEP_ENVIRON = "SPT_NOENV"
 
 # From Linux's fcntl.h; Python's name for it depends on the version.
 _F_SETSIG = 10
@@ -52,15 +58,41 @@ def main(argv: list[str]) -> None:
     if not faulthandler.is_enabled():
         path = rank_file(run_dir, CRASH, os.environ["RANK"])
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
+    title = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, {orders['program']}"
+    set_title(title)
+    os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
     sys.argv = [target, *args]
-    activity.now.on_failure = record_failure
+    # A function of `lockstep.launch` may be meant to run alone.
+    num_peers = int(os.environ["WORLD_SIZE"]) if mode != "call" else 1
+    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"], num_peers=num_peers)
+
+    def on_failure(error: BaseException) -> None:
+        record_end(error)
+        heartbeat.write()  # peers are released at once, not at the next beat
+
+    activity.now.on_failure = on_failure
     runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
 
     def program() -> None:
-        set_up_rank(run_dir, orders["watchdog_s"])
+        heartbeat.start()
+        set_up_rank(run_dir)
         runners[mode](target)
 
     run_recorded(program)
+
+
+def set_title(title: str) -> None:
+    """Show ``lockstep: TITLE`` as the command line of this process: a forked one has that of the launcher."""
+    # Besides the extension it imports only logging, which torch imports as well.
+    from setproctitle import setproctitle, setthreadtitle
+
+    # Otherwise it overwrites /proc/PID/environ, by which schedulers and administrators find the processes of a job.
+    is_set = _KEEP_ENVIRON in os.environ
+    os.environ[_KEEP_ENVIRON] = "1"
+    setproctitle(f"lockstep: {title}")
+    setthreadtitle(title)  # for ``top``, which shows 15 characters
+    if not is_set:
+        del os.environ[_KEEP_ENVIRON]
 
 
 # The lifetime of the process: it ends when the launcher ends, for any reason.
@@ -100,28 +132,12 @@ def redirect_output(run_dir: str) -> None:
 # Setting up the rank, before the program.
 
 
-def set_up_rank(run_dir: str, watchdog_s: float) -> None:
-    """Start the heartbeat, and call the functions in `RANK_SETUP`."""
-    if watchdog_s > 0:
-        start_heartbeat(run_dir, watchdog_s)
+def set_up_rank(run_dir: str) -> None:
+    """Call the functions in `RANK_SETUP`."""
     keep_sockets_in(run_dir)
     for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
         module, _, function = name.partition(":")
         getattr(import_module(module), function)(*arguments)
-
-
-def start_heartbeat(run_dir: str, watchdog_s: float) -> None:
-    """Start reporting this rank's activity to the launcher's watchdog."""
-    from lockstep.telemetry.heartbeat import Heartbeat
-
-    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=watchdog_s)
-
-    def record(error: BaseException) -> None:
-        record_failure(error)
-        heartbeat.write()  # peers are released at once, not at the next beat
-
-    activity.now.on_failure = record
-    heartbeat.start()
 
 
 def keep_sockets_in(run_dir: str) -> None:
@@ -218,7 +234,7 @@ def _replace_first_path(path: str) -> None:
         sys.path[0] = path
 
 
-# Recording why the program ended, before peers notice: failure_report.py turns it into the launcher's message.
+# Recording how the program ended, before peers notice: failure_report.py turns it into the launcher's message.
 
 # The exceptions that were recorded, and when each was raised, in nanoseconds.
 _recorded: list[tuple[BaseException, int]] = []
@@ -230,48 +246,59 @@ _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), os
 
 
 def run_recorded(program: Callable[[], None]) -> None:
-    """Run the program; record an exception that leaves it before exit handlers run, which may take long."""
+    """Run the program; record how it ends before exit handlers run, which may take long, and which peers notice."""
     sys.excepthook = print_unless_recorded
     # Registered first, so it runs after all others. Destructors of process groups may wait for peers that wait for
     # this rank: a failed rank would hang instead of ending.
     atexit.register(lambda: _exit_now(_exit_codes[-1]) if _exit_codes else None)
     try:
         program()
-    except SystemExit as leaving:
-        # The interpreter prints and exits as usual; only a failure is recorded.
-        if leaving.code not in (None, 0):
-            record_failure(leaving)
-            _exit_codes.append(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
-        raise
+        record_end(None)
     except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        if code in (None, 0):
+            record_end(error, is_failure=False)
+            raise
         trace = error.__traceback__ = own_frames_removed(error.__traceback__)
-        activity.now.fail(error)  # calls `record_failure`
+        if code == RESUME_EXIT_CODE:
+            record_end(error)  # not failed: it has stopped when it was asked to, and nobody waits for it
+        else:
+            activity.now.fail(error)  # calls `record_end`
+        _exit_codes.append(code & 0xFF if isinstance(code, int) else 1)
+        if isinstance(error, SystemExit):
+            raise  # the interpreter prints and exits as usual
         # As the interpreter would: exit handlers read it to see that the program failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
-        _exit_codes.append(130 if isinstance(error, KeyboardInterrupt) else 1)
-        sys.exit(_exit_codes[-1])
+        sys.exit(code)
 
 
-def record_failure(error: BaseException) -> None:
-    """Write an exception into the run's folder, for the launcher's report."""
-    now_ns = time.time_ns()
-    # This may be called twice: at the end of the block of `lockstep.init`, and at the top. The first time counts.
-    raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), now_ns)
-    if raised_at_ns == now_ns:
-        _recorded.append((error, now_ns))
-    trace = own_frames_removed(error.__traceback__)  # the user's traceback begins with the user's file
-    failure = {
-        "message": f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
-        "type": type(error).__name__,
-        "trace": "".join(traceback.format_exception(type(error), error, trace)),
-        "where": user_line(traceback.extract_tb(trace)),
-        "time_ns": raised_at_ns,
-        "step": activity.now.step,
-        "phase": activity.now.phase,
-        "num_steps": activity.now.num_steps,
-    }
-    write_failure(os.environ[RUN_DIR], os.environ["RANK"], failure)
+def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
+    """Write where the program ended, and by which exception, into the run's folder, for the launcher's report."""
+    ended = FailureRecord(
+        time_ns=time.time_ns(),
+        step=activity.now.step,
+        phase=activity.now.phase,
+        num_steps=activity.now.num_steps,
+        pid=os.getpid(),
+        has_joined=has_joined(),
+    )
+    if error is not None:
+        trace = own_frames_removed(error.__traceback__)  # the user's traceback begins with the user's file
+        ended = replace(ended, where=user_line(traceback.extract_tb(trace)))
+    if error is not None and is_failure:
+        # This may be called twice: at the end of the block of `lockstep.init`, and at the top. The first time counts.
+        raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), ended.time_ns)
+        if raised_at_ns == ended.time_ns:
+            _recorded.append((error, raised_at_ns))
+        ended = replace(
+            ended,
+            message=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+            error_type=type(error).__name__,
+            trace="".join(traceback.format_exception(type(error), error, trace)),
+            time_ns=raised_at_ns,
+        )
+    ended.write(os.environ[RUN_DIR], os.environ["RANK"])
 
 
 def print_unless_recorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -5,6 +5,7 @@ import difflib
 import inspect
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
+from lockstep import torch_internals
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
@@ -22,7 +24,11 @@ from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvo
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import supervise
-from lockstep.telemetry.run_record import RANK_FILES
+from lockstep.run_folder import ENDED, FailureRecord, rank_files
+from lockstep.telemetry.record import RANK_FILES
+
+# What `lockstep train` takes from a file: a Task, or a function that returns one.
+_TASK = re.compile(r"^(def task\(|task\s*[:=])", re.MULTILINE)
 
 
 class UsageError(Exception):
@@ -54,13 +60,21 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(message)
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        near = next(filter(None, map(self.nearest, unknown)), None)
+        raise UsageError(f"{message}\nDid you mean {near}?" if near else message)
+
+    def nearest(self, flag: str) -> str | None:
+        """Return the flag that ``flag`` resembles, or is."""
+        flags = [name for action in torch_internals.argparse_actions(self) for name in action.option_strings]
+        words = difflib.get_close_matches(flag.partition("=")[0].replace("_", "-"), flags, n=1, cutoff=0.8)
+        return words[0] if words and flag.startswith("--") else None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> _Parser:
     """Return the parser; all flags except ours come from the installed torch, so they always match it."""
     torchrun = get_args_parser()
-    torchrun._optionals.title = "torchrun's options"
+    torch_internals.set_argparse_title(torchrun, "torchrun's options")
     description, _, examples = inspect.cleandoc(_Parser.__doc__ or "").partition("\n\nExamples:\n")
     parser = _Parser(
         prog="lockstep run",
@@ -72,27 +86,21 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,  # provided by the parent
     )
     flag = parser.add_argument_group("options").add_argument
-    parser._action_groups.insert(0, parser._action_groups.pop())  # ours first: most users need these
-    flag(
-        "--devices",
-        dest="nproc_per_node",
-        metavar="N",
-        help="ranks on this machine; default: all GPUs, or all cores",
-    )
+    torch_internals.put_last_argparse_group_first(parser)  # ours: most users need these
+    flag("--devices", dest="nproc_per_node", metavar="N", help="ranks on this machine; default: all GPUs, or all cores")
     flag("--adopt", action="store_true", help="replace torch's engines and sampler by Lockstep's")
     flag("--monitor", metavar="DIR", help="record any training loop for `lockstep report DIR`; must precede SCRIPT")
+    flag("--view", choices=("live", "lines"), help="with --monitor: show progress as a live view, or as lines")
+    flag("--log-to", metavar="SINK,..", help="with --monitor: sinks for metrics, as for lockstep train")
     flag("--watchdog", type=float, metavar="SECONDS", help="report a hang after this time (60); 0: never")
     flag("--watchdog-action", choices=("end", "warn"), help="after that report, end with exit code 83, or continue")
     flag(
-        "--min-devices",
-        type=int,
-        metavar="N",
-        help="with --max-restarts: continue without killed ranks, with at least N ranks",
+        "--min-devices", type=int, metavar="N", help="with --max-restarts: go on without killed ranks, with N at least"
     )
     flag("--logs", choices=("merged", "raw"), default="merged", help="merge the output of the ranks, or not")
     flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
     flag("--quiet", action="store_const", dest="log_level", const="error", help="the same as --log-level error")
-    for action in parser._actions:
+    for action in torch_internals.argparse_actions(parser):
         # Both spellings are accepted; the help shows one.
         action.option_strings = [name for name in action.option_strings if "_" not in name]
         if action.dest == "training_script":
@@ -161,7 +169,8 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
         setups += [[adopt]] if args.adopt else []
-        setups += [[attach, os.path.abspath(args.monitor)]] if args.monitor is not None else []
+        if args.monitor is not None:
+            setups.append([attach, os.path.abspath(args.monitor), args.view or "none", args.log_to or ""])
         os.environ[RANK_SETUP] = json.dumps(setups)
         _print_choices(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
@@ -183,6 +192,29 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
                 watchdog_action=args.watchdog_action,
                 log_tail=log_tail,
             )
+        if mode == "script":
+            _refuse_unused_task(args, reaper.run_dir)
+
+
+def defines_task(text: str) -> bool:
+    """Return whether a program defines what ``lockstep train`` takes, by its text: it is not run."""
+    return _TASK.search(text) is not None and "Task(" in text
+
+
+def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
+    """Raise an error if the script, which has ended, only defines a task: `lockstep run` trains none.
+
+    Raises:
+        ConfigurationError: It does, and no rank trained or joined a process group.
+    """
+    path = Path(args.training_script)
+    ends = [FailureRecord.read(run_dir, rank, ENDED) for rank in rank_files(run_dir, ENDED)]
+    has_trained = any(end is None or end.has_joined or end.num_steps for end in ends)
+    if path.is_file() and ends and not has_trained and defines_task(path.read_text("latin-1")):
+        raise ConfigurationError(
+            f"{path} only defines a task, which `lockstep run` does not train.\n"
+            f"Train it: lockstep train {path} --devices {args.nproc_per_node}"
+        )
 
 
 def _check_target(args: argparse.Namespace) -> str:
@@ -192,6 +224,8 @@ def _check_target(args: argparse.Namespace) -> str:
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
+    if args.min_devices is not None and not args.max_restarts:
+        raise ConfigurationError("--min-devices needs --max-restarts.\nAdd --max-restarts N, or omit --min-devices.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
@@ -213,7 +247,7 @@ def _log_settings(args: argparse.Namespace) -> LogSettings:
     }
     excluded_by = next((flag for flag, is_given in excluding.items() if is_given), "")
     folder = None if has_torchruns else args.log_dir
-    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by)
+    return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by, num_nodes=max_nodes(args))
 
 
 def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:
@@ -226,8 +260,20 @@ def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -
         notes.append(f"OMP_NUM_THREADS={threads}, as {num_ranks} ranks share {num_cores()} cores")
     if any(arg.partition("=")[0] == "--devices" for arg in args.training_script_args) and not was_chosen:
         notes.append("--devices after other arguments goes to the script; put it before or directly after the script")
-    for note in notes + choose_interfaces(args):
+    for note in notes + _notes_on_script_flags(args) + choose_interfaces(args):
         _print(args, note)
+
+
+def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
+    """Return notes on flags after the script that resemble ours and that the script's text does not have."""
+    flags = dict.fromkeys(word.partition("=")[0] for word in args.training_script_args if word.startswith("--"))
+    path = Path(args.training_script)
+    if not flags or not path.is_file():
+        return []
+    text, parser = path.read_text("latin-1").replace("-", "_"), build_parser()
+    near = {flag: parser.nearest(flag) for flag in flags if flag.strip("-").replace("-", "_") not in text}
+    note = f"{path.name} is given {{}}; did you mean `lockstep run {{}} {path.name}`?"
+    return [note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)]
 
 
 def _print(args: argparse.Namespace, text: str) -> None:
@@ -250,8 +296,15 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
     """Print at the end where ``--monitor``, if given, recorded the run; the ranks write the record."""
     if args.monitor is None:
+        for name in ("view", "log-to"):
+            if getattr(args, name.replace("-", "_")) is not None:
+                raise ConfigurationError(f"--{name} needs --monitor.\nAdd --monitor DIR, or omit --{name}.")
         yield
         return
+    if args.log_to is not None:
+        from lockstep.telemetry.sinks import parse_targets  # imports torch
+
+        parse_targets(args.log_to)
     if args.no_python:
         raise ConfigurationError(
             "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."

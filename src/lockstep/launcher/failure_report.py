@@ -6,17 +6,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import JobHangs, LockstepError, RankFailed
-from lockstep.run_folder import CRASH, FAILURE, rank_file, rank_files, read_object
+from lockstep.run_folder import CRASH, ENDED, FAILURE, FailureRecord, rank_file, rank_files
 from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
@@ -28,12 +29,7 @@ class RankExit:
 
     Attributes:
         exit_code: As of ``subprocess``: negative for a signal.
-        failed_at_ns: When its exception was raised, or otherwise when it ended, in nanoseconds since the epoch.
-        message: The last line of its traceback, such as ``ValueError: boom``.
-        error_type: The name of the exception's class.
-        where: File and line of the exception, in the user's code.
-        trace: Its whole traceback, or the Python stack that a fatal signal left.
-        place: A sentence with the step, the line and the machine.
+        record: What it wrote; or what is known of its end, with the stack that a fatal signal left as its trace.
         facts: A sentence with figures, such as those of memory.
         was_short: Whether the kernel has ended processes for lack of memory during the run; ``None`` if unknown.
         was_stopped: Whether it still ran when the launcher stopped it because another rank had failed.
@@ -41,15 +37,23 @@ class RankExit:
 
     rank: int
     exit_code: int
-    failed_at_ns: int = 0
-    message: str = ""
-    error_type: str = ""
-    where: str = ""
-    trace: str = ""
-    place: str = ""
+    record: FailureRecord
     facts: str = ""
     was_short: bool | None = None
     was_stopped: bool = False
+
+    @property
+    def is_normal(self) -> bool:
+        """Whether its program ended normally."""
+        return self.exit_code == 0 and not self.record.message
+
+    @property
+    def place(self) -> str:
+        """A sentence with the step, the line, the machine and the process."""
+        if self.is_normal:
+            return _place(replace(self.record, step=None, num_steps=0))  # the headline has the step
+        place = _place(self.record)
+        return place if self.record.message else f"Last seen {place[0].lower()}{place[1:]}"
 
 
 def job_error(
@@ -58,7 +62,7 @@ def job_error(
     """Return the error to raise after ranks have failed. With several machines, waits some seconds for the others.
 
     [Note: the way of an exception]
-    1. In the rank, `record_failure` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
+    1. In the rank, `record_end` of bootstrap.py writes the exception into the run's folder as soon as it leaves the
        program (or the block of `lockstep.init`), before exit handlers run and before peers notice. A fatal signal
        leaves the Python stack in a file there (faulthandler). A rank that is killed leaves its last heartbeat and the
        step that it was in.
@@ -77,13 +81,13 @@ def job_error(
         num_nodes: The largest number of machines.
     """
     first = first_failure(exits)
-    text = "\n".join(filter(None, (headline(first), first.place)))
-    mine = NodeFailure(first.rank, is_consequence(first), text, hang)
+    text = "\n".join([headline(first, exits), first.place])
+    mine = NodeFailure(first.rank, is_consequence(first), text, hang, first.is_normal)
     cause = find_cause(store, mine, num_nodes=num_nodes)
     if cause.hang:
         return JobHangs(cause.hang)
-    if cause is mine:
-        return RankFailed(failure_report(exits, ranks), rank=first.rank)
+    if cause == mine:
+        return RankFailed(failure_report(exits, ranks, num_nodes=num_nodes), rank=first.rank)
     lines = rank_lines(exits, ranks)
     return RankFailed(f"{cause.text}\nThe report of that machine has more.\n\n{lines}", rank=cause.rank)
 
@@ -102,7 +106,7 @@ def rank_exits(
     folder: Path,
     resources: Resources,
 ) -> list[RankExit]:
-    """Return how ranks ended: those with a failure, and those that exited with 0 after an exception of their own.
+    """Return how ranks ended: those with a failure, and those that have written how they ended.
 
     Args:
         failures: torch elastic's records, by rank.
@@ -111,37 +115,27 @@ def rank_exits(
         folder: Of the run.
         resources: The memory that ranks used.
     """
-    exits = []
+    # A rank that caught the exception which ended `lockstep.init` has both, and the others waited for it.
+    failed, ended = (
+        {rank: FailureRecord.read(folder, rank, kind) for rank in rank_files(folder, kind)} for kind in (FAILURE, ENDED)
+    )
+    exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items() if record is not None}
     for rank, failure in failures.items():
         pid, code = failure.pid, failure.exitcode
         ended_ns = ended_at_ns.get(pid, time.time_ns())  # not recorded yet: it was the last
         # A SIGKILL before the launcher sends one came from outside, and the kernel took long to end the rank.
         patience_ns = SIGTERM_S * 10**9 if code == -signal.SIGKILL else 0
         was_stopped = pid in stopped_at_ns and ended_ns - stopped_at_ns[pid] >= patience_ns
-        known = RankExit(rank, code, ended_ns, was_stopped=was_stopped)
-        record = read_object(rank_file(folder, FAILURE, rank))
-        exits.append(_with_exception(known, record, resources) if record else _with_signs(known, folder, resources))
-    # Ranks that caught the exception which ended `lockstep.init`, and then exited with 0: the others waited for them.
-    for rank in rank_files(folder, FAILURE).keys() - failures.keys():
-        exits.append(_with_exception(RankExit(rank, 0), read_object(rank_file(folder, FAILURE, rank)), resources))
-    return exits
+        if rank in failed:
+            exits[rank] = replace(exits[rank], exit_code=code, was_stopped=was_stopped)
+        elif rank not in ended or not was_stopped:  # else its interpreter was still on its way out
+            known = RankExit(rank, code, FailureRecord(time_ns=ended_ns, pid=pid), was_stopped=was_stopped)
+            exits[rank] = _with_signs(known, folder, resources)
+    return [replace(exit, facts=resources.of_each()) if _is_short(exit.record) else exit for exit in exits.values()]
 
 
-def _with_exception(known: RankExit, record: Mapping[str, Any], resources: Resources) -> RankExit:
-    """Return how a rank with a recorded exception ended."""
-    error_type, message, where = record.get("type", ""), record.get("message", ""), record.get("where", "")
-    is_short = error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(message)
-    return replace(
-        known,
-        failed_at_ns=record.get("time_ns", known.failed_at_ns),
-        message=message,
-        error_type=error_type,
-        where=where,
-        # A program that calls sys.exit has printed its own message.
-        trace="" if error_type == "SystemExit" else record.get("trace", ""),
-        place=_place(record, where),
-        facts=resources.of_each() if is_short else "",
-    )
+def _is_short(record: FailureRecord) -> bool:
+    return record.error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(record.message)
 
 
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
@@ -156,36 +150,34 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     heartbeat = read_heartbeat(folder, known.rank)
     # The step counter is current at the end; the heartbeat, with its phase, is up to half a second older.
     step, num_steps = read_step_counter(folder, known.rank)
-    phase = heartbeat.get("phase") if step == heartbeat.get("step") else ""
+    phase = heartbeat.get("phase", "") if step == heartbeat.get("step") else ""
     file, line, _ = user_frame(heartbeat.get("frames", []))
     where = f"{file}:{line}" if os.path.isabs(file) else ""
-    place = _place({"step": step, "num_steps": num_steps, "phase": phase}, where)
     crash = rank_file(folder, CRASH, known.rank)
     trace = tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else ""
     # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
     is_by_nccl = number == signal.SIGABRT and bool(heartbeat.get("uses_gpu")) and trace and _CURRENT not in trace
-    call = heartbeat.get("recorded_call") if is_by_nccl else ""
-    return replace(
-        known,
-        error_type=_NCCL_ABORT if is_by_nccl else "",
-        place=f"Last seen {place[0].lower()}{place[1:]}",
-        trace=trace,
-        facts=f"The collective in torch's record: {call}." if call else facts,
-        was_short=was_short,
+    if is_by_nccl and (call := heartbeat.get("recorded_call")):
+        facts = f"The collective in torch's record: {call}."
+    error_type = _NCCL_ABORT if is_by_nccl else ""
+    record = replace(
+        known.record, error_type=error_type, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps
     )
+    return replace(known, record=record, facts=facts, was_short=was_short)
 
 
-def _place(step: Mapping[str, Any], where: str) -> str:
-    """Return where a rank was: the step, file and line, and the machine."""
-    phase = f" ({step['phase']})" if step.get("phase") else ""
-    parts = []
-    if step.get("step") is not None:
-        parts.append(f"in step {step['step'] + 1}{phase}")
-    elif step.get("num_steps"):
-        parts.append(f"after {step['num_steps']} optimizer step{'s' * (step['num_steps'] != 1)}")
-    if where:
-        parts.append(f"at {where}")
-    text = ", ".join([*parts, f"on {socket.gethostname()}"])
+def _step(record: FailureRecord) -> str:
+    """Return the step in which a rank ended, as far as it is known."""
+    if record.step is not None:
+        return f"in step {record.step + 1}{f' ({record.phase})' if record.phase else ''}"
+    return f"after {record.num_steps} optimizer step{'s' * (record.num_steps != 1)}" if record.num_steps else ""
+
+
+def _place(record: FailureRecord) -> str:
+    """Return where a rank was: the step, file and line, the machine and the process."""
+    where = f"at {record.where}" if record.where else ""
+    process = f"PID {record.pid}" if record.pid else ""
+    text = ", ".join(filter(None, (_step(record), where, f"on {socket.gethostname()}", process)))
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -199,41 +191,55 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
 _NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 
 # Texts in errors that only report that another rank is gone or silent.
-_CONSEQUENCES = (
+_ERRORS_OF_COLLECTIVES = (
     "CollectiveError",
     _NCCL_ABORT,
     "DistNetworkError",
     "DistStoreError",
+    "gloo/transport",
+    "NCCL error",
+)
+_CONSEQUENCES = (
+    *_ERRORS_OF_COLLECTIVES,
     "BrokenPipeError",
     "ConnectionResetError",
     "Connection closed by peer",
     "Connection reset by peer",
     "remote process exited",
-    "gloo/transport",
-    "NCCL error",
 )
 
 
 def first_failure(exits: list[RankExit]) -> RankExit:
-    """Return the rank that failed before the others, and made them fail."""
-    return min(exits, key=lambda exit: (_blame(exit), exit.failed_at_ns, exit.rank))
+    """Return the rank that failed before the others, or ended normally before them, and made them fail."""
+    first = min((exit for exit in exits if not exit.is_normal), key=_blame)
+    early = [exit for exit in exits if exit.is_normal and exit.record.has_joined]
+    # Only an error of a collective means that another rank has ended: a script's own connections may break, too.
+    is_missed = bool(early) and _has_mark(first, _ERRORS_OF_COLLECTIVES)
+    return min(early, key=lambda exit: (exit.record.time_ns, exit.rank)) if is_missed else first
 
 
-def _blame(exit: RankExit) -> int:
-    """Return how likely a rank is the cause: 0 for its own error, 1 if it noticed another's, 2 if it was stopped.
+def _blame(exit: RankExit) -> tuple[int, int, int]:
+    """Return how likely a rank is the cause: 0 for its own error, 1 if it noticed another's, 2 if it was stopped; when.
 
     The time alone is not sufficient: the kernel closes a killed process's connections, which its peers notice at once,
     long before it has released the memory and reports the end.
     """
     # The launcher kills a rank that ignores SIGTERM; a rank with a message failed between the poll and the signal.
-    if exit.was_stopped and not exit.message and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
-        return 2
-    return 1 if is_consequence(exit) else 0
+    likely = 2 if _was_only_stopped(exit) else 1 if is_consequence(exit) else 0
+    return likely, exit.record.time_ns, exit.rank
+
+
+def _was_only_stopped(exit: RankExit) -> bool:
+    return exit.was_stopped and not exit.record.message and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def is_consequence(exit: RankExit) -> bool:
     """Return whether a rank's error only reports that another rank is gone or silent."""
-    return any(mark in f"{exit.error_type}: {exit.message}" for mark in _CONSEQUENCES)
+    return _has_mark(exit, _CONSEQUENCES)
+
+
+def _has_mark(exit: RankExit, marks: Iterable[str]) -> bool:
+    return any(mark in f"{exit.record.error_type}: {exit.record.message}" for mark in marks)
 
 
 # 4. Several machines.
@@ -252,12 +258,14 @@ class NodeFailure:
         is_consequence: Whether it only noticed that another rank was gone.
         text: Why that rank ended, and where.
         hang: The watchdog's report, if that ended the job.
+        is_normal: Whether that rank ended normally, too early for the others.
     """
 
     rank: int
     is_consequence: bool
     text: str
     hang: str = ""
+    is_normal: bool = False
 
 
 def find_cause(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
@@ -274,56 +282,62 @@ def find_cause(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: in
         store.least("cause", _rank_of_cause, asdict(mine))
     store.count("ended", 1)
     poll_until(lambda: store.count("ended") >= num_nodes, _EXCHANGE_S, _POLL_S)
-    cause = None if is_cause else store.least("cause", _rank_of_cause)
+    cause = None if is_cause and not mine.is_normal else store.least("cause", _rank_of_cause)
     store.count("read", 1)
     if is_host:  # the store ends with this process
         poll_until(lambda: store.count("read") >= num_nodes, _EXCHANGE_S, _POLL_S)
     return mine if cause is None else NodeFailure(**cause)
 
 
-def _rank_of_cause(note: Mapping[str, Any]) -> tuple[bool, int]:
-    return not note["hang"], note["rank"]
+def _rank_of_cause(note: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    return not note["hang"], note["is_normal"], note["rank"]
 
 
 # 5. The message.
 
 
-def failure_report(exits: list[RankExit], ranks: range) -> str:
+def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1) -> str:
     """Return the whole report, the cause on its first line.
 
     Args:
         exits: The ranks of this machine that failed or were stopped; one of them is the cause.
         ranks: All ranks of this machine.
+        num_nodes: Number of machines.
     """
     first = first_failure(exits)
-    top = [headline(first), first.place, first.facts]
-    if first.exit_code == 0:
+    record = first.record
+    top = [headline(first, exits), first.place, first.facts]
+    if first.exit_code == 0 and record.message:
         top.append("The program caught the exception and ended normally, while other ranks waited for this one.")
-    # If the cause is not on this machine, a hint about the consequence would mislead.
-    hint, elsewhere = hint_for(first.message), ""
+    # If the cause is not known here, a hint about the consequence would mislead.
+    hint, elsewhere = hint_for(record.message), ""
     if is_consequence(first):
-        finished = [str(rank) for rank in ranks if rank not in {exit.rank for exit in exits}]
-        early = f"rank{'s' * (len(finished) > 1)} {', '.join(finished)} finished while others waited, or "
-        where = f"{early * bool(finished)}look at {'' if finished else 'the '}other machines."
-        hint, elsewhere = "", f"This error only means that another rank ended: {where}"
+        failed = {exit.rank for exit in exits if not exit.is_normal}
+        finished = [rank for rank in ranks if rank not in failed]
+        where = [f"{format_ranks(finished)} finished while others waited"] if finished else []
+        where += ["look at the other machines"] if num_nodes > 1 else []
+        nowhere = "no rank of this job has reported an error of its own"
+        hint, elsewhere = "", f"This error only means that another rank ended: {', or '.join(where) or nowhere}."
     lines = rank_lines(exits, [rank for rank in ranks if rank != first.rank])
-    parts = ["\n".join(filter(None, top)), first.trace.rstrip(), hint, lines, elsewhere]
-    return "\n\n".join(filter(None, parts))
+    # A program that calls sys.exit has printed its own message.
+    trace = "" if record.error_type == "SystemExit" else record.trace.rstrip()
+    return "\n\n".join(filter(None, ("\n".join(filter(None, top)), trace, hint, lines, elsewhere)))
 
 
 def restart_report(first: RankExit, step: int | None, restart: str) -> str:
     """Return the traceback and the line of the first failed rank, printed before the ranks are started again."""
-    how = f"failed: {_in_a_line(first)}" if first.message else _in_a_line(first)
-    where = "" if step is None else f" in step {step}"
-    trace = first.trace.rstrip()
+    how = f"failed: {_in_a_line(first)}" if first.record.message else _in_a_line(first)
+    where = "" if step is None or first.is_normal else f" in step {step}"
+    trace = "" if first.record.error_type == "SystemExit" else first.record.trace.rstrip()
     return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
 
 
 def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     """Return a line for each of ``ranks``."""
-    by_rank = {exit.rank: exit for exit in exits}
-    lines = {rank: _in_a_line(by_rank[rank]) if rank in by_rank else "finished" for rank in ranks}
-    return "\n".join(f"rank {rank}: {line}" for rank, line in lines.items())
+    known = {exit.rank: exit for exit in exits}
+    pids = {rank: f" (PID {exit.record.pid})" for rank, exit in known.items() if exit.record.pid}
+    lines = {rank: _in_a_line(known[rank]) if rank in known else "finished" for rank in ranks}
+    return "\n".join(f"rank {rank}{pids.get(rank, '')}: {line}" for rank, line in lines.items())
 
 
 _LIKELY: dict[int, str] = {
@@ -349,14 +363,25 @@ _BY_NCCL = (
 )
 
 
-def headline(exit: RankExit) -> str:
-    """Return why a rank ended, in one line, or in two with advice."""
-    name, code = f"Rank {exit.rank}", exit.exit_code
-    if exit.error_type == "SystemExit":
-        return f"{name} left with exit code {code} ({exit.message} at {exit.where})."
-    if exit.message:  # the rest of a long message is in the traceback below
-        cause = "a GPU is needed, but torch finds none here: " * any(mark in exit.message for mark in _NO_GPU)
-        return f"{name} failed: {cause}{_first_line(exit.message)}"
+_EARLY = (
+    "Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same number of\n"
+    "batches, or train within `with model.join()`."
+)
+
+
+def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
+    """Return why a rank ended, in one line, or with advice in those that follow; ``exits`` are those of all ranks."""
+    name, code, record = f"Rank {exit.rank}", exit.exit_code, exit.record
+    if exit.is_normal:
+        missed = min((other for other in exits if not other.is_normal), key=_blame)
+        still = f"while rank {missed.rank} was still training ({missed.record.where})"
+        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_EARLY}"
+    if record.error_type == "SystemExit":
+        status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
+        return f"{name} left{status} ({record.message} at {record.where})."
+    if record.message:  # the rest of a long message is in the traceback below
+        cause = "a GPU is needed, but torch finds none here: " * any(mark in record.message for mark in _NO_GPU)
+        return f"{name} failed: {cause}{_first_line(record.message)}"
     if code - 128 in _LIKELY:  # a shell or a similar wrapper reports a signal in this way
         return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_LIKELY[code - 128]}"
     if code >= 0:
@@ -364,7 +389,7 @@ def headline(exit: RankExit) -> str:
     likely = _LIKELY.get(-code, "its earlier output is further up.")
     if code == -signal.SIGKILL and exit.was_short is not None:
         likely = _SHORT_OF_MEMORY if exit.was_short else _NOT_SHORT
-    if exit.error_type == _NCCL_ABORT:
+    if record.error_type == _NCCL_ABORT:
         likely = _BY_NCCL
     return f"{name} {_killed_by(-code)}: {likely}"
 
@@ -373,12 +398,14 @@ _LONGEST_LINE = 200
 
 
 def _in_a_line(exit: RankExit) -> str:
-    if exit.message:
-        text = _first_line(exit.message)
+    if exit.is_normal:
+        return f"ended normally {_step(exit.record)}".rstrip()
+    if exit.record.message:
+        text = _first_line(exit.record.message)
         if len(text) > _LONGEST_LINE:
             text = f"{text[:_LONGEST_LINE].rpartition(' ')[0] or text[:_LONGEST_LINE]} ..."
-        return f"{text} ({exit.where})" if exit.where else text
-    if exit.was_stopped and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
+        return f"{text} ({exit.record.where})" if exit.record.where else text
+    if _was_only_stopped(exit):
         return "stopped by the launcher"
     return f"left with exit code {exit.exit_code}" if exit.exit_code >= 0 else _killed_by(-exit.exit_code)
 
@@ -407,94 +434,76 @@ _NO_GPU = (
     "torch.cuda.is_available() is False",
 )
 
-# Texts in an error, what they mean, and what to do about it.
-ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (
-        ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),
-        "Another rank's process has ended, or the network has dropped the connection to it.",
-        "Look for the rank that failed first, here or on another machine.",
+# Texts in an error; what they mean, and what to do about it.
+ERROR_HINTS: dict[tuple[str, ...], str] = {
+    ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"): (
+        "Another rank's process has ended, or the network has dropped the connection to it.\n"
+        "Look for the rank that failed first, here or on another machine."
     ),
-    (
-        ("Duplicate GPU detected",),
-        "Two ranks use the same GPU.",
-        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU.",
+    ("Duplicate GPU detected",): (
+        "Two ranks use the same GPU.\n"
+        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU."
     ),
-    (
-        ("unhandled system error", "ncclSystemError"),
-        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.",
-        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME.",
+    ("unhandled system error", "ncclSystemError"): (
+        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.\n"
+        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME."
     ),
-    (
-        ("unhandled cuda error", "ncclUnhandledCudaError"),
-        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.",
-        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link.",
+    ("unhandled cuda error", "ncclUnhandledCudaError"): (
+        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.\n"
+        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link."
     ),
-    (
-        ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"),
-        "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.",
-        "Look for code under `if rank == 0`, and for shapes that depend on a rank's own data.",
+    ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"): (
+        "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.\n"
+        "Look for code under `if rank == 0`, and for shapes that depend on a rank's own data."
     ),
-    (
-        ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"),
-        "A rank or the store did not answer in time: it never started, has died, or is stuck.",
-        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.",
+    ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"): (
+        "A rank or the store did not answer in time: it never started, has died, or is stuck.\n"
+        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT."
     ),
-    (
-        ("no socket interface found", "Unable to find interface", "Unable to find address for"),
-        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.",
-        "Take the name from `ip -brief address`, or unset the variable.",
+    ("no socket interface found", "Unable to find interface", "Unable to find address for"): (
+        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.\n"
+        "Take the name from `ip -brief address`, or unset the variable."
     ),
-    (
-        ("No route to host", "Network is unreachable", "Connection timed out"),
-        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.",
-        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR.",
+    ("No route to host", "Network is unreachable", "Connection timed out"): (
+        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.\n"
+        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR."
     ),
-    (
-        ("Connection refused",),
-        "Nothing listens at that address: rank zero has not started, has ended, or has another address.",
-        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs.",
+    ("Connection refused",): (
+        "Nothing listens at that address: rank zero has not started, has ended, or has another address.\n"
+        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs."
     ),
-    (
-        ("Address already in use", "EADDRINUSE"),
-        "Another program, maybe an earlier run of this one, listens on that port.",
-        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one.",
+    ("Address already in use", "EADDRINUSE"): (
+        "Another program, maybe an earlier run of this one, listens on that port.\n"
+        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one."
     ),
-    (
-        ("device-side assert", "illegal memory access"),
-        "A GPU kernel failed earlier; the line above is only where the error was reported.",
-        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range.",
+    ("device-side assert", "illegal memory access"): (
+        "A GPU kernel failed earlier; the line above is only where the error was reported.\n"
+        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range."
     ),
-    (
-        _NO_GPU,
-        "The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.",
-        "Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver.",
+    _NO_GPU: (
+        "The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.\n"
+        "Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver."
     ),
-    (
-        ("Too many open files",),
-        "This process may not open more files: mostly many DataLoader workers that share tensors.",
-        "Raise the limit with `ulimit -n 65536`, or use fewer workers.",
+    ("Too many open files",): (
+        "This process may not open more files: mostly many DataLoader workers that share tensors.\n"
+        "Raise the limit with `ulimit -n 65536`, or use fewer workers."
     ),
-    (
-        ("No space left on device",),
-        "A disk, or shared memory, is full.",
-        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).",
+    ("No space left on device",): (
+        "A disk, or shared memory, is full.\n"
+        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g)."
     ),
-    (
-        ("could not create a primitive descriptor for the LSTM",),
-        "torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.",
-        "Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False).",
+    ("could not create a primitive descriptor for the LSTM",): (
+        "torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.\n"
+        "Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False)."
     ),
-    (
-        ("Expected to have finished reduction in the prior iteration",),
-        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.",
-        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.",
+    ("Expected to have finished reduction in the prior iteration",): (
+        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.\n"
+        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True."
     ),
-)
+}
 
 
 def hint_for(error: str) -> str:
     """Return what the text of an error means and what to do, in two lines; empty if no hint matches."""
-    for marks, means, advice in ERROR_HINTS:
-        if any(mark in error for mark in marks):
-            return f"What that means: {means}\n{advice}"
-    return ""
+    found = (hint for marks, hint in ERROR_HINTS.items() if any(mark in error for mark in marks))
+    return next((f"What that means: {hint}" for hint in found), "")

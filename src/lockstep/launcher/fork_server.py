@@ -12,7 +12,11 @@ ends at once, and the launcher adopts the rank (PR_SET_CHILD_SUBREAPER); torch e
 child.
 
 If a program needs a new interpreter, ranks are not forked (`_needs_interpreters`). All forked ranks have the same
-string hashes, and ``ps`` shows the launcher's command line. A forked rank ends like any interpreter.
+string hashes, and /proc/PID/environ shows the launcher's variables: their titles have the rank. A forked rank ends like
+any interpreter.
+
+Others, such as tests, can fork any Python program: ``server = fork_here()`` where all is imported and no thread runs,
+then ``server.fork(["script.py", "--flag"], os.environ, [0, 1, 2])``, which returns a child of this process to poll.
 """
 
 from __future__ import annotations
@@ -32,11 +36,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 from lockstep.env import usable_cores
 from lockstep.launcher import bootstrap
@@ -156,6 +161,24 @@ class ForkServer:
 
 _server: ForkServer | None = None
 
+_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def signal_handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
+    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+
 
 def start() -> None:
     """Import torch and fork the server from this process, if it is the command ``lockstep`` at its start.
@@ -166,19 +189,13 @@ def start() -> None:
     if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
         return  # programs that call it from Python use the server of `launch`
     gc.disable()  # a collection would visit all of torch's objects for nothing
-    import torch  # noqa: F401
+    with signal_handlers((signal.SIGINT,), signal.SIG_DFL):  # Ctrl-C ends this process at once, not after the import
+        import torch  # noqa: F401
 
     gc.freeze()  # collections no longer write to these objects, so they stay shared; and this process ends sooner
     gc.enable()
-    if _server is not None or not _can_fork() or threading.active_count() > 1:
-        return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if (pid := os.fork()) == 0:
-        ours.close()
-        become_rank(serve(theirs))
-    theirs.close()
-    _server = ForkServer(ours, ForkedProcess(pid))
-    atexit.register(_server.close)
+    if _server is None and _can_fork() and threading.active_count() == 1:
+        _server = fork_here()
 
 
 def preload(*names: str) -> None:
@@ -233,12 +250,12 @@ def _can_fork() -> bool:
 
 def _needs_interpreters(mode: str, target: str) -> bool:
     """Return whether the program, or a device, needs a new interpreter."""
-    import torch
+    from lockstep import torch_internals
 
     if mode == "command":
         return True
     # A plug-in backend, which torch imports by itself, may have threads or a device as soon as it is imported.
-    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+    if torch_internals.privateuse1_name() != "privateuseone":
         return True
     # A script sets such variables before it imports torch; here torch is already imported.
     is_file = mode == "script" and os.path.isfile(target)
@@ -251,6 +268,7 @@ def _needs_interpreters(mode: str, target: str) -> bool:
 def serve(connection: socket.socket) -> list[str]:
     """Fork a process for each request until the launcher is gone; return in each child, with its arguments."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    bootstrap.set_title("fork server")
     environ = dict(os.environ)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
@@ -280,7 +298,7 @@ def serve(connection: socket.socket) -> list[str]:
             for number, handler in handlers.items():
                 is_lost = handler == signal.SIG_IGN and number in _CAUGHT  # a new interpreter would not ignore it
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, default if is_lost else handler)
+                signal.signal(number, default if is_lost or handler == signal.SIG_DFL else handler)
             if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
                 _set_num_threads(threads)
             os.write(reply, str(os.getpid()).encode())
@@ -295,8 +313,10 @@ def _is_bound_to_device() -> bool:
     """Return, in a child of the server, whether the server has used a device: then this process cannot use it."""
     import torch
 
+    from lockstep import torch_internals
+
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and bool(torch.get_device_module(accelerator)._is_in_bad_fork())
+    return accelerator is not None and torch_internals.is_in_bad_fork(accelerator.type)
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -353,12 +373,34 @@ def _set_num_threads(text: str) -> None:
                     getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
 
 
-def become_rank(words: Sequence[str]) -> None:
-    """Run as ``python WORDS``, which starts a rank; leaves as the program does."""
+def become(words: Sequence[str]) -> NoReturn:
+    """Run as ``python WORDS``: a rank, a script, or a module after ``-m``; leaves with `SystemExit`."""
     sys.orig_argv = [sys.executable, *words]
-    bootstrap.main(list(words[1:]))
+    sys.argv = list(words[1:] if words[0] in ("-u", "-m") else words)
+    if sys.argv[0] == bootstrap.__file__:
+        bootstrap.main(sys.argv)
+    elif words[0] == "-m":
+        bootstrap.run_module(sys.argv[0])
+    else:
+        bootstrap.run_script(sys.argv[0])
     sys.exit()
 
 
+def fork_here(run: Callable[[Sequence[str]], NoReturn] = become) -> ForkServer:
+    """Fork a server from this process, which has imported what forked processes need, and has no threads.
+
+    Args:
+        run: Called in each forked process, with its arguments.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        ours.close()
+        run(serve(theirs))
+    theirs.close()
+    server = ForkServer(ours, ForkedProcess(pid))
+    atexit.register(server.close)
+    return server
+
+
 if __name__ == "__main__":
-    become_rank(serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from lockstep.activity import format_ranks
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import TERMINAL, TerminalRegion, erase_rows, rank_file
+from lockstep.run_folder import TERMINAL, TerminalRegion, erase_rows, open_locked, rank_file
 
 STREAMS = ("stdout", "stderr")
 
@@ -35,12 +35,14 @@ class LogSettings:
         level: What the terminal shows; a key of `LEVELS`.
         merges: Whether the terminal shows one stream; otherwise ranks write to it themselves.
         excluded_by: The user's flag, if any, that makes ranks write to the terminal themselves.
+        num_nodes: The largest number of machines, each of which has its own ranks.
     """
 
     folder: str | os.PathLike[str] | None = None
     level: str = "info"
     merges: bool = True
     excluded_by: str = ""
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -174,19 +176,21 @@ class LogTail:
         settings: What to do with the lines.
 
     Raises:
-        ConfigurationError: The folder cannot be created.
+        ConfigurationError: The files cannot be created, or another run writes them.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, settings: LogSettings) -> None:
         self._shown, self._folder = LEVELS[settings.level], settings.folder
-        if self._folder is not None:
+        self._files: dict[int, int] = {}
+        # With several machines, the numbers of the ranks are known later.
+        if settings.num_nodes == 1:
             try:
-                Path(self._folder).mkdir(parents=True, exist_ok=True)
+                self._open_files(range(num_ranks))
             except OSError as error:
+                self._close_files()
                 raise ConfigurationError(
                     f"{error.filename} cannot be written: {error.strerror}.\nName another place with --log-dir."
                 ) from None
-        self._files: dict[int, IO[bytes]] = {}
         self._over, self._lock = threading.Event(), threading.Lock()
         self._selector = selectors.DefaultSelector()
         for local_rank in range(num_ranks):
@@ -197,8 +201,7 @@ class LogTail:
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(stream, local_rank, decoder))
-        self._ranks, self._deduplicators = range(0), dict[str, LogDeduplicator]()
-        self.started(range(num_ranks))
+        self._set_ranks(range(num_ranks))
         # Streams and texts for the terminal, in order.
         self._unwritten: deque[tuple[str, str]] = deque()
         # Whether rank zero has an unfinished line, and when its last part arrived.
@@ -213,15 +216,28 @@ class LogTail:
         """Set the ranks' numbers, which may change after a restart."""
         with self._lock:
             if ranks != self._ranks:  # otherwise lines that have already arrived are kept
-                self._ranks = ranks
-                self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
+                self._set_ranks(ranks)
+            with contextlib.suppress(OSError):
+                self._open_files(ranks)
+
+    def _set_ranks(self, ranks: range) -> None:
+        self._ranks = ranks
+        self._deduplicators = {stream: LogDeduplicator(ranks) for stream in STREAMS}
+
+    def _open_files(self, ranks: range) -> None:
+        """Open a file for each rank, also for those that write nothing; what an earlier run wrote stays."""
+        for rank in ranks:
+            if self._folder is not None and rank not in self._files:
+                self._files[rank] = open_locked(Path(self._folder) / f"rank-{rank}.log")
+                if os.fstat(self._files[rank]).st_size:
+                    self._keep(rank, time.strftime("--- another run, %Y-%m-%d %H:%M:%S ---"))
 
     def print(self, text: str) -> None:
         """Queue whole lines of the launcher for standard error. Takes no lock, so signal handlers can call it."""
         self._unwritten.append(("stderr", text))
 
-    def settle(self) -> None:
-        """Show all output so far, after the ranks have ended."""
+    def settle(self, traces: Mapping[int, str] | None = None) -> None:
+        """Show all output so far, after the ranks have ended; add their tracebacks, by rank, to their files."""
         with self._lock:
             self._read()
             for key in self._selector.get_map().values():
@@ -229,6 +245,9 @@ class LogTail:
                     self._take(key.data, "\n")
             self._take_due(final=True)
             self._write()
+            for rank, trace in (traces or {}).items():
+                for line in trace.splitlines():
+                    self._keep(rank, line)
 
     def __enter__(self) -> LogTail:
         self._thread.start()
@@ -243,8 +262,11 @@ class LogTail:
         self._selector.close()
         if self._region is not None:
             self._region.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files.values():
-            file.close()
+            os.close(file)
 
     def _follow(self) -> None:
         while not self._over.is_set():
@@ -287,12 +309,9 @@ class LogTail:
 
     def _keep(self, rank: int, line: str) -> None:
         """Write a line into the rank's file. If the disk is full, lines are lost, but the job continues."""
-        if self._folder is not None:
+        if rank in self._files:
             with contextlib.suppress(OSError):
-                if rank not in self._files:
-                    path = Path(self._folder) / f"rank-{rank}.log"
-                    self._files[rank] = open(path, "wb", buffering=0)  # noqa: SIM115 - closed at the end
-                self._files[rank].write(f"{line}\n".encode())
+                os.write(self._files[rank], f"{line}\n".encode())
 
     def _write(self) -> None:
         """Write queued text to the terminal, above rank zero's live view."""

@@ -12,29 +12,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from string import Template
 from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch.distributed.elastic import events
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousTimeoutError,
-)
 from torch.distributed.elastic.utils import macros
 from torch.distributed.launcher.api import LaunchConfig
+from torch.numa.binding import NumaOptions
 
 from lockstep import run_folder, torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
@@ -43,12 +39,13 @@ from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
-from lockstep.launcher.failure_report import SIGTERM_S, first_failure, job_error, rank_exits, restart_report
-from lockstep.launcher.fork_server import ForkServer, server_for
+from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
+from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.telemetry.heartbeat import read_step_counter
+from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
@@ -97,7 +94,10 @@ def supervise(
     """
     allow_open_files(_FILES_PER_RANK * config.nproc_per_node, f"The launcher of {config.nproc_per_node} ranks")
     patience_s = _PATIENCE_S if watchdog_s is None else watchdog_s
+    # For the ranks' titles. A call has the name of the program that made it, or of the file that its command names.
+    files = [word for word in sys.argv if word.endswith(".py")] if mode == "call" else [target]
     orders = {
+        "program": os.path.basename((files or ["launch"])[-1]),
         "launcher_pid": os.getpid(),
         "run_dir": str(reaper.run_dir),
         "mode": mode,
@@ -109,6 +109,7 @@ def supervise(
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
     job = Job(reaper, range(config.nproc_per_node), log_tail, min_ranks, config.min_nodes < config.max_nodes, store)
+    job.is_command = mode != "call"
     on_hang = _HangPolicy(job, watchdog_action)
     watchdog = Watchdog(
         reaper.run_dir,
@@ -123,36 +124,23 @@ def supervise(
     with stop.handling(config):
         try:
             with server_for(mode, target, config.nproc_per_node) as server, elastic_quiet(), watchdog:
-                failures = _run_agent(_Agent(job, config, (python, *command), server), config)
+                # Kept to the end of this function: it has the store, in which `job_error` meets the other launchers.
+                agent = _Agent(job, config, (python, *command), server)
+                failures = agent.run().failures
         except SignalException as error:
             # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
             stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
             name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
             raise stopped or Stopped(f"Stopped by {name}; all ranks have ended.", signal=error.sigval) from None
-        except (RuntimeError, OSError, ValueError, RendezvousError) as error:
+        except (RuntimeError, OSError, ValueError, rendezvous.RendezvousError) as error:
             raise _not_met(error, config) from error
     # Ranks that stop gracefully exit with a special code, which is not a failure; ranks that hung were killed.
     stopped = None if on_hang.reports else stop.outcome({failure.exitcode for failure in failures.values()} or {0})
     if stopped is not None:
         raise stopped
     if failures:
-        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
         hang = "\n".join(on_hang.reports)
-        raise job_error(exits, job.ranks, hang=hang, store=store, num_nodes=config.max_nodes)
-
-
-def _run_agent(agent: _Agent, config: LaunchConfig) -> Mapping[int, ProcessFailure]:
-    """Run the agent until all ranks have ended, and return the failures, as torch's ``launch_agent`` does."""
-    try:
-        result = agent.run()
-        events.record(agent.get_event_succeeded(), config.event_log_handler)
-        return result.failures
-    except Exception:
-        events.record(agent.get_event_failed(), config.event_log_handler)
-        raise
-    finally:
-        if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
-            agent.get_worker_group().spec.rdzv_handler.shutdown()
+        raise job_error(job.exits(failures), job.ranks, hang=hang, store=store, num_nodes=config.max_nodes)
 
 
 @dataclass
@@ -178,9 +166,10 @@ class _HangPolicy:
         elif self.job.num_restarts_left and awaited:
             log(f"{text}\nThe ranks are started again.")
             # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-            failure = {"message": "JobHangs: it kept the others waiting; the report is above", "type": "JobHangs"}
+            message = "JobHangs: it kept the others waiting; the report is above"
             for rank, pid in awaited.items():
-                run_folder.write_failure(self.job.folder, rank, failure)
+                failure = run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid)
+                failure.write(self.job.folder, rank)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         else:
@@ -194,12 +183,12 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     if config.max_nodes == 1:
         return LockstepError(f"The ranks could not be started: {reason}.")
-    if isinstance(error, RendezvousClosedError):
+    if isinstance(error, rendezvous.RendezvousClosedError):
         return LockstepError(
             f"The job at {config.rdzv_endpoint} has ended and accepts no more machines.\n"
             "To start a new job, start the command on all machines."
         )
-    if isinstance(error, RendezvousTimeoutError):
+    if isinstance(error, rendezvous.RendezvousTimeoutError):
         reason = "fewer machines than --nnodes joined in time"
     place = "each with its own --node-rank" if config.rdzv_backend == "static" else "with the same --rdzv-id"
     return LockstepError(
@@ -253,6 +242,9 @@ class Job:
         store: The store in which the launchers of several machines exchange notes.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
+        is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
+        has_started: Whether ranks were started.
+        stop_by: Until when they must have stopped gracefully, and the signal for which they were requested to.
         stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
         ended_at_ns: When each process ended.
     """
@@ -265,6 +257,9 @@ class Job:
     store: InterNodeStore | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
+    is_command: bool = False
+    has_started: bool = False
+    stop_by: tuple[float, signal.Signals] | None = None
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
     ended_at_ns: Mapping[int, int] = field(default_factory=dict)
 
@@ -272,6 +267,13 @@ class Job:
     def folder(self) -> Path:
         """The folder of the run."""
         return self.reaper.run_dir
+
+    def exits(self, failures: Mapping[int, ProcessFailure]) -> list[RankExit]:
+        """Return how the ranks have ended; show all their output, and keep the tracebacks beside it."""
+        exits = rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
+        if self.log_tail is not None:
+            self.log_tail.settle({exit.rank: exit.record.trace for exit in exits})
+        return exits
 
 
 # torch elastic's default, to which SIGUSR1 is added; and the environment variable for those that it handles itself.
@@ -293,21 +295,11 @@ class GracefulShutdown:
         self._job = job
         self._num_signals = 0
         self._requested_for: signal.Signals | None = None
-        self._timer: threading.Timer | None = None
 
-    @contextmanager
-    def handling(self, config: LaunchConfig) -> Iterator[None]:
-        """Handle the signals that torch elastic would. Works in the main thread only."""
-        # elastic would install its own handlers again at each start of the ranks, and never remove them.
-        os.environ[_LEFT_TO_ELASTIC] = ""
+    def handling(self, config: LaunchConfig) -> AbstractContextManager[None]:
+        """Handle the signals that torch elastic would, inside the block. Works in the main thread only."""
         names = config.signals_to_handle + ",SIGUSR1" * (config.signals_to_handle == _SIGNALS_OF_ELASTIC)
-        with _handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal):
-            try:
-                yield
-            finally:
-                if self._timer is not None:
-                    self._timer.cancel()  # otherwise it would signal this process, which may go on
-                    self._timer.join(1.0)
+        return signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
         """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
@@ -322,6 +314,10 @@ class GracefulShutdown:
         sigval = signal.Signals(number)
         # Interrupts the main thread, possibly while it prints: so this function must not print.
         self._num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
+        if self._job.is_command and not self._job.has_started:
+            # An exception could be lost: what torch does at a start catches some. The reaper removes what is left.
+            signal.signal(sigval, signal.SIG_DFL)
+            signal.raise_signal(sigval)
         if self._requested_for is None and number in run_folder.STOP_SIGNALS and self._can_stop():
             self._requested_for = sigval
             if sigval is signal.SIGINT and self._job.log_tail is not None:
@@ -329,10 +325,9 @@ class GracefulShutdown:
             elif sigval is signal.SIGINT:
                 os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)  # print() may have been interrupted within a line
             run_folder.request_stop(self._job.folder, sigval.name)
-            self._timer = threading.Timer(stop_timeout_s(), self._give_up, [sigval])
-            self._timer.daemon = True
-            self._timer.start()
+            self._job.stop_by = time.monotonic() + stop_timeout_s(), sigval
         elif self._requested_for is None or self._num_signals > 1:
+            run_folder.request_stop(self._job.folder, sigval.name)  # so that ranks know that none has failed
             if self._num_signals > 1:
                 self._job.reaper.kill_ranks()  # torch's agent would wait for half a minute
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
@@ -341,32 +336,6 @@ class GracefulShutdown:
         """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
         counts = run_folder.num_graceful_ranks(self._job.folder), len(run_folder.stop_reports(self._job.folder))
         return len(self._job.ranks) in counts
-
-    def _give_up(self, sigval: signal.Signals) -> None:
-        # Act like a second signal of the user. A signal is needed, as only the main thread can raise in elastic's loop.
-        self._num_signals += 2
-        os.kill(os.getpid(), sigval)
-
-
-_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
-
-
-@contextmanager
-def _handlers(
-    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None] | signal.Handlers
-) -> Iterator[None]:
-    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in before:
-            signal.signal(number, handler)
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 # torch elastic's agent, extended.
@@ -398,8 +367,9 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...], server: ForkServer | None) -> None:
         self.job, self.server, self.config = job, server, config
-        # How often the ranks of the job have been started again, for any reason; the same on all machines.
-        self.num_restarts = -1
+        # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
+        # often because a rank of this machine failed.
+        self.num_restarts, self.num_failures = -1, 0
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -415,11 +385,16 @@ class _Agent(LocalElasticAgent):
 
         While it waits for other machines in torch's C++ code, no handler in Python would run.
         """
-        return _handlers(_SIGNALS if self.config.max_nodes > 1 else (), signal.SIG_DFL)
+        return signal_handlers(_SIGNALS if self.job.is_command else (), signal.SIG_DFL)
 
     def run(self, *args: Any) -> RunResult:
-        # A spare machine that was never used has no result.
-        return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
+        """Run until all ranks have ended, as torch's ``launch_agent`` does."""
+        try:
+            # A spare machine that was never used has no result.
+            return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
+        finally:
+            if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
+                self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
@@ -434,7 +409,7 @@ class _Agent(LocalElasticAgent):
                         if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
                             self.job.store.move_to(handler.store_address)
                 return
-            except (RuntimeError, RendezvousConnectionError):  # an error of the store
+            except (RuntimeError, rendezvous.RendezvousConnectionError):  # an error of the store
                 if not isinstance(handler, RendezvousPerRestart) or attempt == _NUM_RENDEZVOUS_ATTEMPTS - 1:
                     raise
 
@@ -442,16 +417,22 @@ class _Agent(LocalElasticAgent):
         """Start the ranks as torch does, but as `_RankProcesses`."""
         spec, workers, envs = worker_group.spec, worker_group.workers, self._environments(worker_group)
         torch_internals.prepare_elastic_ranks(self, envs)
+        # elastic would install its own handlers at each start of the ranks, and never remove them.
+        os.environ[_LEFT_TO_ELASTIC] = ""
         # Before the lines of each rank, with --tee.
         prefix = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
         names = {"role_name": spec.role, "hostname": socket.gethostname()}
-        prefixes = {
-            each.local_rank: prefix.safe_substitute(names, rank=each.global_rank, local_rank=each.local_rank)
-            for each in workers
-        }
-        self._pcontext = _RankProcesses(self.job, self.server, spec, envs, prefixes, self.config.logs_specs)
-        self._pcontext.start()
-        return self._pcontext.pids()
+        numbers = {each.local_rank: {"rank": each.global_rank, "local_rank": each.local_rank} for each in workers}
+        prefixes = {rank: prefix.safe_substitute(names, **numbers[rank]) for rank in envs}
+        # torchrun's placeholder in arguments: ${local_rank}.
+        args = {rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs}
+        where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), prefixes
+        filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
+        ranks = self._pcontext = _RankProcesses(*where, spec.numa_options, *filters)
+        ranks.job, ranks.server, ranks.numa_options = self.job, self.server, spec.numa_options
+        self.job.has_started = True
+        ranks.start()
+        return ranks.pids()
 
     def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
         """Return the variables that torchrun sets for each rank, by its number on this machine."""
@@ -483,12 +464,15 @@ class _Agent(LocalElasticAgent):
         set_keepalive()  # for connections to the launchers of other machines
         first = worker_group.workers[0].global_rank
         self.job.ranks = range(first, first + len(worker_group.workers))
-        self.job.num_restarts_left = self._remaining_restarts
+        self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self.job.stop_by is not None and time.monotonic() > self.job.stop_by[0]:
+            self.job.reaper.kill_ranks()
+            raise SignalException("the ranks have not stopped in time", sigval=self.job.stop_by[1])
         self._last = cast(RunResult, super()._monitor_workers(worker_group))
         codes = {failure.exitcode for failure in self._last.failures.values()}
         # Users' scripts exit with this code after `fit` has stopped; torch may have stopped the others.
@@ -502,11 +486,8 @@ class _Agent(LocalElasticAgent):
         if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
             return
         # A signal may have been sent to all machines, and arrive here a moment later.
-        poll_until(
-            lambda: run_folder.is_stopped_by_signal(self.job.folder) or handler.num_nodes_waiting() > 0,
-            _NOTICED_S,
-            _POLL_S,
-        )
+        is_signalled = partial(run_folder.is_stopped_by_signal, self.job.folder)
+        poll_until(lambda: is_signalled() or handler.num_nodes_waiting() > 0, _NOTICED_S, _POLL_S)
         self._raise_if_signalled()
         if self.job.may_shrink or handler.num_nodes_waiting() > 0:
             self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
@@ -520,8 +501,7 @@ class _Agent(LocalElasticAgent):
             self._pcontext.close()
             # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
-        job = self.job
-        exits = rank_exits(failures, job.stopped_at_ns, job.ended_at_ns, job.folder, job.resources)
+        exits = self.job.exits(failures)
         first = first_failure(exits) if failures else None
         was_killed = first is not None and first.exit_code < 0
         # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
@@ -532,15 +512,13 @@ class _Agent(LocalElasticAgent):
             _hide_device(failures[first.rank].local_rank, spec.local_world_size)
             spec.local_world_size -= 1
         fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
-        number = spec.max_restarts - self._remaining_restarts
-        if self.job.log_tail is not None:
-            self.job.log_tail.settle()
+        self.num_failures += bool(failures)
         text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
             # Our loops count a step from 0 while it runs; other loops count the steps that are done.
             step, num_steps = read_step_counter(self.job.folder, first.rank)
             step = step if step is not None else num_steps or None
-            restart = f"restart {number} of {spec.max_restarts}{fewer}"
+            restart = f"restart {self.num_failures} of {spec.max_restarts}{fewer}"
             text = restart_report(first, None if step is None else step + 1, restart)
         run_folder.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)
@@ -573,45 +551,31 @@ class _RankProcesses(SubprocessContext):
     Records when each one ended, and which ones still ran when the launcher began to stop them.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        server: ForkServer | None,
-        spec: WorkerSpec,
-        envs: dict[int, dict[str, str]],
-        prefixes: dict[int, str],
-        logs: LogsSpecs | None,
-    ) -> None:
-        assert isinstance(spec.entrypoint, str)
-        assert logs is not None
-        # torchrun's placeholder in arguments: ${local_rank}.
-        args = {rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs}
-        filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
-        super().__init__(spec.role, spec.entrypoint, args, envs, logs, prefixes, spec.numa_options, *filters)
-        # Others are wrapped in numactl, or run an interpreter that the user chose.
-        is_plain = spec.entrypoint == sys.executable and spec.numa_options is None
-        self._job, self._spec, self._server = job, spec, server if is_plain else None
-        self._watcher: threading.Thread | None = None
+    job: Job
+    server: ForkServer | None
+    numa_options: NumaOptions | None
+    watcher: threading.Thread | None = None
 
     def _start(self) -> None:
         for rank in self.envs:
             # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
             self.subprocess_handlers[rank] = self._fork(rank) or self._start_interpreter(rank)
-        self._job.ended_at_ns, self._watcher = _note_ends(self.pids().values())
+        self.job.ended_at_ns, self.watcher = _note_ends(self.pids().values())
 
     def _fork(self, rank: int) -> SubprocessHandler | None:
-        if self._server is None:
+        # Others are wrapped in numactl, or run an interpreter that the user chose.
+        if self.server is None or self.entrypoint != sys.executable or self.numa_options is not None:
             return None
         with contextlib.ExitStack() as stack:
             # The path is empty for the launcher's own stream.
             paths = ((1, self.stdouts[rank]), (2, self.stderrs[rank]))
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
             environ = {**os.environ, **self.envs[rank]}
-            return cast(SubprocessHandler | None, self._server.fork(self.args[rank], environ, [0, *files]))
+            return cast(SubprocessHandler | None, self.server.fork(self.args[rank], environ, [0, *files]))
 
     def _start_interpreter(self, rank: int) -> SubprocessHandler:
         command = cast(str, self.entrypoint), self.args[rank], self.envs[rank]
-        return get_subprocess_handler(*command, self.stdouts[rank], self.stderrs[rank], rank, self._spec.numa_options)
+        return get_subprocess_handler(*command, self.stdouts[rank], self.stderrs[rank], rank, self.numa_options)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks, as torch does; without a signal it does so because one of them has failed.
@@ -619,11 +583,12 @@ class _RankProcesses(SubprocessContext):
         torch calls this during the poll that has found the first failed rank: only at this moment can failed ranks be
         distinguished from ranks that are stopped because of the failure.
         """
-        for pid in filter(_runs, self.pids().values()):
-            self._job.stopped_at_ns[pid] = time.time_ns()
+        for pid in self.pids().values():
+            if process_state(pid)[0] not in ("", "Z", "X"):
+                self.job.stopped_at_ns[pid] = time.time_ns()
         super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
-        if self._watcher is not None:
-            self._watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
+        if self.watcher is not None:
+            self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
 
 
 def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread]:
@@ -648,14 +613,6 @@ def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread
     watcher = threading.Thread(target=watch, name="lockstep-rank-ends", daemon=True)
     watcher.start()
     return ended_at_ns, watcher
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a child of this process still runs; does not consume its exit status, which torch reads."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # its status has already been read
-        return False
 
 
 def _hide_device(index: int, num_ranks: int) -> None:

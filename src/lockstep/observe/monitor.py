@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,15 @@ from torch.utils.data import DataLoader
 from lockstep import activity
 from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.errors import ConfigurationError
-from lockstep.observe.observation import Observation, Place, find_place, trained_parameters
-from lockstep.observe.steps import Step, updates
+from lockstep.observe.observation import Observation, find_place, trained_parameters
+from lockstep.observe.steps import updates
 from lockstep.telemetry.instrument import Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.run_record import Number, num_restarts
+from lockstep.telemetry.record import num_restarts
+from lockstep.telemetry.recorder import Place
+from lockstep.telemetry.sinks import parse_targets
+from lockstep.telemetry.step_times import Number, StepMarks
+from lockstep.train.settings import ViewName
 
 # --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
 #
@@ -41,10 +45,10 @@ _MOST_CALLS = 20_000
 _attached: Attached | None = None
 
 
-def attach(folder: str) -> None:
+def attach(folder: str, view: ViewName = "none", log_to: str = "") -> None:
     """Record this process into ``folder`` as soon as it trains; called before the script starts."""
     global _attached
-    _attached = Attached(Path(folder))
+    _attached = Attached(Path(folder), view, parse_targets(log_to) if log_to else ())
 
 
 class Attached:
@@ -52,10 +56,11 @@ class Attached:
 
     Args:
         folder: The folder for the record.
+        view, log_to: As for `monitor`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, view: ViewName, log_to: Sequence[str]) -> None:
+        self.folder, self._view, self._log_to = folder, view, log_to
         self._rank, self._num_ranks = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
         # Now, as the script may change the working directory, or initialize CUDA, after which git should not be forked.
         self._provenance: Provenance | None = gather(Path(sys.argv[0])) if self._rank == 0 else None
@@ -106,6 +111,8 @@ class Attached:
                 run_dir=self.folder,
                 place=Place(self._rank, self._num_ranks, name=name),
                 provenance=self._provenance,
+                view=self._view,
+                log_to=self._log_to,
             )
         else:
             self._found.add_model(module)
@@ -152,7 +159,7 @@ class Watch:
         self._observation, self.run_dir = observation, observation.run_dir
 
     @property
-    def _step(self) -> Step | None:
+    def _step(self) -> StepMarks | None:
         return self._observation.steps.current if self._observation.steps.is_watching else None
 
     @property
@@ -237,8 +244,10 @@ def monitor(
     *,
     run_dir: str | Path | None = None,
     first_step: int = 0,
+    view: ViewName = "none",
+    log_to: str | Sequence[str] | None = None,
 ) -> Watch:
-    """Record the training loop of a script for ``lockstep report``.
+    """Record the training loop of a script for ``lockstep report``, and show it while it runs.
 
     Each rank records the time of its steps and their parts, the learning rate, memory and load, and the values given
     to `Watch.loss` and `Watch.grad_norm`. A step ends with ``optimizer.step()`` and may have any number of
@@ -257,14 +266,17 @@ def monitor(
         loader: The DataLoader (or several) whose waiting is recorded; by default, all of the process. For other
             iterables, see `Watch.batches`.
         run_dir: The folder for the record, created if it does not exist; by default ``runs/`` and the name of the
-            script. An earlier record in it is overwritten, unless ``first_step`` is given.
+            script. An earlier record in it is moved to ``earlier-...`` within it, or continued with ``first_step``.
         first_step: Number of steps done before, in a script that resumes from a checkpoint.
+        view: The display of progress on rank zero, as for `fit`; the loss in it is the one given to `Watch.loss`.
+        log_to: Sinks for metrics, as for `fit`, such as ``tensorboard:runs/mine``.
 
     Returns:
         The record, which also takes losses. It ends with the process.
 
     Raises:
-        ConfigurationError: The arguments do not fit together; or, on all ranks, a rank cannot write into the folder.
+        ConfigurationError: The arguments do not fit together; or, on all ranks, a rank cannot write into the folder, or
+            a sink cannot be opened.
     """
     models: list[nn.Module] = _listed(
         model, nn.Module, "model", "not an nn.Module.\nGive the model that is called in training, or a list."
@@ -312,8 +324,19 @@ def monitor(
             f"This process is already being recorded, into {_last.run_dir}.\n"
             "Call close() on the result of monitor(), or give all models and optimizers in one call."
         )
-    place = find_place()
-    _last = Observation(models, optimizers or None, loaders or None, run_dir=folder, place=place, first_step=first_step)
+    if view not in get_args(ViewName):
+        raise ConfigurationError(f"view={view!r} is not allowed.\nChoose from: {', '.join(get_args(ViewName))}.")
+    targets = parse_targets(log_to or ())
+    _last = Observation(
+        models,
+        optimizers or None,
+        loaders or None,
+        run_dir=folder,
+        place=find_place(),
+        first_step=first_step,
+        view=view,
+        log_to=targets,
+    )
     return Watch(_last)
 
 

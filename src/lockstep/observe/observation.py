@@ -20,17 +20,21 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.activity import one_line
-from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
-from lockstep.comm.collectives import Group, all_gather_object, backend_name, default_group, device_for, is_initialized
+from lockstep.comm.clocks import ClockOffset
+from lockstep.comm.collectives import backend_name, default_group, is_initialized
+from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
-from lockstep.observe.steps import Hooks, Step, Steps, num_samples
+from lockstep.observe.steps import Hooks, Steps, num_samples
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.run_folder import FAILURE, current_run_folder, rank_file, read_object
+from lockstep.run_folder import FailureRecord, current_run_folder
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import compiled_call
 from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.recorder import StepRecorder, has_timeline
-from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.run_record import Event, Reduction, RunFolder, num_restarts
+from lockstep.telemetry.record import Event, EventName, num_restarts
+from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
+from lockstep.telemetry.sinks import open_sinks, run_info
+from lockstep.telemetry.step_times import Reduction, StepMarks
+from lockstep.train.settings import ViewName
 
 # --- the engine that exchanges the gradients of a script --------------------------------------------------------------
 
@@ -62,18 +66,16 @@ class Engine:
         for module in self.ours:
             module.stamp_buckets(None)
 
-    def take(self) -> list[Reduction]:
-        """Return the record of the backward that has just ended."""
-        return [found for each in self.stamps if (found := each.take()) is not None]
+    def take(self) -> list[Reduction] | None:
+        """Return the record of the backward that has just ended, if the engine takes one."""
+        return [found for each in self.stamps if (found := each.take()) is not None] if self.ours else None
 
-    def complete(self, step: Step) -> None:
-        """Add to a completed step its communication, and which phases could not be observed."""
-        if self.kind == "torch-ddp":
-            step.reductions = [Reduction(waited=wait) for wait in step.waits]
-        is_known = self.kind == "single" or (step.has_backward and self.kind in ("ddp", "torch-ddp"))
+    def complete(self, step: StepMarks) -> None:
+        """Complete what is known of the communication in a step."""
+        if self.kind not in ("ddp", "torch-ddp"):
+            step.reductions = []
+        is_known = self.kind == "single" or (self.kind in ("ddp", "torch-ddp") and "backward" not in step.unseen)
         step.exposed_s = 0.0 if is_known else None
-        seen = {"data_wait": step.sees_batches, "forward": step.has_forward, "backward": step.has_backward}
-        step.unseen = frozenset(phase for phase, is_seen in seen.items() if not is_seen)
         step.has_timeline = has_timeline(step.number)
 
 
@@ -99,31 +101,6 @@ def _imported(module: str, name: str) -> Any:
 
 
 # --- this rank and its group ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """The rank of this process, and the group of the ranks.
-
-    Attributes:
-        rank, num_ranks: Of the job.
-        group: The group for collectives; ``None`` to record without collectives.
-        name: The name of the session, if there is no group.
-    """
-
-    rank: int
-    num_ranks: int
-    group: Group | None = None
-    name: str | None = None
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of each rank, or only this one's. Collective if there is a group: every rank."""
-        group = self.group
-        return [value] if group is None else all_gather_object(value, group=group, device=device_for(group))
-
-    def offsets(self) -> list[ClockOffset]:
-        """Return the offsets of the ranks' clocks. Collective if there is a group: every rank."""
-        return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
 def find_place() -> Place:
@@ -159,6 +136,7 @@ class Observation:
         place: This rank.
         first_step: Number of steps done before; if not 0, an existing record is continued.
         provenance: Machine and versions; gathered now if ``None``.
+        view, log_to: The display and the sinks on rank zero, as for `fit`.
 
     Attributes:
         steps: The steps observed so far.
@@ -166,7 +144,7 @@ class Observation:
         is_closed: Whether the record has ended.
 
     Raises:
-        ConfigurationError: On every rank: a rank cannot write into the folder.
+        ConfigurationError: On every rank: a rank cannot write into the folder, or a sink cannot be opened.
     """
 
     def __init__(
@@ -179,21 +157,42 @@ class Observation:
         place: Place,
         first_step: int = 0,
         provenance: Provenance | None = None,
+        view: ViewName = "none",
+        log_to: Sequence[str] = (),
     ) -> None:
         self.run_dir = run_dir
         self.is_closed = False
-        self._models, self._place = models, place
+        self._models, self._loaders, self._place, self._provenance = models, loaders, place, provenance
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
         self._device = device = next(each.device for each in trained_parameters(models))
         self._engine = find_engine(models, self._num_peers)
-        self._folder = self._open_folder(loaders, first_step, provenance)
-        self._recorder = StepRecorder(self._folder.writer, sample=MachineSampler([device]), device=device)
-        self._recorder.start()
+        if not first_step and num_restarts():
+            # The step at which the script resumes is unknown: the earlier record is renamed.
+            name = f"rank-{place.rank}.jsonl"
+            with suppress(OSError):
+                os.replace(run_dir / name, run_dir / f"before-restart-{num_restarts()}.{name}")
+        self._recorder = recorder = Recorder(
+            place,
+            [device],
+            Snapshot(world_size=place.num_ranks),
+            first_step=first_step,
+            run_dir=run_dir,
+            facts=self._facts,
+        )
+        sinks = open_sinks(
+            log_to, lambda: run_info(self._facts(), run_dir, first_step, is_fresh=recorder.is_fresh), place
+        )
+        shown: list[Subscriber] = [*sinks]
+        if view != "none" and place.rank == 0:
+            from lockstep.telemetry.live_view import Display  # imports rich
+
+            shown.append(display := Display(view, silent=False))
+            for sink in sinks:
+                display.log(sink.where)
+        has_keys = (view != "none" or bool(log_to)) and is_initialized()
+        recorder.subscribe(shown, StatusKeys(place.rank, place.num_ranks) if has_keys else None)
+        recorder.start()
         self._batch_size = 0
-        if restarts := num_restarts():
-            self._event("restart", f"restarted ({restarts} times so far), counting from step {first_step}", first_step)
-        if first_step:
-            self._event("resume", f"resumed after step {first_step}", first_step)
         self.steps = Steps(device, self, first_step)
         self._engine.stamp(device)
         self.hooks = Hooks(self.steps, lambda: self._engine.take(), self._fail)
@@ -220,13 +219,13 @@ class Observation:
 
     # --- from the hooks, by way of Steps ---
 
-    def opened(self, step: Step) -> None:
+    def opened(self, step: StepMarks) -> None:
         """A step has begun."""
         # Single buckets get time stamps only in steps with a timeline.
         for each in self._engine.stamps:
             each.closely = has_timeline(step.number)
 
-    def done(self, step: Step) -> None:
+    def done(self, step: StepMarks) -> None:
         """Record a step, which the device may not have completed. Does not block."""
         self._engine.complete(step)
         # Assumes batches of equal size on all ranks, as a collective in the loop of the script is not allowed.
@@ -241,7 +240,8 @@ class Observation:
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
         """Record an evaluation: when it began, and how long training paused for it."""
         text = "forwards without training"
-        self._recorder.event("evaluation", text, step=num_steps, time_s=wall_s, seconds=seconds)
+        event = Event(event="evaluation", step=num_steps, time=wall_s, seconds=seconds, text=text)
+        self._recorder.event(event)
 
     # --- the end ---
 
@@ -271,9 +271,9 @@ class Observation:
         self.steps.is_over = True
         num_done = self.steps.num_done
         self._event("end" if text is None else "error", text or f"{num_done} steps done", num_done)
-        self._recorder.finish(waits=text is None)
         known = {"global_batch_size": self._batch_size} if self._batch_size else {}
-        self._folder.describe(offsets, "end", num_steps=num_done, **known)
+        self._recorder.finish(offsets, waits=text is None, num_steps=num_done, **known)
+        self._recorder.close()
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ended the script
@@ -287,55 +287,36 @@ class Observation:
             self._event("remark", text, self.steps.num_done)
             sys.stderr.write(f"lockstep: {text}\n")
 
-    def _event(self, event: Event, text: str, num_done: int) -> None:
-        self._recorder.event(event, text, step=num_done)
+    def _event(self, event: EventName, text: str, num_done: int) -> None:
+        self._recorder.event(Event(event=event, text=text, step=num_done))
 
     @property
     def _num_peers(self) -> int:
         return self._place.num_ranks if is_initialized() else 1
 
-    def _open_folder(
-        self, loaders: Sequence[DataLoader[Any]] | None, first_step: int, provenance: Provenance | None
-    ) -> RunFolder:
-        place, rank_zero = self._place, self._place.rank == 0
-        if not first_step and num_restarts():
-            # The step at which the script resumes is unknown: the earlier record is renamed.
-            name = f"rank-{place.rank}.jsonl"
-            with suppress(OSError):
-                os.replace(self.run_dir / name, self.run_dir / f"before-restart-{num_restarts()}.{name}")
-        opened = RunFolder(
-            self.run_dir,
-            place.rank,
-            place.num_ranks,
-            device=str(self._device),
-            first_step=first_step,
-            fresh=not first_step and not num_restarts(),  # earlier sessions are a part of the run
-            gather=place.gather,
-            name=place.name,
-        )
-        offsets = place.offsets()
+    def _facts(self) -> dict[str, Any]:
+        """Return what is known of the script, for its record and its sinks. Blocks for some calls of git."""
         # A parameter that two models share counts once.
         parameters = list({id(each): each for each in trained_parameters(self._models)}.values())
+        loader = self._loaders[0] if self._loaders else None
         settings = {
             "strategy": None if self._engine.kind == "unknown" else self._engine.kind,
-            "workers": loaders[0].num_workers if loaders else None,
-            "pin_memory": loaders[0].pin_memory if loaders else None,
+            "workers": None if loader is None else loader.num_workers,
+            "pin_memory": None if loader is None else loader.pin_memory,
             "run_dir": str(self.run_dir),
         }
-        if rank_zero:
-            opened.describe(
-                offsets,
-                "start",
-                num_steps=None,
-                recorded_by="monitor",
-                task=Path(sys.argv[0]).name or "a script",
-                settings={key: value for key, value in settings.items() if value is not None},
-                num_parameters=sum(each.numel() for each in parameters),
-                gradient_bytes=sum(each.numel() * each.element_size() for each in parameters),
-                backend=backend_name(default_group()) if is_initialized() else None,
-                provenance=asdict(provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
-            )
-        return opened
+        return {
+            "num_steps": None,
+            "recorded_by": "monitor",
+            "task": Path(sys.argv[0]).name or "a script",
+            "settings": {key: value for key, value in settings.items() if value is not None},
+            "num_parameters": sum(each.numel() for each in parameters),
+            "gradient_bytes": sum(each.numel() * each.element_size() for each in parameters),
+            "world_size": self._place.num_ranks,
+            "device": str(self._device),
+            "backend": backend_name(default_group()) if is_initialized() else None,
+            "provenance": asdict(self._provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
+        }
 
 
 def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -346,8 +327,8 @@ def trained_parameters(models: Sequence[nn.Module]) -> list[nn.Parameter]:
 def _failure() -> str | None:
     """Return the error that ended this rank, as written by the launcher's bootstrap; None without an error."""
     folder = current_run_folder()
-    failure = {} if folder is None else read_object(rank_file(folder, FAILURE, os.environ["RANK"]))
-    return str(failure["message"]).splitlines()[0] if failure.get("message") else None
+    failure = None if folder is None else FailureRecord.read(folder, os.environ["RANK"])
+    return failure.message.splitlines()[0] if failure else None
 
 
 def _leave_to_parent(steps: weakref.ref[Steps]) -> None:

@@ -15,7 +15,6 @@ batch that is then used for training.
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from threading import get_ident
@@ -27,38 +26,20 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lockstep import activity, env
-from lockstep.accelerator import is_capturing, mark_on
+from lockstep.accelerator import is_capturing
 from lockstep.parallel.module_io import find_tensors
 from lockstep.telemetry.instrument import Fail, Hook, Instrument, in_backward
-from lockstep.telemetry.run_record import Mark, RecordedStep, Reduction
-
-
-@dataclass(slots=True)
-class Step(RecordedStep):
-    """A step of the loop of a script, from its first batch to the end of its update.
-
-    Attributes:
-        waits: In backward: from the end of this rank's own work until the gradients were reduced.
-        num_inputs: Samples given to forwards, for a script without an observed loader.
-        sees_batches: Whether loaders are observed.
-        has_forward, has_backward: Whether a forward, a backward was observed.
-    """
-
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    num_inputs: int = 0
-    sees_batches: bool = False
-    has_forward: bool = False
-    has_backward: bool = False
+from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
+from lockstep.telemetry.timer import Moment, add_span, moment
 
 
 class Listener(Protocol):
     """Gets the steps."""
 
-    def opened(self, step: Step) -> None:
+    def opened(self, step: StepMarks) -> None:
         """Handle a step that has just begun."""
 
-    def done(self, step: Step) -> None:
+    def done(self, step: StepMarks) -> None:
         """Handle a complete step; the device may not have completed it."""
 
     def evaluated(self, num_steps: int, wall_s: float, seconds: float) -> None:
@@ -78,10 +59,6 @@ class _Now(Enum):
     LOSS = "between a forward and its backward"
     BACKWARD = "backward"
     OPTIMIZER = "an optimizer's step"
-
-
-# A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
-Moment = tuple[Mark, float, float, bytes]
 
 
 class Steps:
@@ -105,11 +82,12 @@ class Steps:
         self._now = _Now.OUTSIDE
         self._since: Moment | None = None
         self._own_done: Mark | None = None
-        self._open: Step | None = None
-        self._done: Step | None = None
+        self._open: StepMarks | None = None
+        self._done: StepMarks | None = None
         # Batches, and the samples in them, since the last step: those of the next one, or of an evaluation.
         self._batches: list[tuple[Moment, Moment]] = []
         self._unclaimed = 0
+        self._num_inputs = 0  # samples given to forwards of the step, for a script without an observed loader
         self._trains_in_eval = False
         self._evaluation: tuple[float, float] | None = None
         self._borrowed: tuple[list[tuple[Moment, Moment]], int] | None = None
@@ -136,7 +114,7 @@ class Steps:
         return self._now is _Now.FORWARD
 
     @property
-    def current(self) -> Step | None:
+    def current(self) -> StepMarks | None:
         """The step to which a loss given now belongs: the open one, or else the last."""
         return self._open if self._open is not None else self._done
 
@@ -151,9 +129,7 @@ class Steps:
 
     def moment(self) -> Moment:
         """Return the present moment."""
-        at = time.perf_counter()
-        # On CPU, the time of the host is also the mark, which saves a call.
-        return (at if self._device.type == "cpu" else mark_on(self._device)), at, activity.now.waited_s, env.core_use()
+        return moment(self._device)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +173,6 @@ class Steps:
             return
         now = self.moment()
         self._add("forward", now)
-        self._open.has_forward = True
         self._now, self._since = _Now.LOSS, now
 
     def idle_forward(self, *, is_over: bool, is_training: bool) -> None:
@@ -222,9 +197,8 @@ class Steps:
         now = self.moment()
         if self._open is None:
             self._trains_in_eval, self._evaluation = True, None
-        step = self._open or self._begin(now)
-        step.has_backward = True
-        step.num_inputs += num_samples
+            self._begin(now)
+        self._num_inputs += num_samples
         if self._now in (_Now.FORWARD, _Now.LOSS):
             self._add("forward", now)
         self._now, self._since, self._own_done = _Now.BACKWARD, now, None
@@ -233,13 +207,13 @@ class Steps:
         """Report the end of this rank's own work in backward."""
         self._own_done = self.moment()[0]
 
-    def backward_ends(self, reductions: Sequence[Reduction]) -> None:
-        """Report the end of backward, with reduced gradients."""
+    def backward_ends(self, reductions: Sequence[Reduction] | None) -> None:
+        """Report the end of backward, with reduced gradients; None: of an engine that does not measure its waits."""
         if self._open is None or self._now is not _Now.BACKWARD:
             return
         now = self.moment()
-        if self._own_done is not None:
-            self._open.waits.append((self._own_done, now[0]))
+        if reductions is None:
+            reductions = [] if self._own_done is None else [Reduction(waited=(self._own_done, now[0]))]
         # Several if all micro-batches are synchronised; their waits are added.
         self._open.reductions += reductions
         self._add("backward", now)
@@ -295,7 +269,7 @@ class Steps:
 
     # --- from one step to the next ----------------------------------------------------------------------------------
 
-    def _begin(self, now: Moment) -> Step:
+    def _begin(self, now: Moment) -> StepMarks:
         if (
             self._borrowed is not None and self._borrowed[0] and not self._batches
         ):  # a single forward is not an evaluation
@@ -304,9 +278,9 @@ class Steps:
         mark, at, *_ = self._batches[0][0] if self._batches else now
         self._release(at)
         self._report_evaluation(at)
-        step = Step(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
-        step.spans += [("data_wait", asked[0], came[0], came[2] - asked[2]) for asked, came in self._batches]
-        step.core_uses += [(asked[3], came[3]) for asked, came in self._batches]
+        step = StepMarks(self.num_done, mark, at, time.time() - (time.perf_counter() - at), mark)
+        for asked, came in self._batches:
+            add_span(step, "data_wait", asked, came)
         self._batches = []
         self._open, self._now = step, _Now.OUTSIDE
         self._listener.opened(step)
@@ -315,16 +289,17 @@ class Steps:
     def _add(self, phase: str, end: Moment) -> None:
         begin, step = self._since, self.current
         if begin is not None and step is not None:
-            step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
-            step.core_uses.append((begin[3], end[3]))
+            add_span(step, phase, begin, end)
 
     def _finish(self, now: Moment) -> None:
         """End the open step; keep it until the next one begins, for a loss that is given after it."""
         assert self._open is not None
         step, self._open, self._has_stepped_within = self._open, None, False
-        step.samples = step.samples or self._unclaimed or step.num_inputs
-        self._unclaimed = 0 if not step.has_forward else self._unclaimed
-        step.end, step.sees_batches = now[0], self.sees_batches
+        seen = {"data_wait"} if self.sees_batches else set()
+        step.unseen = frozenset(("data_wait", "forward", "backward")) - seen.union(phase for phase, *_ in step.spans)
+        step.samples = step.samples or self._unclaimed or self._num_inputs
+        self._unclaimed, self._num_inputs = 0 if "forward" in step.unseen else self._unclaimed, 0
+        step.end = now[0]
         self._done = step
         self.num_done += 1
 
@@ -365,7 +340,7 @@ class Hooks:
         stop: Removes all hooks.
     """
 
-    def __init__(self, steps: Steps, take_stamps: Callable[[], list[Reduction]], fail: Fail) -> None:
+    def __init__(self, steps: Steps, take_stamps: Callable[[], list[Reduction] | None], fail: Fail) -> None:
         self._steps, self._fail = steps, fail
         self._instrument = Instrument(fail)
         self.stop = self._instrument.close

@@ -54,17 +54,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
-from lockstep.comm.collectives import (
-    Group,
-    Work,
-    all_reduce_async,
-    cpu_group,
-    is_native,
-    receive_async,
-    send_async,
-    wait_for,
-    wait_for_transfer,
-)
+from lockstep.comm import collectives
+from lockstep.comm.collectives import Group, Work, cpu_group, is_native, wait_for
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
@@ -238,8 +229,10 @@ class Blocks(SliceCodec):
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
         if self._native is None:
             for rows, scales, codes in self._parts(to, data):
-                numbers = self._decoded(scales, codes)[:, : rows.shape[1]]
-                rows.add_(numbers) if adds else rows.copy_(numbers)
+                numbers = codes if self.bits == 8 else torch.cat([codes & 15, codes >> 4], dim=1) ^ 8
+                levels = (numbers.view(torch.int8) - (8 if self.bits == 4 else 0))[:, : rows.shape[1]]
+                decoded = levels * (scales.int() << 16).view(torch.float32)
+                rows.add_(decoded) if adds else rows.copy_(decoded)
             return
         address, count = data.data_ptr(), to.numel()
         self._native[1](address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
@@ -273,10 +266,6 @@ class Blocks(SliceCodec):
             numbers = torch.nn.functional.pad(numbers, (0, 2 * half - numbers.shape[1]))
             numbers = (numbers[:, :half] & 15) | (numbers[:, half:] << 4)
         codes.copy_(numbers)
-
-    def _decoded(self, scales: Tensor, codes: Tensor) -> Tensor:
-        numbers = codes if self.bits == 8 else torch.cat([codes & 15, codes >> 4], dim=1) ^ 8
-        return (numbers.view(torch.int8) - (8 if self.bits == 4 else 0)) * (scales.int() << 16).view(torch.float32)
 
 
 @dataclass
@@ -436,10 +425,10 @@ class _Peers:
         self._tensors = [*sent.values(), *received.values()]  # kept alive: not every backend does that
         for peer, tensor in received.items():
             if tensor.numel():
-                self._works.append((peer, receive_async(tensor, src=peer, tag=tag, group=group)))
+                self._works.append((peer, collectives.receive_async(tensor, src=peer, tag=tag, group=group)))
         for peer, tensor in sent.items():
             if tensor.numel():
-                self._works.append((peer, send_async(tensor, to=peer, tag=tag, group=group)))
+                self._works.append((peer, collectives.send_async(tensor, to=peer, tag=tag, group=group)))
 
     def wait(self) -> None:
         """Block until the round is complete.
@@ -449,7 +438,7 @@ class _Peers:
         """
         for peer, work in self._works:
             try:
-                wait_for_transfer(work, self._group)
+                collectives.wait_for_transfer(work, self._group)
             except LockstepError:
                 raise
             except RuntimeError as error:
@@ -619,7 +608,7 @@ class CompressedMean(BucketReduction):
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not is_compressible(bucket):
-            return all_reduce_async(bucket.payload, group=self._group)
+            return collectives.all_reduce_async(bucket.payload, group=self._group)
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)

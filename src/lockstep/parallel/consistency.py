@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep.comm.collectives import Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
-from lockstep.parallel.flat import flatten
+from lockstep.parallel.flat import flatten_like
 from lockstep.torch_internals import NormBase, own_buffers, own_parameters
 
 # --- the same layout on every rank ------------------------------------------------------------------------------------
@@ -137,7 +137,8 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 def _as_numbers(tensor: Tensor) -> Tensor:
     """Return the bits of a strided ``tensor`` as a flat tensor of 32-bit numbers, in memory order."""
-    flat = flatten(tensor.detach().resolve_conj().resolve_neg())
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = flatten_like(plain, plain)
     if flat.nbytes % 4:
         return flat.view(torch.uint8).to(torch.int32)
     if flat.storage_offset() * flat.itemsize % 4:  # not aligned to 32 bits
@@ -211,11 +212,12 @@ def replica_of(
     for name, value in replica.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             replica[name] = torch.tensor(value, dtype=torch.float64)
-    return {name: value for name, value in replica.items() if isinstance(value, Tensor) and _is_comparable(value)}
-
-
-def _is_comparable(tensor: Tensor) -> bool:
-    return not is_sharded(tensor) and tensor.layout is torch.strided and tensor.numel() > 0 and not tensor.is_meta
+    tensors = {name: value for name, value in replica.items() if isinstance(value, Tensor) and not is_sharded(value)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta
+    }
 
 
 # The groups of ranks that agree, the largest first; among equals, the one with the lowest rank first.

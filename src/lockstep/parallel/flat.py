@@ -93,18 +93,10 @@ def list_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor
     """Return the norms of ``tensors``, for `combine_norms`: one call for each large tensor, one for all small ones."""
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     small = [value for value in values if 0 < value.numel() <= _SHORT]
-    norms = [flat_norm(flatten(value), norm_type) for value in values if value.numel() > _SHORT]
+    norms = [flat_norm(flatten_like(value, value), norm_type) for value in values if value.numel() > _SHORT]
     if small:
         norms.append(torch.nn.utils.get_total_norm(small, norm_type))
     return norms
-
-
-def flatten(tensor: Tensor) -> Tensor:
-    """Return the elements of ``tensor`` as a 1-D tensor in memory order; a copy if there are gaps in memory."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    order = sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True)
-    return tensor.permute(order).reshape(-1)
 
 
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:

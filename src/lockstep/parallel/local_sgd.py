@@ -25,16 +25,8 @@ from torch.futures import Future
 from torch.optim import SGD, Optimizer
 
 from lockstep.accelerator import check_float64, synchronize
-from lockstep.comm.collectives import (
-    Group,
-    all_reduce,
-    all_reduce_work,
-    broadcast_coalesced,
-    cpu_group,
-    default_group,
-    empty_buffer,
-    wait_for,
-)
+from lockstep.comm import collectives
+from lockstep.comm.collectives import Group, cpu_group, default_group, wait_for
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
 from lockstep.errors import ConfigurationError, NonFiniteGradient
@@ -153,7 +145,7 @@ class Fragment:
         views: dict[nn.Parameter, Tensor] = {}
         for (dtype, device), parameters in kinds.items():
             sizes = [parameter.numel() for parameter in parameters]
-            flat = empty_buffer(sum(sizes), dtype=dtype, device=device, group=group)
+            flat = collectives.empty_buffer(sum(sizes), dtype=dtype, device=device, group=group)
             flat = flat.pin_memory() if self._is_offloaded else flat
             self.flats.append(flat)
             if compression is not None:
@@ -181,7 +173,7 @@ class Fragment:
             flat.mul_(share)
         if self.compressed:
             return [each.start() for each in self.compressed]
-        return [partial(wait_for, all_reduce_work(flat, group=self._group)) for flat in self.flats]
+        return [partial(wait_for, collectives.all_reduce_work(flat, group=self._group)) for flat in self.flats]
 
     def copy_local(self) -> list[Tensor]:
         """Return a copy of the local parameters, with the dtypes and devices of the outer ones."""
@@ -318,7 +310,7 @@ class PeriodicAveraging:
         check_arguments_agree(arguments, problem, group=self._group, device=self._device)
         check_models_agree(model.named_parameters(), model.named_buffers(), group=self._group, device=self._device)
         tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
-        broadcast_coalesced(tensors, group=self._group, src=0)
+        collectives.broadcast_coalesced(tensors, group=self._group, src=0)
 
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._names, local = list(trained), list(trained.values())
@@ -412,7 +404,7 @@ class PeriodicAveraging:
         # Always of the same size: ranks that arrive after different steps must detect that instead of hanging.
         mine = [float(not is_finite), steps, steps**2, *weights, *changed]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        wait_for(all_reduce_work(sums, group=self._group), f"exchange after step {self.num_steps}")
+        wait_for(collectives.all_reduce_work(sums, group=self._group), f"exchange after step {self.num_steps}")
         num_not_finite, sum_steps, sum_squares, *sums_of = sums.tolist()
         # Equal only if all counts are equal: so all ranks detect a difference on any rank.
         if sum_steps**2 != size * sum_squares:
@@ -434,7 +426,7 @@ class PeriodicAveraging:
         """Replace buffers by their mean over the ranks; integers are rounded. Collective: every rank. Blocks."""
         buffers = [self._model.get_buffer(name) for name in names]
         flat = torch.cat([buffer.double().flatten() for buffer in buffers])
-        all_reduce(flat, group=self._group)
+        collectives.all_reduce(flat, group=self._group)
         flat /= self._group.size()
         for name, buffer, piece in zip(names, buffers, flat.split([each.numel() for each in buffers]), strict=True):
             mean = piece.view(buffer.shape)

@@ -5,28 +5,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from importlib.resources import files
 from types import ModuleType
 from typing import Any, Literal
 
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import Table
 from lockstep.telemetry.provenance import Provenance
+from lockstep.telemetry.step_times import PARTS, Part
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness, on light and dark backgrounds.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY, YELLOW = "#999999", "#F0E442"
+GREY = "#999999"
 
-# The parts of a step's time, by name: colour and hatch.
-PARTS = {
-    "data wait": (PURPLE, ""),
-    "forward": (SKY, ""),
-    "backward": (BLUE, ""),
-    "exchange": (VERMILION, "////"),
-    "waits for ranks": (ORANGE, "\\\\\\\\"),  # no dots: their circles alone would take 170 kB
-    "optimizer": (GREEN, ""),
-    "other": (GREY, ""),
-    "waiting for a core": (YELLOW, "xxxx"),
-}
+# Of all pages, which contain it.
+STYLE = files("lockstep.study").joinpath("page.css").read_text()
 
 # Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
@@ -61,17 +54,11 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
     style: dict[str, Any] = {
         "svg.fonttype": "none",  # text stays text: it has the page's font, and can be searched
         "font.size": font_size,
-        "text.color": TEXT,
-        "axes.labelcolor": TEXT,
-        "axes.edgecolor": GRID,
-        "xtick.color": TEXT,
-        "ytick.color": TEXT,
-        "grid.color": GRID,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), GRID),
         "grid.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
         "axes.axisbelow": True,
-        "legend.frameon": False,
         "legend.columnspacing": 1.0,
         "legend.handlelength": 1.4,
     }
@@ -79,22 +66,24 @@ def drawing_style(font_size: float = 10.0) -> Iterator[None]:
         yield
 
 
-def make_axes(inches_high: float, *, grid: Literal["x", "y"], inches_wide: float = INCHES_WIDE) -> tuple[Any, Any]:
+def make_axes(inches_high: float, *, grid: Literal["x", "y"]) -> tuple[Any, Any]:
     """Return a figure and its axes, with grid lines of the axis ``grid``."""
     from matplotlib.figure import Figure
 
     # Not pyplot: it keeps figures alive, and may search for a display.
-    figure = Figure(figsize=(inches_wide, inches_high), layout="constrained")
+    figure = Figure(figsize=(INCHES_WIDE, inches_high), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(axis=grid)
     return figure, axes
 
 
-def label_rows(axes: Any, labels: Sequence[str]) -> None:
-    """Label horizontal bars, from the top."""
+def label_rows(axes: Any, labels: Sequence[str], label: str) -> None:
+    """Label horizontal bars, from the top, and their axis; the legend is above them."""
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
+    axes.set_xlabel(label)
+    legend_above(axes, 3, -0.18)
 
 
 def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
@@ -104,13 +93,20 @@ def legend_above(axes: Any, ncols: int, left: float = -0.1) -> None:
     axes.legend(unique.values(), unique.keys(), ncols=ncols, loc="lower left", bbox_to_anchor=(left, 1.0))
 
 
+def draw_bar(axes: Any, place: float, part: Part, begin_s: float, end_s: float, *, height: float) -> None:
+    """Draw a part of a step as a horizontal bar in milliseconds."""
+    # With a thin edge: light colours alone are hard to see on a light background.
+    look = {"color": part.color, "hatch": part.hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": height}
+    axes.barh(place, (end_s - begin_s) * 1e3, left=begin_s * 1e3, label=part.label, **look)
+
+
 def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float]], note: str = "") -> str:
     """Draw a stacked bar in milliseconds for each row.
 
     Args:
         heading: Of the drawing.
         label: Of the axis.
-        rows: By name of the bar, the seconds of each of its `PARTS`.
+        rows: By name of the bar, the seconds of each of its `PARTS`, by name.
         note: A visible note.
     """
     figure, axes = make_axes(1.4 + 0.36 * len(rows), grid="x")
@@ -118,16 +114,11 @@ def stacked_bars(heading: str, label: str, rows: Mapping[str, Mapping[str, float
     for place, (name, parts) in enumerate(rows.items()):
         left = 0.0
         for part, seconds in parts.items():
-            colour, hatch = PARTS[part]
-            # With a thin edge: light colours alone are hard to see on a light background.
-            look = {"color": colour, "hatch": hatch, "edgecolor": TEXT, "linewidth": 0.5, "height": 0.62}
-            axes.barh(place, seconds * 1e3, left=left, label=part, **look)
-            left += seconds * 1e3
-        listed = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
-        words.append(f"{name} {left:.2f} ({listed})")
-    label_rows(axes, list(rows))
-    axes.set_xlabel(label)
-    legend_above(axes, 3, -0.18)
+            draw_bar(axes, place, PARTS[part], left, left + seconds, height=0.62)
+            left += seconds
+        listed = ", ".join(f"{PARTS[part].label} {seconds * 1e3:.2f}" for part, seconds in parts.items())
+        words.append(f"{name} {left * 1e3:.2f} ({listed})")
+    label_rows(axes, list(rows), label)
     return finish_plot(heading, f"Stacked bars of milliseconds per step: {'; '.join(words)}.", figure, note)
 
 
@@ -204,7 +195,7 @@ def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], comma
 </footer>"""
 
 
-def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str, style: str = "") -> str:
+def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:
     """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
     return f"""<!doctype html>
 <html lang="en">
@@ -212,7 +203,7 @@ def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], b
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{STYLE}{style}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <a class="skip" href="#figures">To the figures</a>
@@ -224,38 +215,4 @@ def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], b
 </main>
 </body>
 </html>
-"""
-
-
-STYLE = """
-:root { color-scheme: light dark; --ground: #fcfcfa; --text: #1c1c1e; --soft: #5c5c63; --line: #d5d5d8; --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #17171a; --text: #ececee; --soft: #a3a3ab; --line: #3c3c42; --card: #1f1f23; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 68rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.soft, li.soft, footer { color: var(--soft); }
-.verdict { padding: 0; list-style: none; }
-.verdict li { margin: .4rem 0; }
-.verdict li:first-child { font-size: 1.2rem; font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-figure { margin: 0; padding: .75rem 1rem; border: 1px solid var(--line); border-radius: .5rem; }
-figure { background: var(--card); }
-figcaption { font-weight: 600; margin-bottom: .5rem; }
-.note { margin: 0 0 .5rem; font-size: .9rem; color: var(--soft); }
-svg { display: block; width: 100%; height: auto; max-width: 34rem; }
-svg text { font-family: system-ui, sans-serif !important; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--ground); }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
-thead th { color: var(--soft); font-weight: 500; }
-code { overflow-wrap: anywhere; }
-.skip { position: absolute; left: -100rem; }
-.skip:focus { left: 1rem; top: .5rem; background: var(--card); padding: .25rem .5rem; }
-footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; font-size: .85rem; }
 """

@@ -48,12 +48,12 @@ from lockstep.study.links import (
     predict_step,
     probe_link,
 )
-from lockstep.study.report.figures import find_figures, find_network
-from lockstep.study.report.run_reader import read_run
+from lockstep.study.report.figures import find_network
 from lockstep.telemetry.cost import Price, more_than_alone
-from lockstep.telemetry.metrics import milliseconds
+from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.provenance import Provenance
-from lockstep.telemetry.run_record import Mark, seconds_between
+from lockstep.telemetry.record import read_run
+from lockstep.telemetry.step_times import Mark, milliseconds, seconds_between
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task, build_model
@@ -186,9 +186,9 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
             seconds, (record,) = time_steps(trainer, 1)
             cpu_s, wall_s = cpu_s + time.process_time() - began_s, wall_s + seconds
             times = record.times
-            before_s = times.data_wait_s + times.forward_s
-            parts.append(Computing(before_s, times.backward_s, max(0.0, seconds - before_s - times.backward_s)))
-            ready.append(arrivals.take(record.timer.spans))
+            before_s, backward_s = times.part("data_wait") + times.part("forward"), times.part("backward")
+            parts.append(Computing(before_s, backward_s, max(0.0, seconds - before_s - backward_s)))
+            ready.append(arrivals.take(record.timer.marks.spans))
         order = [median(each) for each in zip(*ready, strict=True)]
         buckets = [_ready_buckets(trainer.model, order, is_compressed=each) for each in (False, True)]
     return replace(

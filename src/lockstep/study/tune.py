@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import resource
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -26,14 +23,13 @@ from typing_extensions import override
 from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, RankFailed
-from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, peak_bytes, reset_peak, run_ranks
+from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, OutOfMemory, RankFailed
+from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch
-from lockstep.train.settings import FitSettings, toml_line
-from lockstep.train.strategies.strategy import check_engine
+from lockstep.train.settings import FitSettings, check_engine, toml_line
 from lockstep.train.task import Task
 
 # The strategies that are tried by default.
@@ -132,47 +128,92 @@ def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, laye
     return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
 
 
-# The changes to try in each stage.
+# The changes to try in each stage, given the best settings so far.
 
 
-@dataclass(frozen=True)
-class Request:
-    """The request for a sweep; the same on every rank.
+def candidates(stage: str, sweep: Sweep) -> list[Changes]:
+    """Return the changes that are worth trying."""
+    return [changes for changes in _STAGES[stage](sweep) if _is_possible(sweep.found, changes)]
 
-    Attributes:
-        task: The task, or where to find it, as on the command line.
-        num_devices: Devices for all strategies except ``single``.
-        num_cores: Cores that a plain process would use.
-        global_batch_size: Samples of a step.
-        strategies: The strategies to try.
-        seconds: How long the sweep may take.
-        began_at: When it began, in Unix time.
-        limit_bytes: Memory that all processes of this machine, or one GPU, may use.
-    """
 
-    task: Task | str
-    num_devices: int
-    num_cores: int
-    global_batch_size: int
-    strategies: tuple[str, ...]
-    seconds: float
-    began_at: float
-    limit_bytes: int
+def _is_possible(base: FitSettings, changes: Changes) -> bool:
+    try:
+        settings = replace(base, **changes)
+        check_engine(settings.strategy, settings)
+    except ConfigurationError:
+        return False
+    return settings.reproducible is None or settings.strategy in ("single", "dp", "ddp")
 
-    @property
-    def left_s(self) -> float:
-        """The remaining time."""
-        return self.seconds - (time.time() - self.began_at)
 
-    def threads(self, settings: FitSettings) -> int:
-        """Return the number of threads of one process in a run with these settings."""
-        return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
+def _loading(sweep: Sweep) -> list[Changes]:
+    now = sweep.found.workers
+    if not now and sweep.known.wait_share < 0.02:
+        return []  # there is nothing to gain
+    # Twice and half of the current number; without workers, one, two, and the cores per rank.
+    counts = {now // 2, 2 * now} if now else {1, 2, max(4, sweep.num_cores // sweep.num_devices)}
+    return [{"workers": min(count, 16)} for count in sorted(counts - {now})]
 
-    def entrant(self, settings: FitSettings, world: World) -> Entrant:
-        """Return the entrant that trains the task with these settings. Collective: every rank."""
-        endless = replace(settings, epochs=None, steps=_MANY_STEPS)
-        threads = self.threads(settings)
-        return Entrant(load(self.task), endless, settings.strategy, world, self.num_devices, threads)
+
+def _strategy(sweep: Sweep) -> list[Changes]:
+    """Return the changes of strategy, as in `compare`: with the same number of micro-batches, if these fit."""
+    base, found = sweep.found, []
+    usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
+    for name in sweep.strategies if sweep.num_devices > 1 else ():
+        changes: Changes = {"strategy": name}
+        if name != "ddp":  # settings that only ddp has
+            changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
+        if base.accumulate < (pieces := sweep.fewest_pieces(name)):
+            changes["accumulate"] = pieces
+        if name != base.strategy:
+            found.append(changes)
+        if name == "single" and base.threads is None and _threads(sweep):
+            found.append({**changes, "threads": 1})  # a small model is often faster with one thread
+    return found
+
+
+def _micro_batch(sweep: Sweep) -> list[Changes]:
+    if _sets_sizes(sweep.found):
+        return []
+    now, strategy = sweep.found.accumulate, sweep.found.strategy
+    share, fewest = sweep.share(strategy), sweep.fewest_pieces(strategy)
+    # Fewer pieces do not fit, and batch norm does not accept a single sample.
+    counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
+    return [{"accumulate": each} for each in counts if each >= fewest and share % each == 0 and share // each > 1]
+
+
+def _sets_sizes(settings: FitSettings) -> bool:
+    """Return whether the sizes of micro-batches follow from other settings."""
+    return settings.reproducible is not None or settings.shares is not None
+
+
+def _threads(sweep: Sweep) -> list[Changes]:
+    if default_device().type != "cpu" or sweep.found.reproducible is not None:
+        return []
+    now = sweep.found.threads or sweep.threads(sweep.found)
+    counts = sorted({1, now // 2, 2 * now, sweep.num_cores} - {0, now})
+    return [{"threads": count} for count in counts if count <= sweep.num_cores]
+
+
+def _precision(sweep: Sweep) -> list[Changes]:
+    base = sweep.found
+    found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
+    exchanges = base.strategy == "ddp" and sweep.num_devices > 1
+    if exchanges and sweep.known.gradient_bytes > MIB and base.compression is None:
+        found.append({"compression": "bf16"})
+    return found
+
+
+# In this order: a slow loader hides all other effects, and later stages depend on the strategy.
+_STAGES: dict[str, Callable[[Sweep], list[Changes]]] = {
+    "loading": _loading,
+    "strategy": _strategy,
+    "micro-batch": _micro_batch,
+    "threads": _threads,
+    "precision": _precision,
+}
+
+
+# The work of the ranks.
 
 
 @dataclass(frozen=True)
@@ -194,167 +235,66 @@ class Known:
     wait_share: float = 0.0
 
 
-def candidates(stage: str, base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    """Return the changes to ``base`` that are worth trying."""
-    return [changes for changes in _STAGES[stage](base, request, known) if _is_possible(base, changes)]
+def probe(sweep: Sweep, size: int, world: World) -> Known:
+    """Train from the start with micro-batches of ``size``, or as it is if 0, and return what is known then.
 
+    Collective: every rank.
 
-def _is_possible(base: FitSettings, changes: Changes) -> bool:
-    try:
-        settings = replace(base, **changes)
-        check_engine(settings.strategy, settings)
-    except ConfigurationError:
-        return False
-    return settings.reproducible is None or settings.strategy in ("single", "dp", "ddp")
-
-
-def _loading(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    now = base.workers
-    # Twice and half of the current number; without workers, one, two, and the cores per rank.
-    per_rank = max(1, request.num_cores // request.num_devices)
-    counts = {now // 2, 2 * now} - {now} if now else {1, 2, max(4, per_rank)}
-    waits = now or known.wait_share >= 0.02  # else there is nothing to gain
-    return [{"workers": min(count, 16)} for count in sorted(counts)] if waits else []
-
-
-def _strategy(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    """Return the changes of strategy, as in `compare`: with the same number of micro-batches, if these fit."""
-    found: list[Changes] = []
-    usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
-    for name in request.strategies if request.num_devices > 1 else ():
-        changes: Changes = {"strategy": name}
-        if name != "ddp":  # settings that only ddp has
-            changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
-        pieces = max(base.accumulate, _fewest_pieces(name, request, known))
-        if pieces != base.accumulate:
-            changes["accumulate"] = pieces
-        if name != base.strategy:
-            found.append(changes)
-        if name == "single" and base.threads is None and _threads(base, request, known):
-            found.append({**changes, "threads": 1})  # a small model is often faster with one thread
-    return found
-
-
-def _fewest_pieces(strategy: str, request: Request, known: Known) -> int:
-    """Return the smallest number of micro-batches per device that fits into memory."""
-    share = request.global_batch_size // num_shares(strategy, request.num_devices)
-    return 1 if known.largest is None else max(1, math.ceil(share / known.largest))
-
-
-def _micro_batch(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    if _sets_sizes(base):
-        return []
-    now, share = base.accumulate, request.global_batch_size // num_shares(base.strategy, request.num_devices)
-    fewest = _fewest_pieces(base.strategy, request, known)
-    # Fewer pieces do not fit, and batch norm does not accept a single sample.
-    counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
-    fitting = [count for count in counts if count >= fewest and share % count == 0 and share // count > 1]
-    return [{"accumulate": count} for count in fitting]
-
-
-def _sets_sizes(settings: FitSettings) -> bool:
-    """Return whether the sizes of micro-batches follow from other settings."""
-    return settings.reproducible is not None or settings.shares is not None
-
-
-def _threads(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    if default_device().type != "cpu" or base.reproducible is not None:
-        return []
-    now = base.threads or request.threads(base)
-    counts = sorted({1, now // 2, 2 * now, request.num_cores} - {0, now})
-    return [{"threads": count} for count in counts if count <= request.num_cores]
-
-
-def _precision(base: FitSettings, request: Request, known: Known) -> list[Changes]:
-    found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
-    exchanges = base.strategy == "ddp" and request.num_devices > 1
-    if exchanges and known.gradient_bytes > MIB and base.compression is None:
-        found.append({"compression": "bf16"})
-    return found
-
-
-# In this order: a slow loader hides all other effects, and later stages depend on the strategy.
-_STAGES: dict[str, Callable[[FitSettings, Request, Known], list[Changes]]] = {
-    "loading": _loading,
-    "strategy": _strategy,
-    "micro-batch": _micro_batch,
-    "threads": _threads,
-    "precision": _precision,
-}
-
-
-# The work of the ranks.
-
-
-def probe(request: Request, base: FitSettings, sizes: Sequence[int], file: str, world: World) -> None:
-    """Train with each size of micro-batch, and write what is `Known` so far to ``file``. Collective: every rank.
-
-    These processes end at the first size that does not fit, so the file is rewritten after each size.
+    Raises:
+        Exception: It does not fit, or the task fails.
     """
     if world.device.type == "cpu":
         # The host overcommits memory, and then kills any process. With a limit on its data, this process gets an error
         # instead, as from a GPU.
-        limit = request.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
+        limit = sweep.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    torch.set_num_threads(request.threads(base))
-    before_bytes = psutil.Process().memory_info().rss
-    for size in sizes or [0]:
-        settings = base
-        if size:
-            batch = size * num_shares(base.strategy, request.num_devices)
-            settings = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
-        reset_peak()
-        with contextlib.closing(request.entrant(settings, world)) as entrant:
-            assert entrant.trainer is not None
-            seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
-            model = entrant.trainer.model
-        peak = peak_bytes() - before_bytes
-        if world.device.type != "cpu":
-            peak = torch.accelerator.max_memory_allocated(world.device)
-        known = Known(
-            largest=size or None,
-            largest_bytes=max(0, peak),
-            layers=benchmark.split_layers(model),
-            gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
-            wait_share=sum(record.times.data_wait_s for record in records) / seconds,
-        )
-        if world.is_rank_zero:
-            # Replaced at once: this process may be killed at any time.
-            Path(f"{file}.new").write_text(json.dumps(asdict(known)), encoding="utf-8")
-            os.replace(f"{file}.new", file)
+    base = sweep.start
+    torch.set_num_threads(sweep.threads(base))
+    if size:
+        batch = size * num_shares(base.strategy, sweep.num_devices)
+        base = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
+    peaks = benchmark.watch_memory(world)
+    with contextlib.closing(sweep.entrant(base, world)) as entrant:
+        assert entrant.trainer is not None
+        seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
+        model = entrant.trainer.model
+    return Known(
+        largest=size or None,
+        largest_bytes=peaks([world.device])[0],
+        layers=benchmark.split_layers(model),
+        gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
+        wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
+    )
 
 
-def rounds_of(request: Request, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
+def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
     """Run all settings in turn; return the seconds per sample of this rank's turns, by round.
 
     Collective: every rank. Ranks that do not take part in a turn sleep.
 
     Args:
-        request: The request.
+        sweep: The sweep.
         tried: Settings by name.
         until: After this time no new round begins, in Unix time.
         world: All ranks.
     """
     # Half a second, if there are five minutes.
-    turn_s = min(0.5, max(0.03, request.seconds / 600))
+    turn_s = min(0.5, max(0.03, sweep.seconds / 600))
     with contextlib.ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
         # There may be more processes than cores: this measures whether they help.
         warnings.filterwarnings("ignore", "This DataLoader will create")
-        entrants, num_steps = {}, {}
-        for name, settings in tried.items():
-            entrants[name] = at_exit.enter_context(contextlib.closing(request.entrant(settings, world)))
-            warm = entrants[name].turn(
-                partial(benchmark.warm_up, num_steps=_NUM_WARMUP, threads=[request.threads(settings)])
-            )
-            chosen = benchmark.choose_steps(list(warm[0].values()), turn_s=turn_s, fewest=2) if warm else 0
-            num_steps[name] = int(broadcast_object(chosen, group=world.group, device=world.device))
+        entrants = {
+            name: at_exit.enter_context(contextlib.closing(sweep.entrant(settings, world)))
+            for name, settings in tried.items()
+        }
+        _, num_steps = benchmark.warm_up_all(entrants, _NUM_WARMUP, world, turn_s, fewest=2)
         rounds: list[dict[str, float]] = []
         running = list(tried)
         while running:
             rounds.append({})
             for name in benchmark.order_of_round(running, len(rounds) - 1):
-                if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps[name])):
+                if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps)):
                     rounds[-1][name] = turn[0] / sum(record.num_samples for record in turn[1])
             # Rank zero takes part in every turn, and waits for the slowest rank in each step: so only it can judge.
             undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
@@ -457,7 +397,8 @@ def tune(
     check_count(devices)
     found = load(task)
     check_batch(found, settings, num_shares(settings.strategy, devices))
-    request = Request(
+    sweep = Sweep(
+        name=Path(task).name if isinstance(task, str) else found.name,
         task=task,
         num_devices=devices,
         num_cores=torch.get_num_threads(),
@@ -466,9 +407,9 @@ def tune(
         seconds=60 * minutes,
         began_at=began_at or time.time(),
         limit_bytes=_usable_bytes(devices, default_device()),
+        start=settings,
+        found=settings,
     )
-    name = Path(task).name if isinstance(task, str) else found.name
-    sweep = Sweep(name, request, settings, settings)
     sweep.allowed += (Effect.DIVISION,) * allow_division + (Effect.ARITHMETIC,) * allow_precision
     try:
         sweep.run()
@@ -496,8 +437,15 @@ class Sweep(Shown):
     change that is faster beyond the noise is kept.
 
     Attributes:
-        task: Its name.
-        request: The request.
+        name: Of the task.
+        task: The task, or where to find it, as on the command line.
+        num_devices: Devices for all strategies except ``single``.
+        num_cores: Cores that a plain process would use.
+        global_batch_size: Samples of a step.
+        strategies: The strategies to try.
+        seconds: How long it may take.
+        began_at: When it began, in Unix time.
+        limit_bytes: Memory that all processes of this machine, or one GPU, may use.
         start: The initial settings.
         found: The best settings so far.
         allowed: The effects on the training that are allowed.
@@ -508,8 +456,15 @@ class Sweep(Shown):
         interrupted: Whether it was stopped by Ctrl-C.
     """
 
-    task: str
-    request: Request
+    name: str
+    task: Task | str
+    num_devices: int
+    num_cores: int
+    global_batch_size: int
+    strategies: tuple[str, ...]
+    seconds: float
+    began_at: float
+    limit_bytes: int
     start: FitSettings
     found: FitSettings
     allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
@@ -526,7 +481,7 @@ class Sweep(Shown):
     @property
     def device(self) -> str:
         """The number and kind of devices."""
-        return f"{self.request.num_devices} x {default_device().type}"
+        return f"{self.num_devices} x {default_device().type}"
 
     @property
     def effect(self) -> Effect:
@@ -542,8 +497,30 @@ class Sweep(Shown):
             return "The total gain was not measured: time was up."
         return f"All changes together: {_times(self.total)} of the settings at the start."
 
+    @property
+    def left_s(self) -> float:
+        """The remaining time."""
+        return self.seconds - (time.time() - self.began_at)
+
+    def share(self, strategy: str) -> int:
+        """Return the samples of a device in a global batch."""
+        return self.global_batch_size // num_shares(strategy, self.num_devices)
+
+    def fewest_pieces(self, strategy: str) -> int:
+        """Return the smallest number of micro-batches per device that fits into memory."""
+        return 1 if self.known.largest is None else max(1, math.ceil(self.share(strategy) / self.known.largest))
+
+    def threads(self, settings: FitSettings) -> int:
+        """Return the number of threads of one process in a run with these settings."""
+        return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
+
+    def entrant(self, settings: FitSettings, world: World) -> Entrant:
+        """Return the entrant that trains the task with these settings. Collective: every rank."""
+        task, endless = load(self.task), replace(settings, epochs=None, steps=_MANY_STEPS)
+        return Entrant(task, endless, settings.strategy, world, self.num_devices, [self.threads(settings)])
+
     def _effect(self, before: FitSettings, after: FitSettings) -> Effect:
-        return effect_of(before, after, num_devices=self.request.num_devices, layers=self.known.layers)
+        return effect_of(before, after, num_devices=self.num_devices, layers=self.known.layers)
 
     def run(self) -> None:
         """Try all stages, or as many as there is time for.
@@ -554,10 +531,10 @@ class Sweep(Shown):
         log("memory: looking for the largest micro-batch that fits")
         self._probe()
         # For the last stage, which measures all changes together.
-        reserve_s = min(20.0, 0.2 * self.request.seconds)
+        reserve_s = min(20.0, 0.2 * self.seconds)
         for index, stage in enumerate(_STAGES):
-            changes = candidates(stage, self.found, self.request, self.known)
-            left_s = self.request.left_s - reserve_s
+            changes = candidates(stage, self)
+            left_s = self.left_s - reserve_s
             if changes and left_s <= 0:
                 self.notes.append("Time was up before all changes were tried. More time (--minutes M) may find more.")
                 break
@@ -567,46 +544,47 @@ class Sweep(Shown):
                 self.found = self.found if best is None else replace(self.found, **best.changes)
         if self.found != self.start:
             # Gains measured separately may not add up; if there is no gain in total, no change is kept.
-            self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.request.left_s)
+            self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.left_s)
             result = self.results[-1]
             if result.num_rounds >= FEWEST_ROUNDS:
                 self.total = result.ratio
                 self.found = self.start if result.why_no_gain else self.found
 
     def _probe(self) -> None:
-        """Find the largest micro-batch that fits, in processes that may be killed, and the rest of `Known`."""
-        base, request = self.start, self.request
-        share = math.ceil(request.global_batch_size / num_shares(base.strategy, request.num_devices))
+        """Find the largest micro-batch that fits, in processes that may be killed, and what else they know then."""
+        base = self.start
+        share = math.ceil(self.global_batch_size / num_shares(base.strategy, self.num_devices))
         # Halves of a share; but batch norm does not accept a single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
-        devices = request.num_devices if base.strategy in PER_PROCESS else 1
-        limit_s = max(_PATIENCE_S, 0.4 * request.left_s)
-        with tempfile.TemporaryDirectory(prefix="lockstep-tune-") as folder:
-            file = Path(folder) / "probe.json"
+        devices = self.num_devices if base.strategy in PER_PROCESS else 1
+        limit_s = max(_PATIENCE_S, 0.4 * self.left_s)
+        for size in [0] if _sets_sizes(base) else reversed(sizes):
             try:
-                tried = [] if _sets_sizes(base) else sizes
-                run_ranks(probe, request, base, tried, str(file), devices=devices, timeout_s=limit_s)
-            except LockstepError as error:
-                if not file.exists() and isinstance(error, LaunchTimeout):
-                    raise LockstepError(
-                        f"The task's first steps were not done within {limit_s:.0f} s.\n"
-                        "Check which other programs use this machine, or give more time (--minutes M)."
-                    ) from error
-                if not file.exists():
+                self.known = run_ranks(probe, self, size, devices=devices, timeout_s=limit_s)[0]
+                break
+            except LaunchTimeout as error:
+                raise LockstepError(
+                    f"The task's first steps were not done within {limit_s:.0f} s.\n"
+                    "Check which other programs use this machine, or give more time (--minutes M)."
+                ) from error
+            except (OutOfMemory, RankFailed) as error:
+                # A process that was killed has no cause. Smaller micro-batches do not help other errors of the task.
+                is_of_task = isinstance(error, RankFailed) and isinstance(error.__cause__, Exception)
+                if size in (0, sizes[0]) or (
+                    is_of_task and not isinstance(error.__cause__, RuntimeError | MemoryError)
+                ):
                     raise
-            self.known = Known(**json.loads(file.read_text(encoding="utf-8")))
-        largest = self.known.largest
+        largest, needed = self.known.largest, f"{self.known.largest_bytes / MIB:,.0f} MiB"
         if largest is None:
             return
         if math.ceil(share / base.accumulate) > largest:
             # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
             self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
         whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
-        if largest >= share:  # no limit was found: activations grow with the number of samples
-            most = largest * request.limit_bytes / request.num_devices / max(1, self.known.largest_bytes)
-            self.known = replace(self.known, largest=max(largest, int(most)))
-        needed = f"{self.known.largest_bytes / MIB:,.0f} MiB"
         self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
+        if largest >= share:  # no limit was found: activations grow with the number of samples
+            most = largest * self.limit_bytes / self.num_devices / max(1, self.known.largest_bytes)
+            self.known = replace(self.known, largest=max(largest, int(most)))
 
     def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result | None:
         """Measure changes against ``base``; return the best allowed one."""
@@ -631,10 +609,9 @@ class Sweep(Shown):
         if time.time() >= until:
             return [], {}
         entrants = {NOW: base} | {name: replace(base, **each) for name, each in changes.items()}
-        limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.request.seconds)
+        limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.seconds)
         try:
-            devices = self.request.num_devices
-            return run_ranks(rounds_of, self.request, entrants, until, devices=devices, timeout_s=limit_s)[0], {}
+            return run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0], {}
         except LockstepError as error:
             if len(changes) == 1:
                 cause = error.__cause__ if isinstance(error, RankFailed) else None
@@ -677,7 +654,7 @@ _HOW_TO_READ = (
 def render(outcome: Sweep) -> RenderableType:
     """Lay out the table, the remarks and the conclusion: at most 100 columns."""
     began = in_words({"strategy": outcome.start.strategy, **differences(FitSettings(), outcome.start)})
-    title = f"{outcome.task}: {outcome.device}, global batch {outcome.request.global_batch_size}, from {began}"
+    title = f"{outcome.name}: {outcome.device}, global batch {outcome.global_batch_size}, from {began}"
     rows = []
     for each in outcome.results:
         times = f"{each.ratio.median:.2f}x" if each.ratio else "-"
@@ -701,9 +678,9 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         file: The file's own name.
         facts: Of machine and versions.
     """
-    batch, found = outcome.request.global_batch_size, outcome.found
+    batch, found = outcome.global_batch_size, outcome.found
     lines = [
-        f"{FIRST_LINE}: {outcome.task} on {outcome.device}, global batch {batch}.",
+        f"{FIRST_LINE}: {outcome.name} on {outcome.device}, global batch {batch}.",
         *(f"# {name}: {value}" for name, value in facts.items()),
         f"# lockstep train {task_file} --settings {file}",
         "#",
@@ -711,7 +688,7 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         f"# {outcome.effect.sentence}",
         "",
     ]
-    num_devices = num_shares(found.strategy, outcome.request.num_devices)
+    num_devices = num_shares(found.strategy, outcome.num_devices)
     values = {"devices": num_devices, "strategy": found.strategy, **differences(FitSettings(), found)}
     gave = {name: each for each in outcome.results if not each.why and each.stage != TOGETHER for name in each.changes}
     for name, value in values.items():

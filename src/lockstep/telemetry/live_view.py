@@ -17,8 +17,11 @@ from rich.text import Text
 from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
-from lockstep.telemetry.metrics import PARTS, EventFigures, RankFigures, Snapshot, SnapshotSink, milliseconds, shares
+from lockstep.telemetry.figures import RankFigures, Snapshot, shares
 from lockstep.telemetry.rank_state import format_bytes
+from lockstep.telemetry.record import Event
+from lockstep.telemetry.recorder import Subscriber
+from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # --- as text: pure functions of the figures of the ranks --------------------------------------------------------------
 
@@ -29,9 +32,9 @@ _SLOWER = 0.05
 
 def name_of(part: str, ranks: Sequence[RankFigures]) -> str:
     """Return the label of a part; backward includes the exchange if the engine does not measure that."""
-    if part == "backward_s" and len(ranks) > 1 and all(each.exposed_s is None for each in ranks):
+    if part == "backward" and len(ranks) > 1 and all(each["exposed_s"] is None for each in ranks):
         return "backward and exchange"
-    return PARTS[part][0]
+    return PARTS[part].label
 
 
 def largest(ranks: Sequence[RankFigures], count: int | None = None) -> str:
@@ -51,36 +54,32 @@ def slowest_rank(snapshot: Snapshot) -> int | None:
 
 def line(snapshot: Snapshot) -> str:
     """Return the progress of a run in one line, for a pipe."""
-    words = [f"step {snapshot.step}/{snapshot.num_steps}", *_loss_and_rates(snapshot)]
+    of_all = "" if snapshot.num_steps is None else f"/{snapshot.num_steps}"
+    words = [f"step {snapshot.step}{of_all}", *_loss_and_rates(snapshot)]
     if snapshot.left_s is not None:
         words.append(f"{duration(snapshot.left_s)} left")
-    if where := largest(snapshot.ranks, 3):
-        words.append(where)
+    words.append(largest(snapshot.ranks, 3))
     if (slowest := slowest_rank(snapshot)) is not None:
         words.append(f"rank {slowest} is slowest")
-    if (link := slowest_link(snapshot)) is not None:
-        words.append(link)
-    return "  ".join(words)
+    words.append(slowest_link(snapshot))
+    return "  ".join(filter(None, words))
 
 
 def _loss_and_rates(snapshot: Snapshot) -> list[str]:
     words = [] if snapshot.loss is None else [f"loss {snapshot.loss:.4f}"]
-    if snapshot.samples_per_s:  # 0 where no sample was counted, as in a script without a loader
-        words.append(f"{rate(snapshot.samples_per_s)} samples/s")
-    if snapshot.tokens_per_s:
-        words.append(f"{rate(snapshot.tokens_per_s)} {snapshot.counts}/s")
-    return words
+    rates = (("samples", snapshot.samples_per_s), (snapshot.counts, snapshot.tokens_per_s))
+    # 0 where no sample was counted, as in a script without a loader.
+    return words + [f"{rate(per_s)} {what}/s" for what, per_s in rates if per_s]
 
 
-def slowest_link(snapshot: Snapshot) -> str | None:
-    """Return the rate of the slowest link between machines, and its use; None if it is unknown."""
-    known = [each for each in snapshot.ranks if each.link_bytes_per_s]
+def slowest_link(snapshot: Snapshot) -> str:
+    """Return the rate of the slowest link between machines, and its use; empty if it is unknown."""
+    known = [(per_s, each.rank, each) for each in snapshot.ranks if (per_s := each["link_bytes_per_s"])]
     if not known:
-        return None
-    slowest = min(known, key=lambda each: each.link_bytes_per_s or 0.0)
-    a_step = f", {slowest.step_sent_bytes / 1e6:.3g} MB a step" if slowest.step_sent_bytes else ""
-    to = f"rank {slowest.rank} to {slowest.link_peer}"
-    return f"slowest link: {to}, {(slowest.link_bytes_per_s or 0.0) / 1e6:.3g} MB/s{a_step}"
+        return ""
+    per_s, _, slowest = min(known)
+    a_step = f", {sent / 1e6:.3g} MB a step" if (sent := slowest["step_sent_bytes"]) else ""
+    return f"slowest link: rank {slowest.rank} to {slowest.link_peer}, {per_s / 1e6:.3g} MB/s{a_step}"
 
 
 def summary(snapshot: Snapshot) -> str | None:
@@ -93,7 +92,7 @@ def summary(snapshot: Snapshot) -> str | None:
     if step_s is None:
         return None
     text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
-    if largest(snapshot.ranks, 1).startswith(PARTS["core_wait_s"][0]):
+    if largest(snapshot.ranks, 1).startswith(PARTS["core_wait"].label):
         text += " (stop other programs, or raise the quota)"
     if len(snapshot.ranks) < 2 or spread is None or not snapshot.known("exposed_s"):
         return text
@@ -111,9 +110,8 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    large, small = divmod(whole if whole < 3600 else whole // 60, 60)
+    return f"{large}:{small:02d} {'min' if whole < 3600 else 'h'}"
 
 
 # --- as lines for a terminal: pure functions of a snapshot and of the size of the terminal ----------------------------
@@ -127,7 +125,7 @@ _WIDE, _ROOMY, _NARROWEST_BAR = 100, 90, 6
 _STALE_S = 10.0
 
 
-def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, height: int) -> list[Text]:
+def picture(snapshot: Snapshot, events: Sequence[Event], *, width: int, height: int) -> list[Text]:
     """Return the lines of a view.
 
     Args:
@@ -141,7 +139,7 @@ def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, h
     if shares(snapshot.ranks):
         step = Text(f"{milliseconds(snapshot.mean('step_s') or 0.0):>8} a step ")
         lines += [step.append_text(bar(snapshot.ranks, max(8, width - len(step)))), *_legend(snapshot, width)]
-    if (link := slowest_link(snapshot)) is not None:
+    if link := slowest_link(snapshot):
         lines.append(Text(link))
     tail = [_event(event) for event in events[-_MOST_EVENTS:]]
     room = height - 2 - len(lines) - len(tail)
@@ -154,25 +152,22 @@ def picture(snapshot: Snapshot, events: Sequence[EventFigures], *, width: int, h
 
 
 def _progress(snapshot: Snapshot, width: int) -> Text:
-    step, num_steps = snapshot.step, max(1, snapshot.num_steps)
-    done = min(1.0, step / num_steps)
+    step, num_steps = snapshot.step, snapshot.num_steps
+    if num_steps is None:  # of a script
+        return Text(f"step {step:,}  for {duration(snapshot.elapsed_s)}", "bold")
+    done = min(1.0, step / max(1, num_steps))
     left = "" if snapshot.left_s is None else f"  {duration(snapshot.left_s)} left"
-    before, after = f"step {step:,}/{snapshot.num_steps:,} ", f" {done:4.0%}{left}"
+    before, after = f"step {step:,}/{num_steps:,} ", f" {done:4.0%}{left}"
     room = max(4, width - len(before) - len(after))
     filled = round(done * room)
-    text = Text(before, style="bold")
-    text.append("━" * filled, style="#0072B2")
-    text.append("─" * (room - filled), style="dim")
-    text.append(after)
-    return text
+    return Text.assemble((before, "bold"), ("━" * filled, "#0072B2"), ("─" * (room - filled), "dim"), after)
 
 
 def _metrics_line(snapshot: Snapshot) -> Text:
     words = _loss_and_rates(snapshot)
-    if snapshot.learning_rate is not None:
-        words.append(f"lr {snapshot.learning_rate:.3g}")
-    if snapshot.grad_norm is not None:
-        words.append(f"grad norm {snapshot.grad_norm:.3g}")
+    for name, value in (("lr", snapshot.learning_rate), ("grad norm", snapshot.grad_norm)):
+        if value is not None:
+            words.append(f"{name} {value:.3g}")
     if snapshot.num_skipped_steps:
         words.append(f"skipped {snapshot.num_skipped_steps}")
     return Text("  ".join(words) or "the first steps take longest")
@@ -184,38 +179,39 @@ def bar(ranks: Iterable[RankFigures], width: int) -> Text:
     reached = 0.0
     for part, share in shares(ranks).items():
         reached += share
-        _, letter, colors = PARTS[part]
         # Rounded cumulatively, so that the bar has the full length.
-        text.append(letter * (min(width, round(reached * width)) - len(text)), style=colors)
+        text.append_text(_letters(part, min(width, round(reached * width)) - len(text)))
     return text
+
+
+def _letters(part: str, count: int) -> Text:
+    return Text(PARTS[part].letter * count, style=f"{PARTS[part].ink} on {PARTS[part].color}")
 
 
 def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     """Return the legend of the letters, as one or more lines."""
     lines = [Text("  ")]
     for part, share in shares(snapshot.ranks).items():
-        if share < 0.005 and part != "data_wait_s":
+        if share < 0.005 and part != "data_wait":
             continue
-        _, letter, colors = PARTS[part]
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))
-        lines[-1].append(letter, style=colors)
-        lines[-1].append(words)
+        lines[-1].append_text(_letters(part, 1)).append(words)
     return lines
 
 
 def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
     shown, slowest = list(snapshot.ranks), slowest_rank(snapshot)
     if len(shown) > min(room, MOST_RANKS):
-        by_work = sorted(shown, key=lambda each: (-(each.own_s or 0.0), each.rank))
+        by_work = sorted(shown, key=lambda each: (-(each["own_s"] or 0.0), each.rank))
         shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda each: each.rank)
     words = [_rank(each, width, is_slowest=each.rank == slowest) for each in shown]
     bar_width = min(20, width - max(map(len, words)) - 10)  # the remaining space, equal for all ranks
     lines = []
     for each, text in zip(shown, words, strict=True):
         lines.append(Text(f"rank {each.rank:<3} ", style="bold" if each.rank == slowest else ""))
-        if bar_width >= _NARROWEST_BAR and each.step_s:
+        if bar_width >= _NARROWEST_BAR and each["step_s"]:
             lines[-1].append_text(bar([each], bar_width)).append(" ")
         lines[-1].append_text(text)
     if missing := len(snapshot.ranks) - len(shown):
@@ -224,25 +220,26 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
 
 
 def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
-    words = ["no step done yet" if each.own_s is None else f"works {milliseconds(each.own_s):>7}"]
-    if each.own_s is not None and each.exposed_s is not None:
-        words.append(f"waits {milliseconds(each.exposed_s):>7}")
-    if each.gpu_percent is not None:
-        words.append(f"GPU {each.gpu_percent:3.0f}%")
-    elif each.cpu_percent is not None:
-        words.append(f"CPU {each.cpu_percent:3.0f}%")
-    if each.memory_bytes is not None:
-        peak = f" (peak {format_bytes(each.memory_peak_bytes or 0)})" if width >= _ROOMY else ""
-        words.append(f"{format_bytes(each.memory_bytes)}{peak}")
-    elif each.rss_bytes is not None:
-        words.append(format_bytes(each.rss_bytes))
+    own_s, wait_s, age_s = each["own_s"], each["exposed_s"], each["age_s"] or 0.0
+    words = ["no step done yet" if own_s is None else f"works {milliseconds(own_s):>7}"]
+    if own_s is not None and wait_s is not None:
+        words.append(f"waits {milliseconds(wait_s):>7}")
+    if (percent := each["gpu_percent"]) is not None:
+        words.append(f"GPU {percent:3.0f}%")
+    elif (percent := each["cpu_percent"]) is not None:
+        words.append(f"CPU {percent:3.0f}%")
+    if (held := each["memory_bytes"]) is not None:
+        peak = f" (peak {format_bytes(each['memory_peak_bytes'] or 0)})" if width >= _ROOMY else ""
+        words.append(f"{format_bytes(held)}{peak}")
+    elif (held := each["rss_bytes"]) is not None:
+        words.append(format_bytes(held))
     text = Text("  ".join([*words, *["slowest"] * is_slowest]), style="bold" if is_slowest else "")
-    if each.age_s > _STALE_S:
-        text.append(f"  no report for {duration(each.age_s)}", style="bold")
+    if age_s > _STALE_S:
+        text.append(f"  no report for {duration(age_s)}", style="bold")
     return text
 
 
-def _event(event: EventFigures) -> Text:
+def _event(event: Event) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")
 
@@ -253,15 +250,19 @@ def _event(event: EventFigures) -> Text:
 PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
 
 
-class LiveView(SnapshotSink):
+class LiveView(Subscriber):
     """Shows the last snapshot and the last events, and redraws them in place."""
 
     def __init__(self) -> None:
-        self._events: deque[EventFigures] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+
+    @override
+    def event(self, event: Event) -> None:
+        if event.event not in PRINTED_EVENTS:
+            self._events.append(event)
 
     @override
     def update(self, snapshot: Snapshot) -> None:
-        self._events += [event for event in snapshot.events if event.event not in PRINTED_EVENTS]
         width, height = self._size()
         self._show(picture(snapshot, list(self._events), width=width, height=height))
 
@@ -364,3 +365,54 @@ def _is_notebook() -> bool:
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None and find_spec("ipywidgets") is not None
+
+
+# --- a display --------------------------------------------------------------------------------------------------------
+
+# Seconds between two lines of progress.
+_LINE_S = 10.0
+
+
+@final
+class Display(Subscriber):
+    """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
+
+    Args:
+        view: The display of progress; "auto" selects it by the kind of output.
+        silent: Whether to print nothing at all.
+    """
+
+    def __init__(self, view: str = "auto", *, silent: bool) -> None:
+        self._silent = silent
+        # The log of a CI service would contain every frame of a live view.
+        may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
+        self._live = open_live_view() if may_draw and not silent else None
+        self._has_lines = view != "none" and not silent
+        self._shown_at = time.perf_counter()
+
+    def log(self, text: str) -> None:
+        """Print a log line."""
+        if not self._silent:
+            print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
+
+    @override
+    def event(self, event: Event) -> None:
+        if self._live is not None:
+            self._live.event(event)
+
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        if self._live is not None:
+            self._live.update(snapshot)
+        elif self._has_lines:
+            now_s = time.perf_counter()
+            # The loss of a script may be unknown.
+            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
+                self._shown_at = now_s
+                self.log(line(snapshot))
+
+    @override
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()

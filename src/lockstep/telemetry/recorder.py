@@ -1,22 +1,43 @@
-"""The recorder of a rank: evaluates steps in a thread of its own, when the device has completed them."""
+"""The recorder of a rank: takes steps and events, writes the run folder, and feeds subscribers on rank zero.
+
+[Note: in another thread]
+The training thread only appends to a queue. Another thread calls `Recorder.drain` about once a second. It checks,
+without waiting, whether the device has completed a step, and evaluates a few steps at a time, as the training thread
+cannot run Python meanwhile. It also writes the file, posts the figures of this rank, and on rank zero gathers those of
+all. Each subscriber is called in one more thread. At the end of the run a thread is abandoned if the store, the disk or
+a service hangs.
+"""
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from lockstep.accelerator import start_thread, synchronize
-from lockstep.telemetry import run_record
-from lockstep.telemetry.aggregator import RankMetrics
-from lockstep.telemetry.run_record import Line, LineWriter, Mark, RecordedStep, guarded, seconds_between
+from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
+from lockstep.comm.collectives import Group, all_gather_object, device_for
+from lockstep.comm.store import StatusKeys
+from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
+from lockstep.telemetry.record import Downsampler, Event, Line, RunFolder, StepLine, Timeline, guarded, num_restarts
+from lockstep.telemetry.resources import MachineSampler
+from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
 PERIOD_S = 1.0
 # Until the first beat, as a run may be short.
 _FIRST_S = 0.3
+# With more ranks, snapshots are made less often.
+_RANKS_A_SECOND = 64
 _JOIN_S = 8.0
 # So many steps are evaluated at a time; in the pause, the training thread gets the interpreter lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
@@ -35,54 +56,339 @@ def has_timeline(step: int) -> bool:
     return (step - _TIMELINE_FIRST) % period < _TIMELINE_STEPS
 
 
-class StepRecorder:
-    """Writes the steps and events of this rank to its file, and adds them to the metrics of the run.
+# --- subscribers: displays and sinks, which must not delay or fail training -------------------------------------------
 
-    ``fit`` and ``monitor`` give it a `RecordedStep` for each step.
 
-    [Note: in another thread]
-    The training thread only appends to a queue. Another thread calls `drain` about once a second. It checks, without
-    waiting, whether the device has completed a step, and evaluates a few steps at a time, as the training thread cannot
-    run Python meanwhile. It also writes the file. At the end of the run it is abandoned if the store or the disk hangs.
+class Subscriber(ABC):
+    """Gets events and figures on rank zero, in a thread of its own: a display, or a sink.
+
+    Must not use CUDA or collectives. If it blocks, snapshots are dropped, but no events, and training continues. If it
+    raises, it gets nothing more, and a warning is printed.
+    """
+
+    @abstractmethod
+    def event(self, event: Event) -> None:
+        """Handle an event of rank zero, such as an evaluation with its ``metrics``; before the next snapshot."""
+
+    @abstractmethod
+    def update(self, snapshot: Snapshot) -> None:
+        """Handle the figures of all ranks, about once a second; the last ones of a run have ``is_last``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write the remaining data. Called once, also after an error."""
+
+
+# Seconds that the end of a run waits for a subscriber.
+CLOSE_S = 10.0
+
+
+class Delivery:
+    """Calls a subscriber in a thread of its own. While it is busy, snapshots are dropped, but not events.
 
     Args:
-        writer: Writes the file of this rank; None if the run is not recorded.
-        metrics: Also gets steps and events.
-        sample: Returns the figures of the machine; called every other second.
-        device: The device whose events it reads, if there is one.
+        subscriber: Gets nothing more after it has raised.
+    """
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        # Not a queue: after a minute without an answer, a service gets the current snapshot, not sixty old ones.
+        self._changed = threading.Condition()
+        self._next: Snapshot | None = None
+        self._events: list[Event] = []
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-sink", daemon=True)
+        self._thread.start()
+
+    def give(self, snapshot: Snapshot, events: Sequence[Event] = ()) -> None:
+        """Pass on ``snapshot``, and the ``events`` before it. Does not block."""
+        with self._changed:
+            self._next = snapshot
+            self._events += events
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Close the subscriber. Blocks at most `CLOSE_S`; after that, the daemon thread is abandoned."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        consequence = f"{type(self._subscriber).__name__} gets no more figures of this run"
+        is_on = True
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._is_over)
+                snapshot, self._next = self._next, None
+                events, self._events = self._events, []
+            if snapshot is None:
+                break
+            is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
+        if is_on:
+            guarded(self._subscriber.close, consequence)
+        else:
+            with suppress(Exception):  # its first error was reported
+                self._subscriber.close()
+
+    def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        for event in events:
+            self._subscriber.event(event)
+        self._subscriber.update(snapshot)
+
+
+# --- the figures of one rank ------------------------------------------------------------------------------------------
+
+_FIGURES = frozenset(each.name.removeprefix("rank/") for each in RANK_METRICS)
+
+
+class RankMeans:
+    """The figures of this rank; used by one thread.
+
+    Args:
+        rank: Of this process.
+        device: Its device.
+        first_step: Number of steps done before.
+    """
+
+    def __init__(self, rank: int, device: str, first_step: int = 0) -> None:
+        self.num_done = self._sampled_at = first_step
+        self._who: dict[str, Any] = {"rank": rank, "host": platform.node(), "device": device}
+        # The times of the steps since the last `read`; their seconds, samples and counts. Not the marks, whose events
+        # would serve again later.
+        self._new: list[tuple[StepTimes, float, int, float | None]] = []
+        self._values: dict[str, Any] = {}
+        self._machine: Line = {}
+        self._step_sent: float | None = None
+        self._last: dict[str, float | None] = {}
+        # Over all steps but the first, which allocates and compiles, and counts only until there is another.
+        self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
+
+    def add(self, step: StepMarks, times: StepTimes) -> None:
+        """Add a step."""
+        self.num_done = step.number + 1
+        if self._is_first and (self._new or self._num_steps):
+            self._new, self._num_steps, self._is_first = [], 0, False
+        counted = None if step.counted is None else float(step.counted)
+        lasted_s = times.total_s if step.interval_s is None else step.interval_s
+        self._new.append((times, lasted_s, step.samples, counted))
+        if (loss := step.loss) is not None:
+            norm = None if step.grad_norm is None else float(step.grad_norm)
+            self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
+
+    def machine(self, line: Line) -> None:
+        """Set the figures of the machine to those of a line of kind ``machine``."""
+        before, self._machine = self._machine, {name: line[name] for name in line if name in _FIGURES}
+        self._who["link_peer"] = line.get("link_peer")
+        sent, sent_before = self._machine.get("sent_bytes"), before.get("sent_bytes")
+        if sent is not None and sent_before is not None and self.num_done > self._sampled_at:
+            self._step_sent = (sent - sent_before) / (self.num_done - self._sampled_at)
+        self._sampled_at = self.num_done
+
+    def read(self) -> tuple[RankFigures, dict[str, Any]]:
+        """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
+        new, self._new = self._new, []
+        # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
+        if new:
+            all_times = [times for times, *_ in new]
+            means = combine(all_times)
+            self._whole = _mean_of_two(self._whole, self._num_steps, means, len(new))
+            self._num_steps += len(new)
+            self._values = {**_values_of(means), "slowest_s": max(times.total_s for times in all_times)}
+            seconds, samples = sum(each[1] for each in new), sum(each[2] for each in new)
+            if seconds and samples:
+                rate = self._last["samples_per_s"] = samples / seconds
+                # Not every step's loss and count are copied from the device: the mean of the known ones is used.
+                counts = [(count, samples) for *_, samples, count in new if count is not None]
+                if counted := sum(samples for _, samples in counts):
+                    self._last["tokens_per_s"] = sum(count for count, _ in counts) / counted * rate
+        values = {"age_s": 0.0, **self._values, **self._machine, "step_sent_bytes": self._step_sent}
+        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), dict(self._last)
+
+    def whole_run(self) -> RankFigures:
+        """Return the means over all steps that were read."""
+        values = _values_of(self._whole) if self._num_steps else {}
+        return RankFigures(**self._who, step=self.num_done, num_steps=self._num_steps, values=values)
+
+
+def _values_of(means: StepTimes) -> dict[str, float | None]:
+    """Return times by the names of `RANK_METRICS`; what a rank waited for others follows from the figures of all."""
+    values = {name: getattr(means, name) for name in TIMES}
+    del values["peers_s"]
+    step_s = values.pop("total_s")
+    return {"step_s": step_s, "own_s": step_s - (means.exposed_s or 0.0), **values}
+
+
+def _mean_of_two(one: StepTimes, num_one: int, two: StepTimes, num_two: int) -> StepTimes:
+    """Return the mean of ``num_one`` and ``num_two`` steps from their means."""
+    share = num_two / (num_one + num_two)
+    found: dict[str, Any] = {name: getattr(two, name) for name in TIMES}
+    for name, now in found.items():
+        before = getattr(one, name) if num_one else None
+        if before is not None:
+            found[name] = before if now is None else before + share * (now - before)
+    return StepTimes(**found)
+
+
+# --- the recorder -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rank of this process, and the group of the ranks.
+
+    Attributes:
+        rank, num_ranks: Of the job.
+        group: The group for collectives; ``None`` to record without collectives.
+        name: The name of the session, if there is no group.
+    """
+
+    rank: int
+    num_ranks: int
+    group: Group | None = None
+    name: str | None = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, or only this one's. Collective if there is a group: every rank."""
+        group = self.group
+        return [value] if group is None else all_gather_object(value, group=group, device=device_for(group))
+
+    def offsets(self) -> list[ClockOffset]:
+        """Return the offsets of the ranks' clocks. Collective if there is a group: every rank."""
+        return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
+
+
+class Recorder:
+    """Records the steps and events of this rank, and passes those of the run to subscribers on rank zero.
+
+    ``fit`` and ``monitor`` give it the `StepMarks` of each step; see [Note: in another thread].
+
+    Collective if there is a folder and ``place`` has a group: every rank creates one at the same point.
+
+    Args:
+        place: This rank.
+        devices: Of this process; it reads the events of the first.
+        run: A snapshot with the values of the run that do not change.
+        first_step: Number of steps done before.
+        run_dir: The folder of the record; None if the run is not recorded.
+        facts: Returns what ``run.json`` says about the session; called on rank zero.
         steps_per_epoch: None for a stream.
+        num_skipped: Returns the number of steps skipped so far.
+
+    Attributes:
+        is_fresh: Whether the run begins, and continues no earlier session.
+        means: The figures of this rank.
+        sampler: Samples this process and its devices.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write into the folder.
     """
 
     def __init__(
         self,
-        writer: LineWriter | None,
-        metrics: RankMetrics | None = None,
+        place: Place,
+        devices: Sequence[torch.device],
+        run: Snapshot,
         *,
-        sample: Callable[[], Line],
-        device: torch.device | None = None,
+        first_step: int = 0,
+        run_dir: Path | None = None,
+        facts: Callable[[], dict[str, Any]] = dict,
         steps_per_epoch: int | None = None,
+        num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._writer, self._metrics, self._steps_per_epoch = writer, metrics, steps_per_epoch
-        self._queue: deque[RecordedStep | Line] = deque(maxlen=_MOST_WAITING)
-        self._downsampler = run_record.Downsampler()
-        self._last: RecordedStep | None = None
+        self._place, self._device = place, devices[0]
+        self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
+        restarts = num_restarts()
+        self.is_fresh = not first_step and not restarts
+        name = ", ".join(map(str, devices))
+        self.means, self.sampler = RankMeans(place.rank, name, first_step), MachineSampler(devices)
+        self._folder: RunFolder | None = None
+        if run_dir is not None:
+            about: dict[str, Any] = {"device": name, "first_step": first_step, "fresh": self.is_fresh}
+            self._folder = RunFolder(
+                run_dir, place.rank, place.num_ranks, **about, gather=place.gather, name=place.name
+            )
+            self._folder.describe(place.offsets(), "start", **(facts() if place.rank == 0 else {}))
+        self._writer = None if self._folder is None else self._folder.writer
+        self._run = replace(run, num_restarts=restarts)
+        self._queue: deque[StepMarks | Event] = deque(maxlen=_MOST_WAITING)
+        self._downsampler = Downsampler()
+        self._last: StepMarks | None = None
         self._last_begin: tuple[Mark, float] | None = None
-        self._sample, self._device, self._num_beats = sample, device, 0
-        self._then: Callable[..., None] = lambda **_: None
+        self._num_beats = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        # Of the run, on rank zero.
+        self._keys: StatusKeys | None = None
+        self._deliveries: list[Delivery] = []
+        self._events: list[Event] = []
+        self._event_counts: Counter[str] = Counter()
+        self._evaluation: Mapping[str, float] = {}
+        self._num_posts = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._began_s = time.perf_counter()
+        # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
+        self._first_step, self._first_done = first_step, (first_step, 0.0)
+        if restarts:
+            self.event(Event(event="restart", text=f"start {restarts + 1} of this run", step=first_step))
+        if first_step:
+            self.event(Event(event="resume", text=f"resumed after step {first_step}", step=first_step))
 
-    def start(self, then: Callable[..., None] | None = None, period_s: float = PERIOD_S) -> None:
-        """Start the recording thread.
+    # --- in the training thread: nothing blocks ---
+
+    def add(self, step: StepMarks) -> None:
+        """Add a step, which the device may not have completed."""
+        self._last = step
+        self._queue.append(step)
+
+    def event(self, event: Event) -> None:
+        """Add an event."""
+        self._queue.append(event)
+
+    # --- begin and end ---
+
+    def subscribe(self, subscribers: Iterable[Subscriber], keys: StatusKeys | None = None) -> None:
+        """Pass figures and events to ``subscribers``; before `start`.
 
         Args:
-            then: Called after each round of recording; with ``is_last=True`` at the end.
-            period_s: Seconds between two rounds.
+            subscribers: Of rank zero; none on other ranks.
+            keys: Where the ranks post their figures; None if this rank is alone.
         """
-        self._then = then or self._then
-        self._thread = start_thread(lambda: self._run(period_s), name="lockstep-recorder", device=self._device)
+        self._keys = keys
+        self._deliveries = [Delivery(each) for each in subscribers]
 
-    def _run(self, period_s: float) -> None:
+    def start(self) -> None:
+        """Start the recording thread."""
+        period_s = PERIOD_S * max(1.0, self._run.world_size / _RANKS_A_SECOND)
+        self._thread = start_thread(lambda: self._work(period_s), name="lockstep-recorder", device=self._device)
+
+    def finish(self, offsets: Sequence[ClockOffset] = (), *, waits: bool, **facts: Any) -> None:
+        """Record all remaining steps and events, and close the files. Blocks some seconds at most for that.
+
+        Args:
+            offsets: The offsets of the ranks' clocks, if they were compared once more.
+            waits: Whether to block until the device has completed the last step; not after an error.
+            facts: For ``run.json``.
+        """
+        if waits and self._last is not None:
+            for mark in self._last.device_marks:
+                synchronize(mark)
+        if self._thread is None:
+            self.start()
+        assert self._thread is not None
+        self._over.set()
+        self._thread.join(_JOIN_S)
+        if self._folder is not None:
+            self._folder.describe(offsets, "end", **facts)
+
+    def close(self) -> None:
+        """Close the subscribers. Blocks some seconds at most."""
+        for delivery in self._deliveries:
+            delivery.close()
+
+    # --- in the recording thread ---
+
+    def _work(self, period_s: float) -> None:
         wait_s = min(_FIRST_S, period_s)
         is_well = True
         while is_well and not self._over.wait(wait_s):
@@ -98,7 +404,7 @@ class StepRecorder:
         if self._num_beats % 2 == 0:
             self._take_sample()
         self._num_beats += 1
-        self._then()
+        self.report()
         if self._writer is not None:
             self._writer.flush()
 
@@ -106,47 +412,17 @@ class StepRecorder:
         self.drain(at_once=True)
         self._take_sample()
         if self._writer is not None and (rest := self._downsampler.rest()) is not None:
-            self._writer.add(rest)
-        self._then(is_last=True)
+            self._writer.add(rest.to_line())
+        self.report(is_last=True)
 
     def _take_sample(self) -> None:
         try:
-            line = self._sample()
+            line = self.sampler()
         except Exception:  # the figures of the machine are not available; errors below are reported by the thread
             return
-        if self._metrics is not None:
-            self._metrics.machine(line)
+        self.means.machine(line)
         if self._writer is not None:
             self._writer.add(line)
-
-    def add(self, step: RecordedStep) -> None:
-        """Add a step, which the device may not have completed. Does not block."""
-        self._last = step
-        self._queue.append(step)
-
-    def event(
-        self,
-        event: run_record.Event,
-        text: str,
-        *,
-        step: int,
-        time_s: float | None = None,
-        seconds: float | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Add an event. Does not block.
-
-        Args:
-            event: A name in `run_record.EVENTS`.
-            text: What happened, in words.
-            step: Number of steps done.
-            time_s: When it began, in Unix time; now if None.
-            seconds: The pause of training, if there was one.
-            metrics: The results of an evaluation.
-        """
-        began_s = time.time() if time_s is None else time_s
-        line = {"kind": "event", "event": event, "step": step, "time": began_s, "seconds": seconds, "text": text}
-        self._queue.append(line if metrics is None else {**line, "metrics": dict(metrics)})
 
     def drain(self, *, at_once: bool = False) -> None:
         """Record the steps that the device has completed, and the events between them. Does not wait for the device.
@@ -158,7 +434,7 @@ class StepRecorder:
         count = 0
         while self._queue:
             item = self._queue[0]
-            if not isinstance(item, RecordedStep):
+            if not isinstance(item, StepMarks):
                 self._record_event(item)
             elif all(mark.query() for mark in item.device_marks):
                 self._record_step(item)
@@ -169,42 +445,25 @@ class StepRecorder:
             if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
                 time.sleep(_PIECE_PAUSE_S)
 
-    def finish(self, *, waits: bool) -> None:
-        """Record all remaining steps and events, and close the file. Blocks some seconds at most for that.
-
-        Args:
-            waits: Whether to block until the device has completed the last step; not after an error.
-        """
-        if waits and self._last is not None:
-            for mark in self._last.device_marks:
-                synchronize(mark)
-        if self._thread is None:
-            self.start()
-        assert self._thread is not None
-        self._over.set()
-        self._thread.join(_JOIN_S)
-
-    def _record_step(self, step: RecordedStep) -> None:
-        took = run_record.measure(step)
-        if self._metrics is not None:
-            self._metrics.add_step(step, took)
+    def _record_step(self, step: StepMarks) -> None:
+        times = step.times()
+        self.means.add(step, times)
         if self._writer is not None:
-            began_s = self._begin_of(step, took.total_s)
-            line = self._downsampler.add(run_record.step_line(step, took, began_s, self._steps_per_epoch))
+            began_s = self._begin_of(step, times.total_s)
+            line = self._downsampler.add(StepLine.of(step, times, began_s, self._steps_per_epoch))
             if line is not None:
-                self._writer.add(line)
+                self._writer.add(line.to_line())
             if step.has_timeline:
-                self._writer.add(run_record.timeline_line(step, began_s))
+                self._writer.add(Timeline.of(step, began_s).to_line())
 
-    def _record_event(self, line: Line) -> None:
-        if self._metrics is not None:
-            self._metrics.add_event(line)
+    def _record_event(self, event: Event) -> None:
+        self._events.append(event)
         if self._writer is not None:
-            self._writer.add(line)
-        if line["seconds"] is not None:
+            self._writer.add(event.to_line())
+        if event.seconds is not None:
             self._last_begin = None  # the device is idle: the next step begins when the host launches it
 
-    def _begin_of(self, step: RecordedStep, total_s: float) -> float:
+    def _begin_of(self, step: StepMarks, total_s: float) -> float:
         """Return when a step began, in Unix time of this host; called for each step in order.
 
         On CUDA, a step begins when the device reaches it, possibly long after the host launched it. The device only
@@ -219,3 +478,60 @@ class StepRecorder:
             began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
         self._last_begin = step.begin, began_s
         return began_s
+
+    # --- the figures of all ranks ---
+
+    def report(self, *, is_last: bool = False) -> None:
+        """Post the figures; on rank zero, gather and deliver. Blocks some seconds if the store does not answer."""
+        figures, of_run = self.means.read()
+        events, self._events = self._events, []
+        if self._place.rank != 0 and self._keys is not None:
+            self._num_posts += 1
+            self._keys.post([self._num_posts, asdict(figures)])
+        if not self._deliveries:
+            return  # the run is only recorded
+        for event in events:
+            self._event_counts[event.event] += 1
+            self._evaluation = event.metrics or self._evaluation
+        snapshot = replace(
+            self._run,
+            time=time.time(),
+            step=figures.step,
+            epoch=figures.step / self._steps_per_epoch if self._steps_per_epoch else None,
+            num_skipped_steps=self._num_skipped(),
+            elapsed_s=time.perf_counter() - self._began_s,
+            left_s=self._left_s(figures.step),
+            ranks=with_waits((figures, *self._others())),
+            event_counts=dict(self._event_counts),
+            evaluation=self._evaluation,
+            is_last=is_last,
+            **of_run,
+        )
+        for delivery in self._deliveries:
+            delivery.give(snapshot, events)
+
+    def _left_s(self, step: int) -> float | None:
+        """Return the remaining seconds at the mean pace since the first steps, including pauses; None before."""
+        (first, first_s), now_s = self._first_done, time.perf_counter()
+        if step > first == self._first_step:
+            self._first_done = step, now_s
+            return None
+        if step <= first or not self._run.num_steps:
+            return None
+        return (now_s - first_s) / (step - first) * (self._run.num_steps - step)
+
+    def _others(self) -> list[RankFigures]:
+        """Return the last figures of the other ranks, with their age."""
+        now_s = time.monotonic()
+        found = []
+        for rank, note in sorted({} if self._keys is None else self._keys.read().items()):
+            try:
+                number, values = note
+                figures = decode(values)
+            except (TypeError, ValueError):  # other programs can write to the store: a wrong note is ignored
+                continue
+            if rank not in self._seen or number != self._seen[rank][0]:
+                self._seen[rank] = number, now_s
+            if figures.rank == rank:
+                found.append(replace(figures, values={**figures.values, "age_s": now_s - self._seen[rank][1]}))
+        return found

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from lockstep.comm.network import Sent, sent_to
-from lockstep.env import RankEnv, group_folders, throttled_s
+from lockstep.env import RankEnv, read_groups, throttled_s
 from lockstep.telemetry.cost import Usage
 from lockstep.telemetry.rank_state import format_bytes, process_tree
 
@@ -104,10 +104,10 @@ def says_out_of_memory(text: str) -> bool:
 
 def num_kills() -> int | None:
     """Return how many processes the kernel has killed for lack of memory on this machine or in this container."""
-    groups = _groups()
-    files = (PROC / "vmstat", groups[0] / "memory.events", *(folder / "memory.oom_control" for folder in groups))
-    found = [_entry(path, "oom_kill") for path in files]
-    known = [number for number in found if number is not None]
+    texts = [*_group_texts("memory.events")[:1], *_group_texts("memory.oom_control")]  # of the second and first version
+    with contextlib.suppress(OSError):
+        texts.append((PROC / "vmstat").read_text())
+    known = [int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("oom_kill ")]
     return sum(known) if known else None
 
 
@@ -116,37 +116,24 @@ def free_and_total_bytes() -> tuple[int, int]:
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
     # The files of cgroup v2 and v1; the lowest limit of all levels counts.
-    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    for folder in _groups():
-        for limit_name, used_name in names:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max"
-                limit = int((folder / limit_name).read_text())
-                if limit < machine.total:
-                    free = min(free, max(0, limit - int((folder / used_name).read_text())))
-                    total = min(total, limit)
+    for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit, used in zip(*map(_group_texts, names), strict=False):
+            if limit != "max" and int(limit) < machine.total:
+                free = min(free, max(0, int(limit) - int(used)))
+                total = min(total, int(limit))
     return free, total
 
 
-def _groups() -> list[Path]:
-    return group_folders("memory", CGROUPS, PROC / "self/cgroup")
+def _group_texts(file: str) -> list[str]:
+    return read_groups("memory", file, CGROUPS, PROC / "self/cgroup")
 
 
 def _resident_bytes(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages, shared = (int(number) for number in (PROC / str(pid) / "statm").read_text().split()[1:3])
-        return (pages - shared) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )  # without shared pages, which are files, or counted elsewhere
+        # Without shared pages, which are files, or counted elsewhere.
+        return (pages - shared) * resource.getpagesize()
     return 0
-
-
-def _entry(path: Path, name: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            fields = line.split()
-            if fields and fields[0] == name:
-                return int(fields[1])
-    return None
 
 
 # --- in a rank: the use of its processes and devices ------------------------------------------------------------------
@@ -271,6 +258,7 @@ class MachineSampler:
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "workers_rss_bytes": workers_rss,
             "num_workers": len(self._workers),
+            "num_threads": torch.get_num_threads(),
             "cpu_percent": self._process.cpu_percent(),
             "workers_cpu_percent": workers_cpu,
             **cores,
@@ -305,9 +293,8 @@ class MachineSampler:
         """
         times = psutil.cpu_times()
         now = {"steal": times.steal, "throttled": throttled_s(), "at": time.monotonic()}
-        now["busy"] = (
-            sum(times[:8]) - times.idle - times.iowait - times.steal
-        )  # the remaining fields are parts of these
+        # The fields after the eighth are parts of the others.
+        now["busy"] = sum(times[:8]) - times.idle - times.iowait - times.steal
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
                 now[str(pid)] = int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9

@@ -12,7 +12,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,15 +21,15 @@ from typing import Any, ClassVar, final
 from typing_extensions import override
 
 from lockstep.activity import one_line
-from lockstep.comm.collectives import broadcast_object
-from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
-from lockstep.telemetry import metrics
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import guarded
+from lockstep.telemetry import figures
+from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.record import Event, guarded, how_called
+from lockstep.telemetry.recorder import Place, Subscriber
 
-Plain = str | int | float | bool
+# Keeps the ids of the run in services, for the next session.
+SINK_STATE_FILE = "sinks.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,47 @@ class RunInfo:
     """
 
     name: str
-    config: Mapping[str, Plain]
+    config: Mapping[str, str | int | float | bool]
     first_step: int = 0
     is_fresh: bool = True
     memory: Path | None = None
 
+    def known_id(self, target: str) -> str | None:
+        """Return the id of the run in the service of ``target``, as an earlier session stored it; None without one."""
+        if self.memory is None or self.is_fresh:
+            return None
+        run_id = read_object(self.memory / SINK_STATE_FILE).get(target)
+        return run_id if isinstance(run_id, str) else None
 
-class MetricsSink(SnapshotSink):
+    def store_id(self, target: str, run_id: str) -> None:
+        """Store ``run_id`` for the next session."""
+        if self.memory is not None:
+            path = self.memory / SINK_STATE_FILE
+            with suppress(OSError):  # on a full disk, the sink still works
+                replace_file(path, json.dumps({**read_object(path), target: run_id}, indent=1))
+
+
+def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: int, *, is_fresh: bool) -> RunInfo:
+    """Return the description of a run from the facts about its session in ``run.json``."""
+    folder = None if memory is None else Path(memory)
+    if folder is not None:
+        with suppress(OSError):  # then sinks start a new run
+            folder.mkdir(parents=True, exist_ok=True)
+    flat = {**facts["settings"], **facts, "host": platform.node(), "command": how_called()["command"]}
+    for name, group in (("version", "versions"), ("commit", "commits"), ("machine", "machine")):
+        flat |= {f"{name}/{key}": fact for key, fact in facts["provenance"][group].items() if key != "load"}
+    for name, value in flat.items():
+        if isinstance(value, (list, tuple)):
+            flat[name] = ", ".join(map(str, value))
+    config = {
+        name: value if isinstance(value, (str, int, float)) else str(value)
+        for name, value in flat.items()
+        if not (value is None or isinstance(value, dict))
+    }
+    return RunInfo(name=facts["task"], config=config, first_step=first_step, is_fresh=is_fresh, memory=folder)
+
+
+class MetricsSink(Subscriber):
     """A sink that ``log_to`` can name.
 
     Args:
@@ -70,23 +104,43 @@ class MetricsSink(SnapshotSink):
     package: ClassVar[str]
     advice: ClassVar[str]
     where: str
-    _last_step = -1
 
     @abstractmethod
     def __init__(self, place: str, run: RunInfo) -> None:
         """Open the sink. Import its library only here, as that is slow, and the library may not be installed."""
 
-    def news(self, snapshot: Snapshot) -> Iterator[tuple[int, float, dict[str, float]]]:
-        """Yield step, Unix time and values by name of what is new in ``snapshot``; evaluations come first."""
-        for event, values in metrics.evaluations(snapshot):  # first, as services refuse decreasing steps
-            yield event.step, event.time, values
-        if snapshot.step > self._last_step:
+
+class SeriesSink(MetricsSink):
+    """A sink that keeps the values of all steps.
+
+    Attributes:
+        last: The last snapshot.
+    """
+
+    last: Snapshot | None = None
+    _last_step = -1
+
+    @abstractmethod
+    def write(self, step: int, time_s: float, values: Mapping[str, float], event: Event | None = None) -> None:
+        """Write values by name, at a Unix time; with the ``event`` that they belong to, if there is one."""
+
+    @final
+    @override
+    def event(self, event: Event) -> None:
+        values = {figures.EVALUATION.name_of(name): value for name, value in (event.metrics or {}).items()}
+        self.write(event.step, event.time, values, event)
+
+    @final
+    @override
+    def update(self, snapshot: Snapshot) -> None:
+        self.last = snapshot
+        if snapshot.step > self._last_step:  # services refuse decreasing steps
             self._last_step = snapshot.step
-            yield snapshot.step, snapshot.time, metrics.scalars(snapshot)
+            self.write(snapshot.step, snapshot.time, figures.scalars(snapshot))
 
 
 @final
-class TensorBoard(MetricsSink):
+class TensorBoard(SeriesSink):
     """Adds an event file to a folder, which TensorBoard shows as one run.
 
     If a run goes on in the folder, TensorBoard hides the earlier values of the steps that are repeated. If a new run
@@ -99,42 +153,39 @@ class TensorBoard(MetricsSink):
     @override
     def __init__(self, place: str, run: RunInfo) -> None:
         # Not torch's SummaryWriter: it writes in a thread of its own, which prints a traceback if the disk is full.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import text
 
         folder = Path(place).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         self.where = f"metrics go to TensorBoard: tensorboard --logdir {folder}"
-        self._event: Any = Event
-        self._summary: Any = Summary
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
         self._text: Any = text
         path = folder / f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
         # Unbuffered, so that nothing is left to write when it is closed after an error.
         self._records = RecordWriter(path.open("xb", buffering=0))
-        self._write(file_version="brain.Event:2")
+        self._add(file_version="brain.Event:2")
         # TensorBoard then hides what other files in the folder have from this step on.
-        self._write(step=run.first_step, session_log=SessionLog(status=SessionLog.START))
+        self._add(step=run.first_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         if run.first_step == 0:
             cells = {name: str(value).replace("|", "&#124;").replace("\n", " ") for name, value in run.config.items()}
             rows = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
-            self._write(summary=text("run", f"| {run.name} | |\n|---|---|\n{rows}"))
+            self._add(summary=text("run", f"| {run.name} | |\n|---|---|\n{rows}"))
 
     @override
-    def update(self, snapshot: Snapshot) -> None:
-        for event in snapshot.events:
-            self._write(event.time, step=event.step, summary=self._text(f"events/{event.event}", event.text))
-        for step, time_s, values in self.news(snapshot):
-            # All values in one event, which costs a fifth of an event for each value.
-            found = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._write(time_s, step=step, summary=self._summary(value=found))
+    def write(self, step: int, time_s: float, values: Mapping[str, float], event: Event | None = None) -> None:
+        summary = self._summary() if event is None else self._text(f"events/{event.event}", event.text)
+        # All values in one event, which costs a fifth of an event for each value.
+        summary.value.extend(self._summary.Value(tag=name, simple_value=value) for name, value in values.items())
+        self._add(time_s, step=step, summary=summary)
 
     @override
     def close(self) -> None:
         self._records.close()
 
-    def _write(self, time_s: float | None = None, **content: Any) -> None:
+    def _add(self, time_s: float | None = None, **content: Any) -> None:
         event = self._event(wall_time=time.time() if time_s is None else time_s, **content)
         self._records.write(event.SerializeToString())
 
@@ -177,6 +228,10 @@ class Prometheus(MetricsSink):
         self.where = f"metrics for Prometheus at http://{host}:{self._server.server_port}/metrics"
 
     @override
+    def event(self, event: Event) -> None:
+        pass  # a snapshot has the last evaluation, and counts of all events
+
+    @override
     def update(self, snapshot: Snapshot) -> None:
         # One assignment, as threads of the server read it at any time.
         self._snapshot = snapshot
@@ -189,60 +244,39 @@ class Prometheus(MetricsSink):
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of the last snapshot, without unknown values."""
-        yield from _family(metrics.RUN_INFO, "what the run is", [(self._info, 1.0)])
-        snapshot = self._snapshot
-        if snapshot is None:
-            return
-        yield from _family(metrics.UPDATED, "when these figures were taken", [({}, snapshot.time)])
-        names = ("rank", "host", "device")
-        where = [({name: str(getattr(each, name)) for name in names}, 1.0) for each in snapshot.ranks]
-        yield from _family(metrics.RANK_INFO, "where a rank computes", where)
-        for metric in metrics.METRICS:
-            yield from _family(metric.prometheus, metric.meaning, [({}, metric.read(snapshot))], metric.scale)
-        for metric in metrics.RANK_METRICS:
-            by_rank = [({"rank": str(each.rank)}, metric.read(each)) for each in snapshot.ranks]
-            yield from _family(metric.prometheus, metric.meaning, by_rank, metric.scale)
-        for metric, values in ((metrics.EVALUATION, snapshot.evaluation), (metrics.EVENT_COUNT, snapshot.event_counts)):
-            yield from _family(metric.prometheus, metric.meaning, [({metric.label: n}, v) for n, v in values.items()])
+        from prometheus_client import Metric
+
+        for name, meaning, samples, scale in _families(self._info, self._snapshot):
+            family = Metric(name.removesuffix("_total"), meaning, "counter" if name.endswith("_total") else "gauge")
+            for labels, value in samples:
+                if value is not None:
+                    family.add_sample(name, labels, value * scale)
+            if family.samples:
+                yield family
 
 
-def _family(
-    name: str, meaning: str, samples: Sequence[tuple[dict[str, str], float | None]], scale: float = 1.0
-) -> Iterator[Any]:
-    """Yield a metric family with its samples, if any is known. It is a counter if its name ends in ``_total``."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    known = [(labels, value) for labels, value in samples if value is not None]
-    if known:
-        make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = make(name, meaning, labels=list(known[0][0]))
-        for labels, value in known:
-            family.add_metric(list(labels.values()), value * scale)
-        yield family
+_Family = tuple[str, str, list[tuple[dict[str, str], float | None]], float]
 
 
-# Keeps the ids of the run in services, for the next session.
-SINK_STATE_FILE = "sinks.json"
-
-
-def known_run_id(target: str, run: RunInfo) -> str | None:
-    """Return the id of ``run`` in the service of ``target``, as an earlier session stored it; None without one."""
-    if run.memory is None or run.is_fresh:
-        return None
-    run_id = read_object(run.memory / SINK_STATE_FILE).get(target)
-    return run_id if isinstance(run_id, str) else None
-
-
-def remember_run_id(target: str, run: RunInfo, run_id: str) -> None:
-    """Store ``run_id`` for the next session."""
-    if run.memory is not None:
-        path = run.memory / SINK_STATE_FILE
-        with suppress(OSError):  # on a full disk, the sink still works
-            replace_file(path, json.dumps({**read_object(path), target: run_id}, indent=1))
+def _families(info: dict[str, str], snapshot: Snapshot | None) -> Iterator[_Family]:
+    """Yield name, meaning, samples (labels and value) and the scale of each metric."""
+    yield "lockstep_run_info", "what the run is", [(info, 1.0)], 1.0
+    if snapshot is None:
+        return
+    yield "lockstep_updated_timestamp_seconds", "when these figures were taken", [({}, snapshot.time)], 1.0
+    for metric in figures.METRICS:
+        yield metric.prometheus, metric.meaning, [({}, metric.read(snapshot))], metric.scale
+    ranks = [({"rank": str(each.rank)}, each) for each in snapshot.ranks]
+    where = [({**label, "host": str(each.host), "device": str(each.device)}, 1.0) for label, each in ranks]
+    yield "lockstep_rank_info", "where a rank computes", [*where], 1.0
+    for metric in figures.RANK_METRICS:
+        yield metric.prometheus, metric.meaning, [(label, metric.read(each)) for label, each in ranks], metric.scale
+    for metric, values in ((figures.EVALUATION, snapshot.evaluation), (figures.EVENT_COUNT, snapshot.event_counts)):
+        yield metric.prometheus, metric.meaning, [({metric.label: n}, v) for n, v in values.items()], metric.scale
 
 
 @final
-class WandbRun(MetricsSink):
+class WandbRun(SeriesSink):
     """Starts a run of Weights & Biases, or resumes that of the earlier sessions, with its own client.
 
     Its environment variables define server and user. Steps that a run repeats from a checkpoint are not logged again,
@@ -256,8 +290,7 @@ class WandbRun(MetricsSink):
     def __init__(self, place: str, run: RunInfo) -> None:
         import wandb
 
-        target = f"wandb:{place}"
-        run_id = known_run_id(target, run) or uuid.uuid4().hex[:8]
+        run_id = run.known_id(f"wandb:{place}") or uuid.uuid4().hex[:8]
         entity, _, name = place.rpartition("/")
         self._run: Any = wandb.init(
             entity=entity or None,
@@ -270,20 +303,18 @@ class WandbRun(MetricsSink):
             # The launcher merges and keeps the output of the ranks.
             settings=wandb.Settings(console="off", silent=True),
         )
-        remember_run_id(target, run, run_id)
+        run.store_id(f"wandb:{place}", run_id)
         seen_at = f"run {run_id}, offline in {self._run.dir}" if self._run.offline else self._run.url
         self.where = f"metrics go to Weights & Biases: {seen_at}"
-        self._has_failed = True
 
     @override
-    def update(self, snapshot: Snapshot) -> None:
-        self._has_failed = snapshot.has_failed
-        for step, _, values in self.news(snapshot):
-            self._run.log(values, step=step)
+    def write(self, step: int, time_s: float, values: Mapping[str, float], event: Event | None = None) -> None:
+        if values:
+            self._run.log(dict(values), step=step)
 
     @override
     def close(self) -> None:
-        self._run.finish(exit_code=int(self._has_failed))
+        self._run.finish(exit_code=int(self.last is None or self.last.has_failed))
 
 
 # MLflow accepts so many characters of a parameter.
@@ -291,7 +322,7 @@ _PARAM_CHARS = 500
 
 
 @final
-class MlflowRun(MetricsSink):
+class MlflowRun(SeriesSink):
     """Starts a run of MLflow, or resumes that of the earlier sessions, with its own client.
 
     Its environment variables define server (if ``place`` is empty), user and experiment.
@@ -306,8 +337,7 @@ class MlflowRun(MetricsSink):
         from mlflow.entities import Metric, Param
 
         self._client, self._metric = MlflowClient(tracking_uri=place or None), Metric
-        target = f"mlflow:{place}"
-        run_id = known_run_id(target, run)
+        run_id = run.known_id(f"mlflow:{place}")
         if run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
             experiment = self._client.get_experiment_by_name(name)
@@ -321,21 +351,20 @@ class MlflowRun(MetricsSink):
             history = self._client.get_metric_history(run_id, "train/loss")
             self._last_step = max((metric.step for metric in history), default=-1)
         self._run_id: str = run_id
-        remember_run_id(target, run, run_id)
+        run.store_id(f"mlflow:{place}", run_id)
         self.where = f"metrics go to MLflow: run {run_id} at {self._client.tracking_uri}"
-        self._status = "FAILED"
 
     @override
-    def update(self, snapshot: Snapshot) -> None:
-        was_stopped = "stop" in snapshot.event_counts
-        self._status = "FAILED" if snapshot.has_failed else "KILLED" if was_stopped else "FINISHED"
-        for step, time_s, values in self.news(snapshot):
+    def write(self, step: int, time_s: float, values: Mapping[str, float], event: Event | None = None) -> None:
+        if values:
             found = [self._metric(name, value, int(time_s * 1e3), step) for name, value in values.items()]
             self._client.log_batch(self._run_id, metrics=found)
 
     @override
     def close(self) -> None:
-        self._client.set_terminated(self._run_id, self._status)
+        status = "FAILED" if self.last is None or self.last.has_failed else "FINISHED"
+        was_stopped = self.last is not None and "stop" in self.last.event_counts
+        self._client.set_terminated(self._run_id, "KILLED" if was_stopped else status)
 
 
 # --- what ``log_to`` asks for -----------------------------------------------------------------------------------------
@@ -376,16 +405,16 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], world: World) -> list[MetricsSink]:
+def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], place: Place) -> list[MetricsSink]:
     """Open ``targets`` on rank zero; return an empty list on other ranks.
 
-    Collective: every rank. Blocks until rank zero has opened them. This takes seconds, or up to `OPEN_TIMEOUT_S` if a
-    service does not answer.
+    Collective if ``place`` has a group: every rank. Blocks until rank zero has opened them. This takes seconds, or up
+    to `OPEN_TIMEOUT_S` if a service does not answer.
 
     Args:
         targets: The same on every rank.
         run: Returns the description of the run; called on rank zero only.
-        world: The ranks of the run.
+        place: This rank.
 
     Raises:
         ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
@@ -393,13 +422,15 @@ def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], world: World)
     """
     sinks: list[MetricsSink] = []
     problem = None
-    if world.is_rank_zero:
+    if not targets:
+        return sinks
+    if place.rank == 0:
         try:
             sinks = open_here(targets, run())
         except ConfigurationError as error:
             problem = str(error)
-    # Rank zero, too, raises only after the broadcast. Otherwise the others would wait for it.
-    problem = broadcast_object(problem, group=world.group, device=world.device)
+    # Rank zero, too, raises only after the exchange. Otherwise the others would wait for it.
+    problem = place.gather(problem)[0]
     if problem is not None:
         raise ConfigurationError(problem)
     return sinks
@@ -420,18 +451,15 @@ def open_here(targets: Sequence[str], run: RunInfo) -> list[MetricsSink]:
         require_package(target)
     sinks: list[MetricsSink] = []
     until_s = time.monotonic() + OPEN_TIMEOUT_S
-    with ExitStack() as undo:
-        for target in targets:
-            try:
-                sinks.append(_open(target, run, until_s - time.monotonic()))
-            except Exception as error:  # a library may raise anything
-                reason = error.strerror if isinstance(error, OSError) else None
-                reason = reason or one_line(error).rstrip(".")
-                advice = _kind_of(target).advice
-                raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{advice}") from error
-            # An error while closing must not replace the first error.
-            undo.callback(guarded, sinks[-1].close, f"{target} could not be closed")
-        undo.pop_all()
+    for target in targets:
+        try:
+            sinks.append(_open(target, run, until_s - time.monotonic()))
+        except Exception as error:  # a library may raise anything
+            for sink in sinks:  # an error while closing must not replace the first error
+                guarded(sink.close, f"{type(sink).__name__} could not be closed")
+            reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error).rstrip(".")
+            advice = _kind_of(target).advice
+            raise ConfigurationError(f"{target} cannot be opened: {reason}.\n{advice}") from error
     return sinks
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +15,7 @@ from lockstep.errors import DataError
 _MOST, _MOST_OF_ALL = 10, 0.01
 
 
+@dataclass(kw_only=True)
 class BadSamples:
     """Collects the samples that the ranks could not read.
 
@@ -30,23 +32,14 @@ class BadSamples:
         pending: Bad samples of this rank that were not exchanged yet.
     """
 
-    def __init__(
-        self,
-        *,
-        skip: bool,
-        device: torch.device,
-        group: Group | None,
-        num_samples: int | None,
-        evaluation: bool = False,
-    ) -> None:
-        self.skip, self._device, self._group = skip, device, group
-        self._evaluation = evaluation
-        self._data = "the evaluation data set" if evaluation else "the data set"
-        self._num_allowed = None if num_samples is None else max(_MOST, int(_MOST_OF_ALL * num_samples))
-        self.skipped: list[BadSample] = []
-        self.num_in_step = 0
-        self._different: set[int] = set()
-        self.pending: list[BadSample] = []
+    skip: bool
+    device: torch.device
+    group: Group | None
+    num_samples: int | None
+    evaluation: bool = False
+    skipped: list[BadSample] = field(default_factory=list)
+    pending: list[BadSample] = field(default_factory=list)
+    num_in_step: int = 0
 
     def add(self, micro: MicroBatch) -> None:
         """Add the bad samples of a micro-batch of the step.
@@ -57,7 +50,7 @@ class BadSamples:
         # If there are other ranks, this rank still takes part in the step, like a rank without samples, otherwise they
         # would wait. The number is sent with the sums of the losses, so it needs no additional exchange.
         self.pending += micro.bad
-        if self.pending and self._group is None:
+        if self.pending and self.group is None:
             self._take([self.pending])
 
     def all_have_samples(self, micro: MicroBatch, index: int, split: BatchSplit) -> bool:
@@ -77,14 +70,14 @@ class BadSamples:
         if not split.all_have_samples(micro.num_global, index):
             return False
         has_samples = bool(micro.batches)
-        if self._group is None:
+        if self.group is None:
             return has_samples
-        if self._device.type != "cpu" and not self.skip:
+        if self.device.type != "cpu" and not self.skip:
             if not has_samples:
                 self._take([self.pending])
             return True
-        flag = torch.tensor([int(has_samples)], device=self._device)
-        all_reduce(flag, group=self._group, op="min")
+        flag = torch.tensor([int(has_samples)], device=self.device)
+        all_reduce(flag, group=self.group, op="min")
         return bool(flag.item())
 
     def exchange(self, last_step: float = math.inf) -> None:
@@ -98,13 +91,13 @@ class BadSamples:
         Raises:
             DataError: There are some, and the run is to stop; or there are too many.
         """
-        if self._group is None:
+        if self.group is None:
             return
         # On CPUs this happens before the parameters are updated. On a device it happens in the next step, so that the
         # host does not wait; the parameters of a run that stops here are not used.
         mine = [list(sample) for sample in self.pending if sample.step <= last_step]
         later = [sample for sample in self.pending if sample.step > last_step]
-        ranks = all_gather_object(mine, group=self._group, device=self._device)
+        ranks = all_gather_object(mine, group=self.group, device=self.device)
         # JSON turns tuples into lists, which are not hashable.
         self._take([[BadSample(*each)._replace(others=tuple(each[-1])) for each in samples] for samples in ranks])
         self.pending = later
@@ -116,14 +109,16 @@ class BadSamples:
         bad = sorted(different, key=lambda sample: (sample.step, sample.sample))
         if not bad:
             return
+        data = "the evaluation data set" if self.evaluation else "the data set"
         if not self.skip or any(sample.others for sample in bad):
-            raise stop_error(bad, self._data, evaluation=self._evaluation)
+            raise stop_error(bad, data, evaluation=self.evaluation)
         self.skipped += bad
         self.num_in_step += len(bad)
-        self._different |= {sample.sample for sample in bad}
-        if self._num_allowed is not None and len(self._different) > self._num_allowed:
+        num_different = len({sample.sample for sample in self.skipped})
+        num_allowed = math.inf if self.num_samples is None else max(_MOST, int(_MOST_OF_ALL * self.num_samples))
+        if num_different > num_allowed:
             raise DataError(
-                f'{len(self._different)} samples of {self._data} cannot be read, more than bad_samples="skip" allows '
-                f"({self._num_allowed}). The last is {bad[-1].name}\n"
+                f'{num_different} samples of {data} cannot be read, more than bad_samples="skip" allows '
+                f"({num_allowed}). The last is {bad[-1].name}\n"
                 "Check that the storage is available and the files are complete. Repair or remove unreadable samples."
             )

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, final
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lockstep import activity
 from lockstep.accelerator import check_count
@@ -25,21 +24,20 @@ from lockstep.data.loader import BadSample, explaining_worker_failures
 from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
+from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.metrics import EVALUATION, Snapshot, SnapshotSink
-from lockstep.telemetry.run_record import Event, kind_of
-from lockstep.telemetry.stragglers import StragglerReporter
+from lockstep.telemetry.live_view import Display
+from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.nonfinite import NonFiniteStep
-from lockstep.train.plan import PER_PROCESS, Plan, check_batch, devices_of, plural
+from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
-from lockstep.train.settings import FitSettings, ViewName
+from lockstep.train.settings import FitSettings
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import Checkpoints
@@ -50,9 +48,6 @@ _MAX_UNREAD = 4096
 
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
-
-# Seconds between two lines of progress.
-_LINE_S = 10.0
 
 P = ParamSpec("P")
 
@@ -132,7 +127,7 @@ class Throughput:
         self._unread.append((record.loss, record.count))
         if len(self._unread) >= _MAX_UNREAD:
             self.read()
-        self._took.append((record.num_samples, time.perf_counter() - record.timer.began_at))
+        self._took.append((record.num_samples, time.perf_counter() - record.timer.marks.began_at))
 
     def read(self) -> list[float]:
         """Return all losses so far. Blocks until the device has finished the last step."""
@@ -214,44 +209,6 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-@final
-class Display(SnapshotSink):
-    """Displays a run: a live view on a terminal or in a notebook, otherwise periodic lines; and log lines.
-
-    Args:
-        view: The display of progress; "auto" selects it by the kind of output.
-        silent: Whether to print nothing at all.
-    """
-
-    def __init__(self, view: ViewName = "auto", *, silent: bool) -> None:
-        self._silent = silent
-        # The log of a CI service would contain every frame of a live view.
-        may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
-        self._live = live_view.open_live_view() if may_draw and not silent else None
-        self._has_lines = view != "none" and not silent
-        self._shown_at = time.perf_counter()
-
-    def log(self, text: str) -> None:
-        """Print a log line."""
-        if not self._silent:
-            print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
-
-    @override
-    def update(self, snapshot: Snapshot) -> None:
-        if self._live is not None:
-            self._live.update(snapshot)
-        elif self._has_lines:
-            now_s = time.perf_counter()
-            if now_s - self._shown_at >= _LINE_S and snapshot.loss is not None and not snapshot.is_last:
-                self._shown_at = now_s
-                self.log(live_view.line(snapshot))
-
-    @override
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.close()
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +247,7 @@ class Run:
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        signals.num_steps_done = lambda: trainer.num_steps_done
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
@@ -299,7 +257,8 @@ class Run:
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}")
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._throughput = Throughput()
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
@@ -351,12 +310,12 @@ class Run:
         self._throughput.add(record)
         self._record.compare_ranks(self._stragglers)
 
-    def pause_for(self, event: Event, act: Callable[[], str]) -> None:
+    def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
         self._settle()
         self._log(event, act())
 
-    def _log(self, event: Event, text: str) -> None:
+    def _log(self, event: EventName, text: str) -> None:
         self._display.log(text)
         self._record.event(event, text)
 
@@ -492,7 +451,7 @@ class Run:
         if skipped := len(trainer.nonfinite.found):
             self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
 
-    def _end(self, event: Event, text: str) -> None:
+    def _end(self, event: EventName, text: str) -> None:
         """Record the end of the run, and print where the time went. Collective: every rank."""
         where = self._record.finish(event, text)
         if where is not None and self._first_step < self.num_steps_done:
@@ -559,13 +518,14 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         on_checkpoint: Called on every rank in the same order with each complete checkpoint, including the one that was
             resumed from: before the next one is written, and at the end.
     """
+    check_task(task, settings)
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
     with (
         init() as world,
         explaining_worker_failures(world.rank),
-        StopSignals(enabled=settings.checkpoint is not None, rank=world.rank) as signals,
+        StopSignals(saves=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
@@ -598,7 +558,7 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
         place_of(settings.checkpoint),
         world,
         fresh=settings.resume is False,
-        keep=settings.keep,
+        keep=settings.keep or Checkpoints.keep,
         keep_best=settings.keep_best,
         blocking=settings.checkpoint_blocking,
     )
@@ -654,6 +614,7 @@ def fit(task: Task, settings: FitSettings) -> FitResult:
     # Imported here, because the import is slow.
     from lockstep.launcher.api import launch, raising_task_errors
 
+    check_task(task, settings)
     check_count(num_ranks)
     check_batch(task, settings, num_ranks)
     with raising_task_errors():

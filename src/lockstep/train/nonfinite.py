@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,6 @@ from lockstep.parallel.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
-from lockstep.train.step import Gradients
 from lockstep.train.strategies.strategy import Strategy
 
 _MOST_SAMPLES = 64
@@ -148,6 +148,7 @@ def _format_samples(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_MOST_SAMPLES])) + (f", and {rest} more" if rest > 0 else "")
 
 
+@dataclass
 class NonFiniteGuard:
     """Refuses steps whose gradient is not finite, and finds the origin.
 
@@ -155,7 +156,6 @@ class NonFiniteGuard:
         rule: Whether to raise an error or to skip the step.
         model: The model without wrappers.
         optimizer: The optimizer of its parameters.
-        gradients: The gradients after backward.
         strategy: The strategy.
         plan: The plan of the run.
         replay: Computes a micro-batch again, leaves its gradient in ``param.grad`` and returns the losses. Collective.
@@ -164,20 +164,16 @@ class NonFiniteGuard:
         found: The bad steps, oldest first.
     """
 
-    def __init__(
-        self,
-        rule: NanRule,
-        model: nn.Module,
-        optimizer: Optimizer,
-        gradients: Gradients,
-        strategy: Strategy,
-        plan: Plan,
-        replay: Callable[[MicroBatch, int], list[Tensor]],
-    ) -> None:
-        self._rule, self._model, self._optimizer, self._gradients = rule, model, optimizer, gradients
-        self._strategy, self._order, self._num_micro, self._replay = strategy, plan.order, plan.split.accumulate, replay
-        self._buffers = BufferSnapshot(model) if rule == "skip" else None
-        self.found: list[NonFiniteStep] = []
+    rule: NanRule
+    model: nn.Module
+    optimizer: Optimizer
+    strategy: Strategy
+    plan: Plan
+    replay: Callable[[MicroBatch, int], list[Tensor]]
+    found: list[NonFiniteStep] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._buffers = BufferSnapshot(self.model) if self.rule == "skip" else None
 
     def begin_step(self) -> None:
         """Keep the buffers, which a skipped step must not change."""
@@ -209,9 +205,9 @@ class NonFiniteGuard:
         # whether this rank's part of the gradient was finite before the reduction.
         bad = self._describe(computed, step, is_over=is_over)
         self.found.append(bad)
-        if not is_over or self._rule == "raise":
-            self._optimizer.zero_grad(set_to_none=True)
-        if self._rule == "raise":
+        if not is_over or self.rule == "raise":
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.rule == "raise":
             raise bad.error
         self._check_number(step)
         if self._buffers is not None and not is_over:  # otherwise `restore_buffers` has
@@ -237,22 +233,22 @@ class NonFiniteGuard:
 
     def _describe(self, computed: Computed, step: int, *, is_over: bool) -> NonFiniteStep:
         """Return the description of a bad step from all ranks. Collective: every rank. Blocks."""
-        replays = self._strategy.can_replay and not is_over
-        group = self._strategy.step_group
+        replays = self.strategy.can_replay and not is_over
+        group = self.strategy.step_group
         rank = 0 if group is None else group.rank()
-        names = [name for name, _ in self._model.named_parameters()]
+        names = [name for name, _ in self.model.named_parameters()]
         # Before a replay replaces the gradients. After an update, they may be gone, but show in the parameters.
-        summed = _first_not_finite(self._model, in_values=is_over)
-        is_suspect = self._strategy.part_was_bad is not None and self._strategy.part_was_bad()
+        summed = _first_not_finite(self.model, in_values=is_over)
+        is_suspect = self.strategy.part_was_bad is not None and self.strategy.part_was_bad()
         origin: Origin | None = None
         for index, (micro, losses) in enumerate(computed):
             module = parameter = None
             if replays:  # all, although the first bad one is sufficient: synchronised layers need every rank
-                self._optimizer.zero_grad(set_to_none=True)
-                with _watching_outputs(self._model) as bad_outputs:
-                    losses = self._replay(micro, index)
+                self.optimizer.zero_grad(set_to_none=True)
+                with _watching_outputs(self.model) as bad_outputs:
+                    losses = self.replay(micro, index)
                 module = bad_outputs[0] if bad_outputs else None
-                parameter = _first_not_finite(self._model)
+                parameter = _first_not_finite(self.model)
             values = [float(loss) for loss in losses]
             bad = [share for share, value in enumerate(values) if not math.isfinite(value)]
             if origin is None and (parameter is not None or bad):
@@ -268,16 +264,16 @@ class NonFiniteGuard:
         first = None if summed is None else names.index(summed)
         ranks: list[Any] = [[origin, first]]
         if group is not None:
-            device = next(self._model.parameters()).device
+            device = next(self.model.parameters()).device
             ranks = all_gather_object(ranks[0], group=group, device=device)
         firsts = [first for _, first in ranks if first is not None]
         return NonFiniteStep(
             step=step,
-            epoch=self._order.epoch(step) if isinstance(self._order, GlobalOrder) else None,
+            epoch=self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None,
             origins=tuple(Origin(*origin) for origin, _ in ranks if origin is not None),
             parameter=names[min(firsts)] if firsts else None,
             num_ranks=len(ranks),
-            num_micro=self._num_micro,
+            num_micro=self.plan.split.accumulate,
             again=replays,
         )
 

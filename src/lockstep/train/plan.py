@@ -15,7 +15,7 @@ from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement
-from lockstep.train.settings import FitSettings, Settings
+from lockstep.train.settings import FitSettings, Settings, refuse_ignored
 from lockstep.train.step import LearningRate, batch_scale
 from lockstep.train.task import Task
 
@@ -152,6 +152,15 @@ def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples:
     scale = batch_scale(settings.lr_scaling, batch_size, base)
     decay = settings.schedule or task.schedule or "constant"
     return Plan(order, split, num_steps, LearningRate(scale, settings.warmup, num_steps, decay), base)
+
+
+def check_task(task: Task, settings: FitSettings) -> None:
+    """Refuse settings that have no effect on this task.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    refuse_ignored({**vars(settings), "eval_dataset": task.eval_dataset})
 
 
 def check_batch(task: Task, settings: Settings, num_devices: int) -> None:

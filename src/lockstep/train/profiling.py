@@ -14,7 +14,7 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
-from lockstep.telemetry.run_record import Event
+from lockstep.telemetry.record import EventName
 from lockstep.torch_internals import profile_all_threads
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import FitSettings
@@ -25,7 +25,7 @@ FOLDER = "profile"
 # Default steps: by then memory is allocated, kernels are selected and buckets are in their final order.
 _FIRST, _COUNT = 11, 3
 
-PauseFor = Callable[[Event, Callable[[], str]], None]
+PauseFor = Callable[[EventName, Callable[[], str]], None]
 
 
 @contextmanager

@@ -1,48 +1,43 @@
-"""The record of a run of ``fit``: each step, written to the run folder and sent to display and sinks by a thread."""
+"""What only `fit` knows of its run: the plan, the settings, pauses and the end; telemetry/recorder.py records it."""
 
 import inspect
-import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
-from lockstep.comm.clocks import measure_clock_offsets
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
-from lockstep.telemetry import aggregator, run_record, stragglers
+from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
+from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import summary
-from lockstep.telemetry.metrics import Snapshot, SnapshotSink
-from lockstep.telemetry.provenance import Provenance, gather
-from lockstep.telemetry.recorder import PERIOD_S, StepRecorder, has_timeline
-from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.sinks import MetricsSink, RunInfo, open_sinks, parse_targets
+from lockstep.telemetry.provenance import gather
+from lockstep.telemetry.record import Event, EventName
+from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
+from lockstep.telemetry.sinks import MetricsSink, open_sinks, parse_targets, run_info
+from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 # Events that pause the training.
 _PAUSES = ("evaluation", "checkpoint", "profile")
 
 # Interval of copies of the loss from a device if there is only a display; a run folder gets the loss of every step.
 _LOSS_EVERY_S = 0.5
-
-# With more ranks, snapshots are made less often.
-_RANKS_A_SECOND = 64
 
 
 @final
@@ -63,90 +58,97 @@ class RunRecord:
     def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
         self._task, self._settings, self._num_steps = task, settings, num_steps
         self._world, self._trainer, self._device = world, trainer, trainer.device
-        restarts = run_record.num_restarts()
-        self._is_fresh = not trainer.num_steps_done and not restarts
         self._num_ranks = 1 if trainer.group is None else world.world_size
         self._is_alone = len(trainer.devices) == 1 and self._num_ranks == 1
-        devices = ", ".join(str(each) for each in trainer.devices)
-        first_step = trainer.num_steps_done
-        self._metrics = aggregator.RankMetrics(world.rank, host=platform.node(), device=devices, first_step=first_step)
-        self._folder = None if settings.run_dir is None else self._open_folder(Path(settings.run_dir))
-        writer = None if self._folder is None else self._folder.writer
-        steps_per_epoch = trainer.plan.order.steps_per_epoch
-        self._sampler = MachineSampler(trainer.devices)
-        self._recorder = StepRecorder(
-            writer, self._metrics, sample=self._sampler, device=self._device, steps_per_epoch=steps_per_epoch
+        self._place = Place(world.rank, world.world_size, world.group)
+        self._facts = cache(self._gather_facts)
+        self._recorder = Recorder(
+            self._place,
+            trainer.devices,
+            Snapshot(num_steps=num_steps, counts=task.counts, world_size=self._num_ranks),
+            first_step=trainer.num_steps_done,
+            run_dir=None if settings.run_dir is None else Path(settings.run_dir),
+            facts=self._facts,
+            steps_per_epoch=trainer.plan.order.steps_per_epoch,
+            num_skipped=lambda: len(trainer.nonfinite.found),
         )
         stamps = BucketStamps(self._device)
         self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
-        self._last: run_record.RecordedStep | None = None  # until its duration is known
+        self._last: StepMarks | None = None  # until its duration is known
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
-        self._has_timeline = has_timeline(first_step)
-        if self._stamps is not None:
-            self._stamps.closely = self._has_timeline
-        constants = Snapshot(num_steps=num_steps, num_restarts=restarts, counts=task.counts, world_size=self._num_ranks)
-        self._aggregator = aggregator.Aggregator(
-            self._metrics,
-            StatusKeys(world.rank, self._num_ranks),
-            constants,
-            steps_per_epoch=steps_per_epoch,
-            num_skipped=lambda: len(trainer.nonfinite.found),
-        )
         self._is_over = self._has_ended = False
+        self._window: list[StepMarks] = []  # steps whose times the ranks compare
         self._num_taken = 0
-        self._window: list[run_record.RecordedStep] = []  # steps whose times the ranks compare
-        if restarts:
-            self.event("restart", f"start {restarts + 1} of this run")
-        if first_step:
-            self.event("resume", f"resumed after step {first_step}")
+        self._expect(trainer.num_steps_done)
 
-    def deliver(self, display: SnapshotSink | None, sinks: Iterable[SnapshotSink] = ()) -> None:
-        """Start to measure, and to send snapshots to ``display`` and ``sinks`` if this is rank zero."""
-        if self._world.is_rank_zero:
-            shown = [*sinks] if display is None else [display, *sinks]
-            self._aggregator.deliveries += [aggregator.SinkThread(each) for each in shown]
-        self._recorder.start(self._aggregator.beat, PERIOD_S * max(1.0, self._num_ranks / _RANKS_A_SECOND))
+    def open_sinks(self) -> list[MetricsSink]:
+        """Open the sinks of a run that begins or resumes; only rank zero has any.
 
-    def step(self, record: StepRecord) -> None:
+        Collective: every rank. Blocks until rank zero has opened them; see `telemetry.sinks.open_sinks`.
+
+        Raises:
+            ConfigurationError: On every rank: a sink cannot be opened; says why.
+        """
+        settings = self._settings
+        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
+        in_store = "://" in str(settings.checkpoint)
+        memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
+        first_step, fresh = self._trainer.num_steps_done, self._recorder.is_fresh
+        targets = parse_targets(settings.log_to or ())
+        return open_sinks(targets, lambda: run_info(self._facts(), memory, first_step, is_fresh=fresh), self._place)
+
+    def deliver(self, display: Subscriber | None, sinks: Iterable[Subscriber] = ()) -> None:
+        """Start to measure, and to pass figures and events to ``display`` and ``sinks`` if this is rank zero."""
+        shown = [*([] if display is None else [display]), *sinks] if self._world.is_rank_zero else []
+        self._recorder.subscribe(shown, StatusKeys(self._world.rank, self._num_ranks))
+        self._recorder.start()
+
+    def step(self, done: StepRecord) -> None:
         """Record a step that has just ended on the host. Does not block."""
-        timer = record.timer
-        self._release(timer.began_at)
+        step = done.timer.marks
+        self._release(step.began_at)
         self._paused_at = None
-        numbers = self._numbers(record)
+        numbers = self._numbers(done)
         rate = self._trainer.optimizer.param_groups[0]["lr"]
         if isinstance(rate, Tensor):
             rate = float(rate) if rate.is_cpu else None
-        stamps = None if self._stamps is None else self._stamps.take()
-        reductions = [run_record.Reduction(waited=waited) for waited in timer.waits]
-        if stamps is not None:
-            reductions = [run_record.Reduction(stamps.buckets, stamps.waited, stamps.exposed_s)]
-        self._last = run_record.RecordedStep(
-            record.step,
-            timer.begin,
-            timer.began_at,
-            timer.wall_s,
-            timer.end,
-            timer.spans,
-            samples=record.num_samples,
-            losses=[numbers["loss"]] if numbers else [],
-            grad_norm=numbers.get("grad_norm"),
-            counted=numbers.get("count"),
-            learning_rate=rate,
-            reductions=reductions,
-            exposed_s=0.0 if self._is_alone else None,  # for an engine that reports no reductions
-            core_uses=timer.core_uses,
-            copies=self._copies[:],
-            has_timeline=self._has_timeline,
-        )
+        step.number, step.samples, step.learning_rate = done.step, done.num_samples, rate
+        step.losses = [numbers["loss"]] if numbers else []
+        step.grad_norm, step.counted = numbers.get("grad_norm"), numbers.get("count")
+        if self._stamps is not None and (stamps := self._stamps.take()) is not None:
+            step.reductions = [stamps]
+        if self._is_alone:
+            step.exposed_s = 0.0
+        step.copies, step.has_timeline = self._copies[:], self._has_timeline
+        self._last = step
         self._copies.clear()
-        self._has_timeline = has_timeline(record.step + 1)
+        self._expect(done.step + 1)
+
+    def _expect(self, step: int) -> None:
+        """Note whether the next step has a timeline, for which its buckets are stamped one by one."""
+        self._has_timeline = has_timeline(step)
         if self._stamps is not None:
             self._stamps.closely = self._has_timeline
 
-    def compare_ranks(self, reporter: stragglers.StragglerReporter) -> None:
+    def _numbers(self, done: StepRecord) -> dict[str, Number]:
+        """Return loss, norm and count of a step, with the state of their copies to the host."""
+        maybe = {"loss": done.loss, "grad_norm": done.grad_norm, "count": done.count}
+        values = {name: value for name, value in maybe.items() if value is not None}
+        if self._device.type == "cpu":
+            return {name: Number(value, None) for name, value in values.items()}
+        # Copied on the stream of the step, so that nothing waits: in every step if there is a file, otherwise from time
+        # to time, for the display.
+        began_at = done.timer.marks.began_at
+        if self._settings.run_dir is None and began_at - self._loss_at < _LOSS_EVERY_S:
+            return {}
+        self._loss_at = began_at
+        copy = HostCopy(torch.stack([value.detach().to(done.loss.dtype) for value in values.values()]))
+        return {name: Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
+
+    def compare_ranks(self, reporter: figures.StragglerReporter) -> None:
         """Report a straggler, a rank for which the others wait in each step. Called after each recorded step.
 
         Collective after some steps, the same on every rank: every rank of the group. Then it blocks until the device
@@ -156,36 +158,22 @@ class RunRecord:
         group = self._trainer.group
         if group is not self._trainer.strategy.step_group:  # between exchanges ranks do not wait for each other
             group = None
-        if group is None or self._last is None or not stragglers.is_looked_at(number):
+        window = figures.window_of(number)
+        if group is None or self._last is None or number not in window:
             return
         self._window.append(self._last)
-        if stragglers.ends_window(number):
+        if number == window[-1]:
             synchronize(self._device)
-            mine = asdict(stragglers.pace_of([_times_of(step) for step in self._window]))
+            pace = figures.pace_of([_times_of(step) for step in self._window])
             self._window.clear()
-            paces = all_gather_object(mine, group=group, device=self._device)
-            reporter.judge({rank: stragglers.Pace(**pace) for rank, pace in enumerate(paces)})
-
-    def _numbers(self, record: StepRecord) -> dict[str, run_record.Number]:
-        """Return loss, norm and count of a step, with the state of their copies to the host."""
-        maybe = {"loss": record.loss, "grad_norm": record.grad_norm, "count": record.count}
-        values = {name: value for name, value in maybe.items() if value is not None}
-        if self._device.type == "cpu":
-            return {name: run_record.Number(value, None) for name, value in values.items()}
-        # Copied on the stream of the step, so that nothing waits: in every step if there is a file, otherwise from time
-        # to time, for the display.
-        if self._folder is None and record.timer.began_at - self._loss_at < _LOSS_EVERY_S:
-            return {}
-        self._loss_at = record.timer.began_at
-        copy = HostCopy(torch.stack([value.detach().to(record.loss.dtype) for value in values.values()]))
-        return {name: run_record.Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
+            reporter.judge(dict(enumerate(all_gather_object(pace, group=group, device=self._device))))
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""
         self._paused_at = time.perf_counter()
         self._release(self._paused_at)
 
-    def event(self, event: run_record.Event, text: str, metrics: Mapping[str, float] | None = None) -> None:
+    def event(self, event: EventName, text: str, metrics: Mapping[str, float] | None = None) -> None:
         """Record an event, which ends a `pause`. Does not block.
 
         Args:
@@ -196,45 +184,39 @@ class RunRecord:
         seconds = None
         if event in _PAUSES and self._paused_at is not None:
             seconds, self._paused_at = time.perf_counter() - self._paused_at, None
-        began_s = time.time() - (seconds or 0.0)
-        step = self._trainer.num_steps_done
-        self._recorder.event(event, text, step=step, time_s=began_s, seconds=seconds, metrics=metrics)
+        began_s, step = time.time() - (seconds or 0.0), self._trainer.num_steps_done
+        self._recorder.event(Event(event=event, step=step, time=began_s, seconds=seconds, text=text, metrics=metrics))
         self._has_ended |= event in ("end", "stop")
 
-    def finish(self, event: run_record.Event, text: str) -> str | None:
+    def finish(self, event: EventName, text: str) -> str | None:
         """Record the end of the run; return a summary of time and resources, on rank zero.
 
         Collective: every rank. Blocks for some small messages, and until the device has finished.
         """
-        group, device = self._world.group, self._world.device
-        if self._folder is not None:
-            offsets = measure_clock_offsets(group, device)
-            self._folder.describe(offsets, "end", workers=self._trainer.settings.workers)
+        recorder, has_folder = self._recorder, self._settings.run_dir is not None
+        offsets = self._place.offsets() if has_folder else []
         self.event(event, text)
-        self._stop()
-        mine = asdict(self._metrics.whole_run()), asdict(self._sampler.used)
-        gathered, used = zip(*all_gather_object(mine, group=group, device=device), strict=True)
-        known = aggregator.with_waits(map(aggregator.decode, gathered))
-        done = self._metrics.num_done
-        whole = Snapshot(step=done, num_steps=done, ranks=known, world_size=self._num_ranks)
+        self._is_over = True
+        self._release(None)
+        recorder.finish(offsets, waits=True, workers=self._trainer.settings.workers)
+        mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
+        gathered, used = zip(*self._place.gather(mine), strict=True)
+        done = recorder.means.num_done
+        ranks = figures.with_waits(map(figures.decode, gathered))
+        whole = Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))
         return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
 
     def close(self) -> None:
         """Deliver the rest. Blocks, for some seconds at most, until the device has finished; not after an error."""
-        self._stop()
-        self._aggregator.close()
-
-    def _stop(self) -> None:
-        """End the thread, record the last step, and make the last snapshot; once."""
-        if self._is_over:
-            return
-        self._is_over = True
-        error = None if self._has_ended else sys.exc_info()[1]  # not an error during whose handling fit was called
-        if error is not None:
-            self.event("error", one_line(error))
-        self._release(None)
-        self._recorder.finish(waits=error is None)
+        if not self._is_over:
+            self._is_over = True
+            error = None if self._has_ended else sys.exc_info()[1]  # not an error during whose handling fit was called
+            if error is not None:
+                self.event("error", one_line(error))
+            self._release(None)
+            self._recorder.finish(waits=error is None)
+        self._recorder.close()
 
     def _release(self, until: float | None) -> None:
         """Pass the last step, which lasted until ``until``, to the recorder."""
@@ -243,101 +225,34 @@ class RunRecord:
             self._recorder.add(self._last)
             self._last = None
 
-    def _open_folder(self, folder: Path) -> run_record.RunFolder:
-        """Open the files of this rank; rank zero also writes ``run.json``. Collective: every rank."""
-        world, trainer, settings = self._world, self._trainer, self._settings
-        opened = run_record.RunFolder(
-            folder,
-            world.rank,
-            world.world_size,
-            device=", ".join(str(device) for device in trainer.devices),
-            first_step=trainer.num_steps_done,
-            fresh=self._is_fresh,
-            gather=partial(all_gather_object, group=world.group, device=world.device),
-        )
-        given = asdict(settings).items()
-        opened.describe(
-            measure_clock_offsets(world.group, world.device),
-            "start",
-            num_steps=self._num_steps,
-            task=self._task.name,
-            counts=self._task.counts,
-            settings={name: str(value) if isinstance(value, Path) else value for name, value in given},
-            global_batch_size=trainer.plan.batch_size,
-            steps_per_epoch=trainer.plan.order.steps_per_epoch,
-            num_parameters=sum(parameter.numel() for parameter in self._parameters()),
-            gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in self._parameters()),
-            backend=world.backend if trainer.group is not None else None,
-            provenance=asdict(self._provenance()) if world.is_rank_zero else {},
-        )
-        return opened
-
-    def open_sinks(self) -> list[MetricsSink]:
-        """Open the sinks of a run that begins or resumes; only rank zero has any.
-
-        Collective: every rank. Blocks until rank zero has opened them; see `telemetry.sinks.open_sinks`.
-
-        Raises:
-            ConfigurationError: On every rank: a sink cannot be opened; says why.
-        """
-        targets = parse_targets(self._settings.log_to or ())
-        return open_sinks(targets, self._run_info, self._world) if targets else []
-
-    def _run_info(self) -> RunInfo:
-        """Return the configuration of the run: the settings as given, and values derived from them."""
-        settings, trainer, origin = self._settings, self._trainer, self._provenance()
-        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
-        in_store = "://" in str(settings.checkpoint)
-        memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
-        if memory is not None:
-            with suppress(OSError):  # then sinks start a new run
-                Path(memory).mkdir(parents=True, exist_ok=True)
-        config = {
-            **{name: _plain(value) for name, value in asdict(settings).items() if value is not None},
-            "task": self._task.name,
-            "global_batch_size": trainer.plan.batch_size,
-            "num_steps": self._num_steps,
-            "num_parameters": sum(parameter.numel() for parameter in self._parameters()),
-            "world_size": self._world.world_size,
-            "num_devices": len(trainer.devices) if trainer.group is None else self._world.world_size,
-            "device": str(trainer.device),
-            "backend": self._world.backend if trainer.group is not None else "none",
-            "host": platform.node(),
-            "command": run_record.how_called()["command"],
-            **{f"version/{name}": version for name, version in origin.versions.items()},
-            **{f"commit/{name}": commit for name, commit in origin.commits.items()},
-            **{f"machine/{name}": fact for name, fact in origin.machine.items() if name != "load"},
-        }
-        return RunInfo(
-            name=self._task.name,
-            config=config,
-            first_step=trainer.num_steps_done,
-            is_fresh=self._is_fresh,
-            memory=None if memory is None else Path(memory),
-        )
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]
-
-    def _provenance(self) -> Provenance:
-        """Return versions, machine and commits. Blocks for some calls of git."""
-        path = None
+    def _gather_facts(self) -> dict[str, Any]:
+        """Return the configuration of the run, for its record and its sinks. Blocks for some calls of git."""
+        trainer, world, path = self._trainer, self._world, None
         with suppress(OSError, TypeError):
             path = Path(inspect.getfile(self._task.loss))
-        return gather(path)
+        given = asdict(self._settings).items()
+        parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+        return {
+            "num_steps": self._num_steps,
+            "task": self._task.name,
+            "counts": self._task.counts,
+            "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
+            "global_batch_size": trainer.plan.batch_size,
+            "steps_per_epoch": trainer.plan.order.steps_per_epoch,
+            "num_parameters": sum(parameter.numel() for parameter in parameters),
+            "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            "world_size": world.world_size,
+            "num_devices": len(trainer.devices) if trainer.group is None else world.world_size,
+            "device": str(trainer.device),
+            "backend": world.backend if trainer.group is not None else None,
+            "provenance": asdict(gather(path)),
+        }
 
 
-def _plain(value: object) -> str | int | float | bool:
-    if isinstance(value, (str, int, float, bool)):
-        return value
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _times_of(step: run_record.RecordedStep) -> stragglers.StepTimes:
-    took = run_record.measure(step)
-    own = {"loader": took.data_wait_s or 0.0, "forward": 0.0, "backward": 0.0, "optimizer": took.optimizer_s or 0.0}
+def _times_of(step: StepMarks) -> StepTimes:
+    found = step.times()
+    if found.exposed_s is not None:
+        return found
     # If work and waiting in forward and backward cannot be separated, none of it counts as work.
-    if took.exposed_s is not None:
-        own |= {"forward": max(0.0, took.forward_s or 0.0), "backward": took.backward_s or 0.0}
-    own["core"] = took.core_wait_s or 0.0
-    return stragglers.StepTimes(**own, waits=took.total_s - sum(own.values()))
+    own_s = found.part("data_wait") + found.part("optimizer") + found.part("core_wait")
+    return replace(found, forward_s=None, backward_s=None, exposed_s=found.total_s - own_s)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import tomllib
@@ -13,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry.cost import Price
 
 FilePath = str | Path
+T = TypeVar("T")
 Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "text", "words"]
 
 # --- a setting: an annotated field of a dataclass, from which checks and flags are made -------------------------------
@@ -119,34 +121,148 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
     return tuple(found)
 
 
+# --- names that do not exist ----------------------------------------------------------------------------------------
+
+# What other libraries call a setting, or a field of a task.
+_FOREIGN = {
+    "num_workers": "workers", "dataloader_num_workers": "workers", "prefetch_factor": "prefetch",
+    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size", "accumulate_grad_batches": "accumulate",
+    "per_device_train_batch_size": "global_batch_size", "gradient_accumulation_steps": "accumulate",
+    "max_epochs": "epochs", "num_epochs": "epochs", "num_train_epochs": "epochs", "max_steps": "steps",
+    "num_steps": "steps", "gradient_clip_val": "clip", "max_grad_norm": "clip", "warmup_steps": "warmup",
+    "lr_scheduler": "schedule", "scheduler": "schedule", "amp": "precision", "fp16": "precision", "bf16": "precision",
+    "deterministic": "reproducible", "num_gpus": "devices", "num_devices": "devices", "nproc_per_node": "devices",
+    "checkpoint_dir": "checkpoint", "output_dir": "checkpoint", "save_steps": "checkpoint_every", "logger": "log_to",
+    "save_total_limit": "keep", "eval_steps": "eval_every", "resume_from_checkpoint": "resume",
+    "lr": "optimizer", "learning_rate": "optimizer", "momentum": "optimizer", "weight_decay": "optimizer",
+    "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate", "train_dataset": "dataset",
+    "val_dataset": "eval_dataset", "test_dataset": "eval_dataset", "compute_metrics": "metrics",
+}  # fmt: skip
+
+# By the owner of a name, what to say to someone who gives it elsewhere.
+_FIELDS_OF_TASK = {"model", "dataset", "loss", "optimizer", "eval_dataset", "metrics", "collate"}
+
+
+def suggest(name: str, known: Mapping[str, str]) -> str:
+    """Return a sentence about an unknown ``name``: what was probably meant, of the ``known`` names as they are shown.
+
+    It is empty if there is nothing like it.
+    """
+    plain = name.strip("-").replace("-", "_").lower()
+    meant = _FOREIGN.get(plain, plain)
+    if meant in known:
+        return f"Did you mean {known[meant]}?"
+    if meant in _FIELDS_OF_TASK:
+        return f"It is in the task: lockstep.Task({meant}=...)."
+    if near := difflib.get_close_matches(plain, known, n=1):
+        return f"Did you mean {known[near[0]]}?"
+    is_setting = any(meant == each.name for each in settings_of(FitSettings))
+    return f"It is a setting of the run: lockstep.fit(task, {meant}=...)." if is_setting else ""
+
+
+def refusing_unknown(noun: str) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass refuse unknown keywords, and name the nearest; ``noun`` is what they are."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        make: Callable[..., None] = cls.__init__
+
+        @functools.wraps(make)
+        def checked(self: T, *args: Any, **given: Any) -> None:
+            known = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
+            for name in given.keys() - known.keys():
+                hint = suggest(name, known) or f"There are {', '.join(known)}."
+                raise ConfigurationError(f"unknown {noun} {name!r}.\n{hint}")
+            make(self, *args, **given)
+
+        cls.__init__ = checked  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorate
+
+
 # --- settings that depend on each other -----------------------------------------------------------------------------
 
-_REDUCED_LATE = "parameters are updated before the whole gradient is known"
-
-# Pairs of which only one can be given, and the reason.
+# A setting, others that cannot be given with it, and the reason.
 _CONFLICTS = (
     ("steps", "epochs", "both set the end of the run"),
-    ("overlap_optimizer", "clip", _REDUCED_LATE),
-    ("overlap_optimizer", "precision=fp16", _REDUCED_LATE),
-    ("overlap_optimizer", "bad_samples=skip", _REDUCED_LATE),
-    ("overlap_optimizer", "on_nan=skip", _REDUCED_LATE),
-    ("overlap_optimizer", "reproducible", _REDUCED_LATE),
+    (
+        "overlap_optimizer",
+        "clip precision=fp16 bad_samples=skip on_nan=skip reproducible",
+        "parameters are updated before the whole gradient is known",
+    ),
     ("accumulate", "reproducible", "each virtual shard is a micro-batch; for smaller ones, increase reproducible"),
     ("compression", "reproducible", "reproducible uses its own exchange of gradients"),
     ("bucket_cap_mb", "reproducible", "reproducible uses its own exchange of gradients"),
+    ("quiet", "view=live view=lines", "it prints only errors"),
 )
 
-# By setting: the setting that it needs, and how to give that.
-_NEEDS = dict.fromkeys(
-    ("resume", "keep_best", "checkpoint_blocking"), ("checkpoint", "checkpoint=DIR (--checkpoint DIR)")
-) | dict.fromkeys(("profile_steps", "profile_dir"), ("profile", "profile=True (--profile)"))
+
+# What is needed (any one of these), the settings that would be ignored without it, and how to give it.
+_NEEDS = (
+    ("checkpoint", "resume checkpoint_every checkpoint_blocking keep keep_best", "checkpoint=DIR (--checkpoint DIR)"),
+    ("eval_dataset", "eval_every keep_best", "eval_dataset=... to the task"),
+    ("workers", "prefetch", "workers=N (--workers N)"),
+    ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
+    ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
+    (
+        "profile_dir or run_dir",
+        "profile",
+        "a folder for its traces: profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)",
+    ),
+    ("max_restarts", "min_devices", "max_restarts=N (--max-restarts N)"),
+    ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
+)
+
+
+# By setting, the strategies that use it.
+_USED_BY = {
+    "compression": "ddp local-sgd diloco",
+    **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
+    **dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), "local-sgd diloco"),
+    **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
+}
+
+
+def check_engine(name: StrategyName, settings: Settings) -> None:
+    """Refuse settings that belong to another strategy.
+
+    Raises:
+        ConfigurationError: There is one; names it.
+    """
+    for setting, allowed in _USED_BY.items():
+        if name not in allowed.split() and getattr(settings, setting) not in (None, False):
+            raise ConfigurationError(
+                f"{setting} is for strategy {', '.join(allowed.split())}, but the strategy is {name}.\nOmit {setting}."
+            )
+
+
+def refuse_ignored(given: Mapping[str, Any]) -> None:
+    """Refuse what is given, but would have no effect.
+
+    Args:
+        given: Values by name: settings, and whatever else they may need. A need of which nothing is named here is not
+            checked.
+
+    Raises:
+        ConfigurationError: There is such a setting; says what it needs.
+    """
+    for needed, names, how in _NEEDS:
+        one_of = given.keys() & needed.split()
+        if one_of and not any(_is_on(given[name]) for name in one_of):
+            for name in names.split():
+                if _is_on(given.get(name)):
+                    raise ConfigurationError(f"{name} needs {needed}.\nAdd {how}, or omit {name}.")
+
+
+def _is_on(value: object) -> bool:
+    return value not in (None, False, 0, "none")
 
 
 def _is_given(settings: object, spec: str) -> bool:
     """Return whether a setting differs from its default; with ``NAME=VALUE``, whether it has that value."""
     name, _, value = spec.partition("=")
-    given = getattr(settings, name)
-    return bool(given == value if value else given != getattr(type(settings), name))
+    given = vars(settings).get(name)  # not every class has every setting
+    return bool(given == value if value else given is not None and given != getattr(type(settings), name))
 
 
 # --- every setting of a training run --------------------------------------------------------------------------------
@@ -161,6 +277,7 @@ Across = Literal["ranks", "machines"]
 StrategyName = Literal["single", "dp", "ddp", "ddp-zero1", "fsdp", "local-sgd", "diloco", "torch-dp", "torch-ddp"]
 
 
+@refusing_unknown("setting")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a task is trained: everything that determines the arithmetic and the loop over the steps.
@@ -172,53 +289,35 @@ class Settings:
     epochs: int | None = setting(None, "Passes over the data set; the task's own number if not given.", "N", 1)
     steps: int | None = setting(None, "Optimizer steps, instead of epochs.", "N", 1)
     seed: int = setting(0, "Seed of initial weights, sample order and dropout.", "N", 0)
-    global_batch_size: int | None = setting(
-        None, "Samples per optimizer step over all devices; default: the task's own.", "SAMPLES", 1
-    )
-    accumulate: int = setting(
-        1, "Number of micro-batches that a device's part of a global batch is divided into.", "N", 1
-    )
+    global_batch_size: int | None = setting(None, "Samples per step over all devices; default: of the task.", "N", 1)
+    accumulate: int = setting(1, "Micro-batches into which a device's part of a global batch is divided.", "N", 1)
     precision: Precision = setting("fp32", "Autocast to bf16, or fp16 with gradient scaling.")
     clip: float | None = setting(None, "Maximum global norm of the gradient; larger gradients are scaled down.", "NORM")
     schedule: Schedule | None = setting(None, "Learning rate schedule; the task's own schedule, else constant.")
     warmup: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", "STEPS", 0)
     # Learning-rate scaling with the batch size; see `batch_scale` in step.py.
-    lr_scaling: Scaling = setting(
-        "none", "How the learning rate scales with the global batch size, relative to the base batch size."
-    )
+    lr_scaling: Scaling = setting("none", "How the learning rate scales with global over base batch size.")
     base_batch_size: int | None = setting(
-        None, "Global batch size for which the learning rate was chosen; default: the task's own.", "SAMPLES", 1
+        None, "Global batch size that fits the learning rate; default: of the task.", "N", 1
     )
-    shares: Sequence[float] | None = setting(
-        None, "Sizes of the devices' parts of a global batch, relative to each other; the same if not given.", "N,N,.."
-    )
+    shares: Sequence[float] | None = setting(None, "Relative sizes of the devices' parts; default: equal.", "N,N,..")
     workers: int = setting(0, "Processes per rank that load samples.", "N", 0)
     prefetch: int | None = setting(None, "Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
     bad_samples: BadSamplesRule = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
     on_nan: NanRule = setting("raise", "If a gradient is NaN or infinite: end the run, or skip the step.")
     check_replicas: int = setting(100, "Steps between checks that all ranks hold the same bits; 0: never.", "STEPS", 0)
     reproducible: int | None = setting(None, "Virtual shards of a global batch: same bits on 1 to V devices.", "V", 1)
-    compression: str | None = setting(
-        None,
-        "Compression of gradients between ranks: bf16, fp16, int8, int4 or powersgd:RANK; for slow networks.",
-        "METHOD",
-    )
+    # Between ranks, for slow networks.
+    compression: str | None = setting(None, "Of gradients: bf16, fp16, int8, int4 or powersgd:RANK.", "METHOD")
     bucket_cap_mb: float | None = setting(None, "Size of a gradient bucket; default: 25, and 1 for the first.", "MIB")
     overlap_optimizer: bool = setting(False, "Update each bucket of parameters as soon as it is reduced.")
-    sync_every: int | None = setting(
-        None, "Steps between exchanges of parameters; 8 with local-sgd, 50 with diloco if not given.", "STEPS", 1
-    )
+    sync_every: int | None = setting(None, "Steps between exchanges; default: local-sgd 8, diloco 50.", "STEPS", 1)
     fragments: int | None = setting(None, "Parts of the model that are exchanged after different steps.", "N", 1)
     sync_delay: int | None = setting(None, "Number of steps that run during an exchange.", "STEPS", 0)
     outer_lr: float | None = setting(None, "Learning rate of diloco's outer SGD; 0.7 if not given.", "RATE")
     outer_momentum: float | None = setting(None, "Nesterov momentum of that SGD; default: 0.9.", "M")
-    across: Across | None = setting(
-        None,
-        "What trains independently between exchanges: ranks, or machines, whose ranks sum gradients in every step.",
-    )
-    threads: int | None = setting(
-        None, "CPU threads per operation; default: 1 with reproducible, else torch's default.", "N", 1
-    )
+    across: Across | None = setting(None, "What trains alone between exchanges: ranks, or machines of several ranks.")
+    threads: int | None = setting(None, "CPU threads per operation; default: torch's, or 1 with reproducible.", "N", 1)
 
     def __post_init__(self) -> None:
         cls: type = type(self)  # may be a subclass
@@ -234,64 +333,45 @@ class Settings:
             raise ConfigurationError(f"clip={self.clip} is not allowed.\nGive a number above 0, or omit it.")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
             raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb} is not allowed.\nGive a size in MiB above 0.")
-        for one, other, why in _CONFLICTS:
-            if _is_given(self, one) and _is_given(self, other):
-                raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
+        for one, others, why in _CONFLICTS:
+            for other in others.split() if _is_given(self, one) else ():
+                if _is_given(self, other):
+                    raise ConfigurationError(f"{one} cannot be combined with {other}: {why}.\nOmit one of the two.")
 
 
+@refusing_unknown("setting")
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(Settings):
     """`Settings`, the devices of the run, and what is recorded and saved."""
 
-    strategy: StrategyName = setting(
-        "ddp", "How the work is divided: " + ", ".join(typing.get_args(StrategyName)) + ".", "NAME"
-    )
+    strategy: StrategyName = setting("ddp", f"How work is divided: {', '.join(typing.get_args(StrategyName))}.", "NAME")
     devices: int | None = setting(None, "Devices to train on; all GPUs, or 1 CPU if there are none.", "N", 1)
-    checkpoint: FilePath | None = setting(
-        None, "Folder for checkpoints, or a URL such as s3://bucket/run.", _DIR_OR_URL
-    )
-    checkpoint_every: int | None = setting(
-        None, "Steps between checkpoints; each epoch if not given, and always at the end.", "STEPS", 1
-    )
-    checkpoint_blocking: bool = setting(
-        False, "Wait in the step until a checkpoint is on disk; needs no copy of the state in host memory."
-    )
-    keep: int = setting(2, "Number of newest checkpoints to keep.", "N", 1)
+    checkpoint: FilePath | None = setting(None, "Folder for checkpoints, or URL such as s3://bucket/run.", _DIR_OR_URL)
+    checkpoint_every: int | None = setting(None, "Steps between checkpoints; each epoch if not given.", "STEPS", 1)
+    checkpoint_blocking: bool = setting(False, "Wait until a checkpoint is on disk; needs no copy in host memory.")
+    keep: int | None = setting(None, "Number of newest checkpoints to keep; 2 if not given.", "N", 1)
     keep_best: bool = setting(False, "Also save at the lowest evaluation loss so far, and keep that checkpoint.")
     resume: bool | None = setting(None, "Require a checkpoint, or start a new run; default: resume if there is one.")
     export: FilePath | None = setting(None, "File for the unwrapped model's weights at the end, .safetensors.", "FILE")
-    eval_every: int | None = setting(
-        None, "Steps between evaluations; each epoch if not given, and always at the end.", "STEPS", 1
-    )
+    eval_every: int | None = setting(None, "Steps between evaluations; each epoch if not given.", "STEPS", 1)
     run_dir: FilePath | None = setting(None, "Folder for a record of all steps, for lockstep report.", "DIR")
-    profile: bool = setting(
-        False, "Run some steps under torch.profiler: one Chrome trace per rank, with the phases of a step."
-    )
-    profile_steps: Sequence[float] | None = setting(
-        None, "First step to profile, and number of steps; default: 11,3.", "FIRST,N"
-    )
-    profile_dir: FilePath | None = setting(
-        None, "Folder for these traces; profile/ in the folder of the run if not given.", "DIR"
-    )
+    profile: bool = setting(False, "Run some steps under torch.profiler: one Chrome trace with phases per rank.")
+    profile_steps: Sequence[float] | None = setting(None, "First step to profile, and how many; else 11,3.", "FIRST,N")
+    profile_dir: FilePath | None = setting(None, "Folder for traces; profile/ in run_dir if not given.", "DIR")
     log_to: str | Sequence[str] | None = setting(
         None,
         "Comma-separated sinks for metrics: tensorboard:DIR, prometheus:[HOST:]PORT, "
         "wandb:[ENTITY/]PROJECT, mlflow:[URI].",
         "SINK,..",
     )
-    view: ViewName = setting(
-        "auto", "Display of progress: live on a terminal or in a notebook, or periodic lines; auto selects."
-    )
+    view: ViewName = setting("auto", "Progress: live on a terminal or in a notebook, or periodic lines; auto selects.")
     quiet: bool = setting(False, "Print only errors and the output of the task.")
-    price: str | None = setting(
-        None, 'Price of a device per hour, such as 2.50 or "2.50 EUR", to say what it cost.', "SUM"
-    )
+    price: str | None = setting(None, 'Price of a device per hour, such as 2.50 or "2.50 EUR", for the cost.', "SUM")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (needed, how) in _NEEDS.items():
-            if getattr(self, name) and not getattr(self, needed):
-                raise ConfigurationError(f"{name} needs {needed}.\nAdd {how}, or omit {name}.")
+        refuse_ignored(vars(self))
+        check_engine(self.strategy, self)
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
         # Checked here, so that an invalid target is an error before any rank is started.
@@ -305,11 +385,35 @@ class FitSettings(Settings):
             raise ConfigurationError(
                 f"profile_steps={tuple(numbers)} is not allowed.\nGive the first step and how many, such as 101,5."
             )
-        if self.profile and self.profile_dir is None and self.run_dir is None:
-            raise ConfigurationError(
-                "profile needs a folder for its traces.\nAdd profile_dir=DIR (--profile-dir DIR), or record the run "
-                "with run_dir=DIR (--run-dir DIR)."
-            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """The ranks that ``lockstep train`` starts: what happens if one fails or hangs, and their output.
+
+    Raises:
+        ConfigurationError: A value is out of range, or would be ignored.
+    """
+
+    max_restarts: int = setting(0, "Maximum number of restarts after a rank has failed.", "N", 0)
+    min_devices: int | None = setting(None, "Continue without killed ranks, with at least N ranks.", "N", 1)
+    watchdog: float | None = setting(None, "Report a hang after this time; default: 60; 0: never.", "SECONDS", 0)
+    watchdog_action: Literal["end", "warn"] | None = setting(None, "After that: end with exit code 83, or continue.")
+    logs: Literal["merged", "raw"] = setting("merged", "Merge the output of the ranks, or not.")
+    log_level: Literal["info", "warning", "error"] = setting("info", "Show all, stderr, or reports only.")
+    log_dir: FilePath | None = setting(None, "Folder for the output of each rank, as rank-N.log.", "DIR")
+
+    def __post_init__(self) -> None:
+        for each in settings_of(LaunchSettings):
+            each.check(getattr(self, each.name))
+        # Without a time for the watchdog, it has one.
+        refuse_ignored(vars(self) | {"watchdog": self.watchdog is None or self.watchdog})
+
+    @property
+    def flags(self) -> str:
+        """The given flags that only ranks have which this command starts; those of their output are `LogSettings`'."""
+        names = ("max_restarts", "min_devices", "watchdog", "watchdog_action")
+        return " and ".join(f"--{name.replace('_', '-')}" for name in names if _is_given(self, name))
 
 
 # --- settings in a file: TOML lines such as ``workers = 2`` -----------------------------------------------------------
@@ -335,8 +439,7 @@ def read_settings(path: FilePath) -> dict[str, Any]:
     known = {each.name: each for each in settings_of(FitSettings)}
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else "lockstep train --help lists them all."
+            hint = suggest(name, dict(zip(known, known, strict=True))) or "lockstep train --help-all lists them all."
             raise ConfigurationError(f"{path}: unknown setting {name!r}.\n{hint}")
         try:
             known[name].check(value)
@@ -348,6 +451,9 @@ def read_settings(path: FilePath) -> dict[str, Any]:
 def merge_settings(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``values`` of a file, overridden by those ``given`` elsewhere."""
     rivals = {_EXCLUSIVE[name] for name in given if name in _EXCLUSIVE}
+    for needed, names, _ in _NEEDS:  # what would be ignored without something that was switched off
+        if any(name in given and not _is_on(given[name]) for name in needed.split()):
+            rivals.update(names.split())
     return {name: value for name, value in values.items() if name not in rivals} | dict(given)
 
 

@@ -89,8 +89,12 @@ class Objective:
         Raises:
             ConfigurationError: It is not a 0-dimensional tensor, or has no gradient.
         """
-        with autocast(self.precision, next(model.parameters()).device):
-            result: object = self.task.loss(model, batch)
+        result: object
+        if self.precision == "fp32":
+            result = self.task.loss(model, batch)
+        else:
+            with autocast(self.precision, next(model.parameters()).device):
+                result = self.task.loss(model, batch)
         if isinstance(result, Loss):
             part = Part(result.total, 1.0, torch.as_tensor(result.count))
         elif isinstance(result, Tensor):
@@ -270,6 +274,7 @@ class StepSums:
     flags: Tensor
 
 
+@dataclass
 class StepMetrics:
     """Sums the loss of a step, and flags of the ranks, over micro-batches and ranks.
 
@@ -281,33 +286,30 @@ class StepMetrics:
         only_means: Whether a `Loss` is refused, because the gradient cannot be divided after backward.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        group: Group | None,
-        *,
-        dtype: torch.dtype = torch.float64,
-        has_counts: bool = False,
-        only_means: bool = False,
-    ) -> None:
-        self._group, self._only_means = group, only_means
+    device: torch.device
+    group: Group | None
+    dtype: torch.dtype
+    has_counts: bool
+    only_means: bool
+
+    def __post_init__(self) -> None:
         # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed.
-        self._sums = torch.zeros(5, dtype=dtype, device=device)
+        self._sums = torch.zeros(5, dtype=self.dtype, device=self.device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
-        self.has_counts = has_counts
 
-    def add(self, parts: Sequence[Part]) -> None:
-        """Add the losses of this process's shares of a micro-batch.
+    def add(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Add the losses of this process's shares of a micro-batch; return their values.
 
         Raises:
             ConfigurationError: One is a `Loss`, and ``only_means`` is set.
         """
+        values = []
         for value, weight, out_of in parts:
             if isinstance(out_of, float):  # a mean over samples
                 self._saw_means = True
                 self._sums[1] += out_of
-            elif self._only_means:
+            elif self.only_means:
                 raise ConfigurationError(
                     "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss, whose "
                     "gradient is divided by the count of all ranks after backward.\n"
@@ -315,10 +317,12 @@ class StepMetrics:
                 )
             else:
                 self._saw_counts = self.has_counts = True
-                self._sums[1] += torch.as_tensor(out_of).detach().to(self._sums.device)
-            self._sums[0] += value.detach().to(self._sums.device, self._sums.dtype) * weight
+                self._sums[1] += torch.as_tensor(out_of).detach().to(self.device)
+            values.append(value.detach())
+            self._sums[0] += values[-1].to(self.device, self.dtype) * weight
+        return values
 
-    def start_sum(self, num_bad: int, *, stop: bool, failed: bool) -> None:
+    def start_sum(self, num_bad: int, stop: bool, failed: bool) -> None:
         """Add the flags of this rank, and start to sum over the ranks, after all parts were added.
 
         Collective: every rank of the group. Does not block.
@@ -327,9 +331,9 @@ class StepMetrics:
         # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
         # additional exchange is needed.
         if num_bad or stop or failed:
-            self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self._sums.dtype, device=self._sums.device)
-        if self._group is not None:
-            self._future = all_reduce_async(self._sums, group=self._group)
+            self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self.dtype, device=self.device)
+        if self.group is not None:
+            self._future = all_reduce_async(self._sums, group=self.group)
 
     def wait(self, num_samples: float, *, may_miss: bool) -> StepSums:
         """Return the sums. Blocks until they are complete (on a device: only the current stream waits).
@@ -369,19 +373,22 @@ class Seeds:
 
     def __init__(self, seed: int, devices: Sequence[torch.device], shares: range) -> None:
         self._seed, self._devices, self._shares = seed, devices, shares
+        self._on_device = devices[0].type != "cpu"  # the generator of the CPU belongs to the process
 
     def all(self, *purpose: int, device: torch.device | None = None) -> None:
         """Seed all generators for ``purpose``, the same on every rank."""
         value = mix(self._seed, *purpose)
         seed_cpu(value)
-        seed_device(device or self._devices[0], value)
+        if self._on_device:
+            seed_device(device or self._devices[0], value)
 
     def forward(self, micro: MicroBatch, index: int) -> None:
         """Seed the generators for a micro-batch; different for each step, micro-batch and share."""
         position = (self._seed, FORWARD, micro.step, index)
         seed_cpu(mix(*position, self._shares.start))
-        for share, device in zip(self._shares, self._devices, strict=False):
-            seed_device(device, mix(*position, share))
+        if self._on_device:
+            for share, device in zip(self._shares, self._devices, strict=False):
+                seed_device(device, mix(*position, share))
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,15 +18,20 @@ from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 
 # Maximum delay between a signal and the launcher's request.
 _REQUEST_WITHIN_S = 0.5
+_NOT_SAVED = (
+    "lockstep: Stopped by {} after step {}; nothing was saved, because no folder for checkpoints was given.\n"
+    "Add checkpoint=DIR (--checkpoint DIR): then a run that is stopped saves, and the same command resumes it.\n"
+)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
     """Handles signals that have no other handler during a run: preemption becomes a graceful stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once per step. A context manager. Handlers can only be
-    installed in the main thread; in other threads only the launcher's request is seen. Processes that are forked in the
-    meantime have the previous handlers, but ignore Ctrl-C.
+    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once per step. If the run cannot save, they end it at
+    once, and rank zero says so. A context manager. Handlers can only be installed in the main thread; in other threads
+    only the launcher's request is seen. Processes that are forked in the meantime have the previous handlers, but
+    ignore Ctrl-C.
 
     [Note: signals in a rank]
     Our launcher turns a signal into a request in a file (`lockstep.run_folder`). So a signal that a rank gets itself
@@ -36,13 +41,17 @@ class StopSignals:
     interpreter writes to a socket when it arrives.
 
     Args:
-        enabled: Whether the run can save; otherwise signals are not handled.
+        saves: Whether the run can save.
         rank: Rank of this process.
+
+    Attributes:
+        num_steps_done: Returns the number of steps of the run that are done.
     """
 
-    def __init__(self, *, enabled: bool, rank: int) -> None:
-        self._enabled, self._rank = enabled, rank
-        self._run_dir: Path | None = run_folder.current_run_folder() if enabled else None
+    def __init__(self, *, saves: bool, rank: int) -> None:
+        self._saves, self._rank = saves, rank
+        self.num_steps_done: Callable[[], int] = int  # which returns 0
+        self._run_dir = run_folder.current_run_folder()
         self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
         self._wakeup: socket.socket | None = None
@@ -66,21 +75,23 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         global _active
-        if self._enabled and _active is None and threading.current_thread() is threading.main_thread():
+        handles = self._saves or self._rank == 0
+        if handles and _active is None and threading.current_thread() is threading.main_thread():
             _active = self
             for number in run_folder.STOP_SIGNALS:
-                if (handler := signal.getsignal(number)) in _DEFAULTS:
+                # Without anything to save, Ctrl-C stays a KeyboardInterrupt.
+                if (handler := signal.getsignal(number)) in _DEFAULTS and (self._saves or number != signal.SIGINT):
                     self._before[number] = handler
                     signal.signal(number, self._on_signal)
-            if self._run_dir is not None:
-                self._listen(self._run_dir)
-        if self._run_dir is not None:
+            if self._run_dir is not None or not self._saves:
+                self._listen()
+        if self._run_dir is not None and self._saves:
             run_folder.announce_graceful_stop(self._run_dir, self._rank)
         return self
 
     def __exit__(self, *_: object) -> None:
         global _active
-        if self._run_dir is not None:
+        if self._run_dir is not None and self._saves:
             run_folder.withdraw_graceful_stop(self._run_dir, self._rank)
         if _active is self:
             _active = None
@@ -91,7 +102,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._run_dir is not None:  # the thread handles it
+        if self._wakeup is not None:  # the thread handles it
             return
         if number == signal.SIGINT:
             if self._received is signal.SIGINT:
@@ -99,17 +110,23 @@ class StopSignals:
             os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)
         self._received = signal.Signals(number)
 
-    def _listen(self, run_dir: Path) -> None:
+    def _listen(self) -> None:
         self._wakeup, theirs = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._judge, args=[theirs, run_dir], name="lockstep-signals", daemon=True).start()
+        threading.Thread(target=self._judge, args=[theirs], name="lockstep-signals", daemon=True).start()
 
-    def _judge(self, signals: socket.socket, run_dir: Path) -> None:
+    def _judge(self, signals: socket.socket) -> None:
         with signals:
             while number := signals.recv(1):
+                if number[0] in self._before and not self._saves:
+                    name = signal.Signals(number[0]).name
+                    # If the launcher has got no signal, another rank has failed, and that is what it reports.
+                    if self._run_dir is None or self.asked() not in (None, signal.SIGINT.name):
+                        os.write(2, _NOT_SAVED.format(name, self.num_steps_done()).encode())
+                    _end_by(number[0])
                 deadline = time.monotonic() + _REQUEST_WITHIN_S
-                while number[0] in self._before and run_folder.stop_reason(run_dir) is None:
+                while number[0] in self._before and self.asked() is None:
                     if time.monotonic() > deadline:
                         _end_by(number[0])
                     time.sleep(0.01)

@@ -19,6 +19,7 @@ from lockstep.accelerator import is_on_meta, move
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.errors import ConfigurationError
 from lockstep.torch_internals import reparametrize_module
+from lockstep.train.settings import refusing_unknown
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Loss:
     count: Tensor | float
 
 
+@refusing_unknown("field of Task")
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What to train: one description serves one device, many devices, and comparing them.

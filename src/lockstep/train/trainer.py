@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy, widest_dtype
+from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import BatchIterator
@@ -25,7 +26,8 @@ from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.telemetry import ranges
+from lockstep.telemetry.step_times import StepTimes
+from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
 from lockstep.train.checkpoints.model_state import (
@@ -37,11 +39,52 @@ from lockstep.train.checkpoints.model_state import (
 )
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
-from lockstep.train.timing import StepRecord, StepTimer
+
+
+class Update(Enum):
+    """Who makes the update of a step; a gradient that is not finite must not reach the parameters."""
+
+    # The optimizer, when the gradient is known. If the host checks the gradient before, a bad one makes no update; if
+    # later, the run ends: see [Note: checks one forward later].
+    PLAIN = auto()
+    # The optimizer, which itself leaves out the update on the device if the gradient is not finite, as for GradScaler.
+    LEFT_OUT = auto()
+    # The engine, for each bucket as soon as it is reduced; the gradient is checked after that.
+    IN_BACKWARD = auto()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The result of a step. Only reading a number waits for the device.
+
+    Args:
+        step: Counted from 0 over all epochs.
+        num_samples: Number of samples of the global batch.
+        loss: Mean over the global batch, a 0-dimensional tensor.
+        grad_norm: Global norm of the gradient before clipping, if it was needed.
+        updated: Whether the optimizer made a step; False after an overflow in fp16, and without synchronisation.
+        count: Number of items, such as tokens, that the loss is a mean over, a 0-dimensional tensor; None: samples.
+        timer: The time by phase.
+    """
+
+    step: int
+    num_samples: int
+    loss: Tensor
+    grad_norm: Tensor | None
+    updated: bool
+    count: Tensor | None
+    timer: StepTimer = field(repr=False)
+
+    @property
+    def times(self) -> StepTimes:
+        """The times of the step on this rank. Blocks on a device until its last phase is over."""
+        if isinstance(self.timer.marks.end, torch.Event):
+            synchronize(self.timer.marks.end)
+        return self.timer.marks.times()
 
 
 class Trainer:
@@ -58,6 +101,7 @@ class Trainer:
 
     Attributes:
         plan: Steps, samples and learning rate.
+        policy, checks_later: Who makes the update, and whether the host checks the gradient in the next step only.
         strategy, optimizer, samples, batches: As created.
         group: The ranks that train together; None: only this process.
         bad_samples, nonfinite: Samples and steps that were skipped so far.
@@ -65,6 +109,7 @@ class Trainer:
         stop_requested, failure_seen: Flags that this rank sends to the others with each step: whether the run is to
             stop, and whether something failed outside of the steps, such as a write to disk.
         caveats: Reasons why the bits may differ from those of another run, to be shown to the user.
+        changes: What the plan of a resumed run has changed, such as ``steps from 100 to 200``.
 
     Raises:
         ConfigurationError: Task, settings and devices cannot be combined.
@@ -80,8 +125,9 @@ class Trainer:
         )
         late = reproducible.find_late_cublas(self.device) if self.arithmetic.deterministic else None
         self.caveats = [] if late is None else [late]
-        self.stop_requested: Callable[[], bool] = lambda: False
-        self.failure_seen: Callable[[], bool] = lambda: False
+        self.changes: list[str] = []
+        self.stop_requested: Callable[[], bool] = bool  # which returns False
+        self.failure_seen: Callable[[], bool] = bool
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
         # Read in the next step: the flags of the last step and its number; the norm of its gradient, its micro-batches
@@ -134,10 +180,11 @@ class Trainer:
         self.optimizer: Optimizer = self.strategy.take_over(optimizer)
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         parameters = list(self._model.parameters())
+        self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
         self._gradients = self.strategy.gradients or step_parts.GradientList(
             lambda: [parameter.grad for parameter in parameters if parameter.grad is not None], parameters[0]
         )
-        self._in_backward, self._sum_dtype = settings.overlap_optimizer, widest_dtype(self.device)
+        self._sum_dtype = widest_dtype(self.device)
         self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
         # [Note: checks one forward later]
         # A host that waited for the gradient of a step would queue no work meanwhile, and its device would be idle. So
@@ -149,10 +196,12 @@ class Trainer:
         skips = settings.on_nan == "skip" or self.scaler is not None
         can_skip = getattr(self._own_optimizer, "_step_supports_amp_scaling", False) and self.strategy.stops_between
         self.checks_later = self.device.type != "cpu" and (can_skip or not skips)
-        self._skips_on_device = self.checks_later and skips
+        self.policy = Update.LEFT_OUT if self.checks_later and skips else Update.PLAIN
+        if settings.overlap_optimizer:
+            self.policy = Update.IN_BACKWARD
         self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
         self.nonfinite = NonFiniteGuard(
-            settings.on_nan, self._model, self.optimizer, self._gradients, self.strategy, self.plan, self._replay
+            settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
         )
         self._alike_after: int | None = None
 
@@ -163,7 +212,7 @@ class Trainer:
             ConfigurationError: It cannot run on these devices.
         """
         model, devices, settings = self._model, self.devices, self.settings
-        strategies.check_engine(name, settings)
+        check_engine(name, settings)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
@@ -188,9 +237,7 @@ class Trainer:
                 )
             return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
         if name == "fsdp":
-            from lockstep.train.strategies.fsdp import FullyShard
-
-            return FullyShard(model, objective, world, devices[0])
+            return strategies.FullyShard(model, objective, world, devices[0])
         if name == "torch-ddp":
             torchs = nn.parallel.DistributedDataParallel
             return strategies.Distributed(model, objective, world.group, world.device, torchs)
@@ -227,126 +274,91 @@ class Trainer:
         for its own in fp16 and with ``on_nan="skip"``, if the optimizer is not fused; with ``reproducible``; and in
         exchanges of ``local-sgd`` and ``diloco``.
         """
-        if not (self.arithmetic.threads or self.arithmetic.deterministic):
-            return self._step()
-        with self.arithmetic.applied():
-            return self._step()
-
-    def _step(self) -> StepRecord:
         step = activity.now.step = self.num_steps_done
-        timer = StepTimer(self.device)
-        self.nonfinite.begin_step()
-        self.optimizer.zero_grad(set_to_none=True)
-        # Replicas that train independently only communicate when they exchange parameters.
-        group = self.group if self._sync and self.strategy.agrees(step) else None
-        loss_group = None if self.strategy.sums_losses or not self._sync else self.strategy.step_group
-        metrics = step_parts.StepMetrics(
-            self.device, loss_group, dtype=self._sum_dtype, has_counts=self._has_counts, only_means=self._in_backward
-        )
-        self.bad_samples.num_in_step = num_read = num_samples = 0
+        timer = StepTimer(self.device, step)
+        is_exact = self.arithmetic.threads or self.arithmetic.deterministic
+        with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
+            if self.settings.on_nan == "skip":
+                self.nonfinite.begin_step()
+            self.optimizer.zero_grad(set_to_none=True)
+            # Replicas that train independently only communicate when they exchange parameters.
+            communicates = self._sync and (not self.strategy.exchanges or self.strategy.agrees(step))
+            group = self.group if communicates else None
+            computed, metrics = self._accumulate(timer, group)
+
+            timer.begin("communication")
+            num_samples = computed[-1][0].num_global
+            sums = self._agree(metrics, num_samples, group)
+
+            timer.begin("optimizer")
+            norm, updated = None, False
+            if self._sync and not (self.bad_samples.skip and self._is_missing(computed)):
+                norm, updated = self._update(sums.divisor, computed, step)
+            if self._sync and self.strategy.exchanges:
+                timer.begin("communication")
+                self.strategy.end_step(step)
+            timer.end()
+
+            if self.settings.clip is None and self.scaler is None:
+                norm = None
+            self.num_steps_done += 1
+            every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
+            # Also after the first step, so that an error can name the last step after which the replicas were equal.
+            is_due = every and (known is None or done // every > known // every or done == self.plan.num_steps)
+            if group is not None and is_due:
+                self.check_replicas()
+        return StepRecord(step, num_samples, sums.loss, norm, updated, sums.count, timer)
+
+    def _accumulate(self, timer: StepTimer, group: Group | None) -> tuple[Computed, step_parts.StepMetrics]:
+        """Fetch, forward and backward of each micro-batch; return them with their losses, whose sum has been started.
+
+        Gradient accumulation: gradients add up over the micro-batches, and are reduced during the last backward of the
+        step. The losses are summed over the ranks at the same time: the sum starts as soon as they are all known.
+        """
+        loss_group = self._loss_group if self._sync else None
+        in_backward = self.policy is Update.IN_BACKWARD
+        metrics = step_parts.StepMetrics(self.device, loss_group, self._sum_dtype, self._has_counts, in_backward)
+        self.bad_samples.num_in_step = 0
         computed: Computed = []
         num_micro = self.plan.split.accumulate
 
         for index in range(num_micro):
-            # Fetch. A rank that cannot read a sample still takes part in the step, otherwise the others would wait.
+            # A rank that cannot read a sample still takes part in the step, otherwise the others would wait.
             micro = self.batches.next()
-            num_samples, num_read = micro.num_global, num_read + sum(micro.sizes)
             if micro.bad:
                 self.bad_samples.add(micro)
             if micro.note is not None:
                 check_same_stream(micro.note, micro.step, group=group, device=self.device)
-            timer.lap("data_wait")
-
-            # Forward and backward. Gradient accumulation: gradients add up over the micro-batches, and are reduced
-            # during the last backward of the step. The losses are summed over the ranks at the same time: the sum
-            # starts as soon as the last forward is over.
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
-            def after_forward(
-                parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last
-            ) -> None:
+            def on_losses(parts: list[step_parts.Part], losses: list[Tensor] = losses, is_last: bool = is_last) -> None:
                 self.settle()
-                if self._in_backward:  # parameters are updated as soon as their bucket is reduced
-                    self._set_rates()
-                losses.extend(part.value.detach() for part in parts)
-                metrics.add(parts)
+                if in_backward:  # parameters are updated as soon as their bucket is reduced
+                    rate = self.plan.learning_rate.factor(self._num_updates)
+                    step_parts.set_rates(self.optimizer, self._base_rates, rate)
+                losses += metrics.add(parts)
                 if is_last:
-                    metrics.start_sum(
-                        len(self.bad_samples.pending), stop=self.stop_requested(), failed=self.failure_seen()
-                    )
+                    metrics.start_sum(len(self.bad_samples.pending), self.stop_requested(), self.failure_seen())
 
             try:
-                self._compute(micro, index, timer, after_forward, sync=self._sync and is_last)
+                self._compute(micro, index, timer, on_losses, sync=self._sync and is_last)
             except Exception as error:
                 step_parts.explain_out_of_memory(error, micro, num_micro)
                 raise
             computed.append((micro, losses))
+            timer.begin("data_wait")
             self.batches.prefetch()
-            timer.lap("data_wait")
         self._has_counts = metrics.has_counts
         self.settle()  # DataParallel of a process without samples runs no forward
-
-        # Agree. The sums contain the loss of the global batch, and the flags of the ranks.
-        if ranges.now:
-            timer.name_phase("communication")
-        replicas = self.strategy.num_replicas
-        sums = metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
-        if group is not None:
-            self._take_flags(sums.flags, are_summed=loss_group is group)
-        timer.lap("communication")
-
-        # Gradient clipping and optimizer step. A sum with NaN or infinity is not finite, and all ranks hold the same
-        # bits of the reduced gradient, so all get the same result without communication. (If the gradient is sharded,
-        # the norm is summed over the ranks.)
-        norm: Tensor | None = None
-        updated, is_finite = False, True
-        if self._sync and not (self.bad_samples.skip and not num_read and self._all_missing(num_samples)):
-            self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
-            norm = self._gradients.norm()
-            factor = None if self._in_backward else self._unscale_factor(sums.divisor)
-            norm = norm if factor is None else norm * factor.to(norm)
-            copy = HostCopy(norm)  # before the update, so that reading it does not wait for the update
-            if not self._in_backward:
-                self._finish_gradient(norm, factor)  # also if it is not used: the device would be idle in a wait
-            is_later = self.checks_later and (self._num_updates > 0 or not self._skips_on_device)
-            is_finite = is_later or self._are_finite(copy)
-            updated = is_finite or self._in_backward
-            if updated and not self._in_backward:
-                self._set_rates()
-                if self._skips_on_device:
-                    is_bad = ~norm.isfinite()
-                    self._own_optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-                    if self.scaler is None or self.scaler.scale <= 1.0:
-                        self.nonfinite.restore_buffers(is_bad)
-                self.optimizer.step()
-            if is_later:
-                light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # without the inputs
-                self._unsettled = copy, light, step
-            else:
-                self._conclude(computed, step, is_finite=is_finite, updated=updated, is_over=updated)
-        timer.lap("optimizer")
-        if self._sync and self.strategy.end_step(step):
-            timer.lap("communication")
-
-        # Record.
-        grad_norm = None if self.settings.clip is None and self.scaler is None else norm
-        record = StepRecord(step, num_samples, sums.loss, grad_norm, updated, sums.count, timer)
-        self.num_steps_done += 1
-        every, done = self.settings.check_replicas, self.num_steps_done
-        # Also after the first step, so that an error can name the last step after which the replicas were equal.
-        known = self._alike_after
-        is_due = every and (known is None or done // every > known // every or done == self.plan.num_steps)
-        if group is not None and is_due:
-            self.check_replicas()
-        return record
+        return computed, metrics
 
     def _compute(
         self,
         micro: MicroBatch,
         index: int,
         timer: StepTimer,
-        after_forward: Callable[[list[step_parts.Part]], None],
+        on_losses: Callable[[list[step_parts.Part]], None],
         *,
         sync: bool,
     ) -> None:
@@ -357,7 +369,7 @@ class Trainer:
             scaler=self.scaler,
             sync=sync,
             timer=timer,
-            after_forward=after_forward,
+            on_losses=on_losses,
             seed=lambda share, device: self._seeds.all(step_parts.FORWARD, micro.step, 0, share, device=device),
             all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.split),
         )
@@ -369,43 +381,112 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
         return [part.value.detach() for part in parts]
 
+    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepSums:
+        """Return the sums over the ranks: the loss of the global batch, and the flags, which are kept as well.
+
+        Collective: every rank of ``group``. On CPUs the flags are read at once, from a device in the next step.
+        """
+        replicas = self.strategy.num_replicas
+        sums = metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
+        if group is not None:
+            if self._loss_group is not group:
+                all_reduce(sums.flags, group=group)
+            self._flags = HostCopy(sums.flags), self.num_steps_done
+            if self.device.type == "cpu":
+                self.settle()
+        return sums
+
+    def _is_missing(self, computed: Computed) -> bool:
+        """Return whether no rank could read any sample of the step. Blocks until forward is done if this one could not.
+
+        The same on every rank.
+        """
+        if any(micro.batches for micro, _ in computed):
+            return False
+        num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags[0].read()[0])
+        return num_bad >= computed[-1][0].num_global
+
+    # --- the update of a step -----------------------------------------------------------------------------------------
+
+    def _update(self, divisor: Tensor | None, computed: Computed, step: int) -> tuple[Tensor, bool]:
+        """Clip the gradient and update the parameters; return the norm before clipping, and whether they were updated.
+
+        A sum with NaN or infinity is not finite, and all ranks hold the same bits of the reduced gradient, so all get
+        the same result without communication. (If the gradient is sharded, the norm is summed over the ranks.)
+
+        Args:
+            divisor: The remaining divisor of the gradient; None: one.
+            computed: The micro-batches of this process.
+            step: Counted from 0.
+        """
+        self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
+        in_backward = self.policy is Update.IN_BACKWARD
+        norm, copy = self._finish_gradient(None if in_backward else divisor)
+        if not in_backward:
+            step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
+        # The host checks the first update in any case: see [Note: checks one forward later].
+        if self.checks_later and (self._num_updates > 0 or self.policy is not Update.LEFT_OUT):
+            light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # without the inputs
+            self._unsettled = copy, light, step
+        elif not self._conclude(copy, computed, step, is_over=in_backward):
+            return norm, in_backward
+        if self.policy is Update.LEFT_OUT:
+            is_bad = ~norm.isfinite()
+            self._own_optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+            if self.scaler is None or self.scaler.scale <= 1.0:
+                self.nonfinite.restore_buffers(is_bad)
+        if not in_backward:
+            self.optimizer.step()
+        return norm, True
+
+    def _finish_gradient(self, divisor: Tensor | None) -> tuple[Tensor, HostCopy]:
+        """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it.
+
+        Return the norm before clipping, and its copy to the host, which is queued before that pass and before the
+        update: to read it, the host does not wait for them.
+        """
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        norm, factor = self._gradients.norm(), None
+        if divisor is not None:
+            factor = 1.0 / (divisor * scale)
+        elif scale != 1.0:
+            factor = torch.full_like(norm, 1.0 / scale)
+        norm = norm if factor is None else norm * factor.to(norm)
+        copy = HostCopy(norm)
+        if self.settings.clip is not None:
+            shorten = step_parts.clip_factor(norm, self.settings.clip)
+            # One NaN must not reach all parameters: which of them has it is reported.
+            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
+            factor = shorten if factor is None else factor * shorten
+        if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
+            self._gradients.multiply_(factor)
+        return norm, copy
+
     @property
     def _own_optimizer(self) -> Optimizer:
         """The optimizer of this rank's part of the parameters."""
         return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
 
-    def _set_rates(self) -> None:
-        step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
+    def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
+        """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
 
-    def _are_finite(self, norm: HostCopy) -> bool:
-        """Return whether the gradient with this norm is finite. Blocks until it is known; collective if it is not."""
-        value = norm.read()
-        if value.isfinite():
-            return True
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.wait()  # what follows reads all parameters
-        # The norm may be infinite although each element is finite, because the squares overflow. After an update, the
-        # parameters show it, unless a rank has only a part of them. An update that was left out cannot be made up for.
-        if value.isnan() or not self.checks_later:
-            return bool(value.isinf()) and self._gradients.is_finite(value)
-        return not self._skips_on_device and self.strategy.can_replay and are_finite(self._model.parameters(), value)
-
-    def _conclude(self, computed: Computed, step: int, *, is_finite: bool, updated: bool, is_over: bool) -> None:
-        """Count the update of ``step``; if its gradient was not finite, decrease the loss scale or refuse the step.
-
-        Collective if it was not: every rank.
+        Collective if it is not: every rank. Blocks until the norm is known.
 
         Args:
+            norm: The norm of the gradient.
             computed: The micro-batches of this process.
             step: Counted from 0.
-            is_finite: Whether the gradient was finite.
-            updated: Whether the parameters have been updated.
             is_over: See `NonFiniteGuard.refuse`.
 
+        Returns:
+            Whether the gradient is finite.
+
         Raises:
-            NonFiniteGradient: On every rank: it was not finite, and the run is to stop.
+            NonFiniteGradient: On every rank: it is not finite, and the run is to stop.
         """
-        self._num_updates += updated
+        value = norm.read()
+        is_finite = bool(value.isfinite()) or self._is_finite_after_all(value)
+        self._num_updates += is_finite or (is_over and self.policy is not Update.LEFT_OUT)
         # An overflow that a smaller loss scale can avoid is not a bad gradient: the step is only skipped.
         if self.scaler is not None and (is_finite or self.scaler.scale > 1.0):
             before = self.scaler.scale
@@ -414,47 +495,21 @@ class Trainer:
                 self.strategy.compressed.scale_compression_residuals(self.scaler.scale / before)
         elif not is_finite:
             self.nonfinite.refuse(computed, step, is_over=is_over)
+        return is_finite
 
-    def _unscale_factor(self, divisor: Tensor | None) -> Tensor | None:
-        """Return the remaining factor of the gradient, or None if it is one."""
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        if divisor is not None:
-            return 1.0 / (divisor * scale)
-        return None if scale == 1.0 else torch.full((), 1.0 / scale, device=next(self._model.parameters()).device)
+    def _is_finite_after_all(self, norm: Tensor) -> bool:
+        """Return whether each element of the gradient is finite although the norm is not, because squares overflowed.
 
-    def _finish_gradient(self, norm: Tensor, factor: Tensor | None) -> None:
-        """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it."""
-        if self.settings.clip is not None:
-            shorten = step_parts.clip_factor(norm, self.settings.clip)
-            # One NaN must not reach all parameters: which of them has it is reported.
-            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
-            factor = shorten if factor is None else factor * shorten
-        if factor is not None:
-            self._gradients.multiply_(factor)
-
-    def _take_flags(self, flags: Tensor, *, are_summed: bool) -> None:
-        """Keep the flags of the ranks, and read them: on CPUs at once, from a device in the next step."""
-        if not are_summed:
-            assert self.group is not None
-            all_reduce(flags, group=self.group)
-        self._flags = HostCopy(flags), self.num_steps_done
-        if self.device.type == "cpu":
-            self._read_flags()
-
-    def _read_flags(self) -> None:
-        if self._flags is not None:
-            (flags, step), self._flags = self._flags, None
-            num_bad, *self._reported = flags.read().tolist()
-            if num_bad:  # the same on every rank, so all take part
-                self.bad_samples.exchange(step)
-
-    def _all_missing(self, num_samples: int) -> bool:
-        """Return whether no rank could read any sample of the step. Called on a rank without samples.
-
-        Blocks until the forward passes of the step are done.
+        Collective with a sharded gradient: every rank.
         """
-        num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags[0].read()[0])
-        return num_bad >= num_samples
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.wait()  # what follows reads all parameters
+        if norm.isnan() or not self.checks_later:
+            return bool(norm.isinf()) and self._gradients.is_finite(norm)
+        # After an update, the parameters show it, unless a rank has only a part of them. An update that was left out
+        # cannot be made up for.
+        is_made = self.policy is not Update.LEFT_OUT
+        return is_made and self.strategy.can_replay and are_finite(self._model.parameters(), norm)
 
     def settle(self) -> None:
         """Do the checks that the last step left for later: bad samples, and whether its gradient was finite.
@@ -466,10 +521,12 @@ class Trainer:
         """
         if self._unsettled is not None:
             (norm, computed, step), self._unsettled = self._unsettled, None
-            is_finite = self._are_finite(norm)
-            updated = is_finite or not self._skips_on_device
-            self._conclude(computed, step, is_finite=is_finite, updated=updated, is_over=True)
-        self._read_flags()
+            self._conclude(norm, computed, step, is_over=True)
+        if self._flags is not None:
+            (flags, step), self._flags = self._flags, None
+            num_bad, *self._reported = flags.read().tolist()
+            if num_bad:  # the same on every rank, so all take part
+                self.bad_samples.exchange(step)
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.
@@ -540,6 +597,16 @@ class Trainer:
             identity |= {"reproducible": settings.reproducible, "threads": self.arithmetic.threads}
         return identity
 
+    def _planned(self) -> dict[str, Any]:
+        """Return the values that may change when a run is resumed, by name; a line says which have."""
+        rate, base = self.plan.learning_rate, self._base_rates
+        return {
+            "steps": self.plan.num_steps,
+            "schedule": rate.decay if isinstance(rate.decay, str) else "of the task",
+            "warmup": rate.warmup,
+            "learning rate": ", ".join(f"{each * rate.scale:.6g}" for each in dict.fromkeys(base)),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state of the run. Collective: every rank of the group."""
         self.settle()
@@ -547,6 +614,7 @@ class Trainer:
         return {
             **({} if compressed is None else {"compression": compression_state(compressed)}),
             "run": self._identity(),
+            "plan": self._planned(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
@@ -582,6 +650,12 @@ class Trainer:
             ) from error
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler = step_parts.GradScaler(**state["scaler"])
+        before = state.get("plan", {})
+        self.changes = [
+            f"{name} from {before[name]} to {value}"
+            for name, value in self._planned().items()
+            if before.get(name, value) != value
+        ]
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))

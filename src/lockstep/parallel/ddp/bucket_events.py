@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, final
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,9 @@ from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from lockstep.parallel.ddp.reducer import Event, Reducer
 from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 from lockstep.telemetry import ranges
-from lockstep.telemetry.run_record import BucketTimes, Mark, Reduction
+from lockstep.telemetry.step_times import BucketMarks, Mark, Reduction
 
 
-@final
 class BucketStamps:
     """Records the times of each step, for the run's record.
 
@@ -45,9 +45,12 @@ class BucketStamps:
         self.closely = self._is_off = False
         self.last: Reduction | None = None
         self._device = device
-        self._own_work_end: Mark | None = None
-        self._exposed_s = 0.0
         self._begin()
+
+    def _begin(self) -> None:
+        self._now, self._is_over = Reduction(exposed_s=0.0 if self._device.type == "cpu" else None), False
+        # The first wait after backward, and how long the host had waited before.
+        self._own_work_end: tuple[Mark, float] | None = None
 
     def take(self) -> Reduction | None:
         """Return the last step that ended, once."""
@@ -66,46 +69,35 @@ class BucketStamps:
         # Waits within backward are for buckets that finish early, which are already reduced.
         elif kind is Event.WAIT and self._is_over:
             self._wait_from_s = time.perf_counter()
-            if self._own_work_end is None:
-                self._own_work_end, self._waited_before_s = mark_on(self._device), activity.now.waited_s
+            self._own_work_end = self._own_work_end or (mark_on(self._device), activity.now.waited_s)
         elif kind is Event.WAIT_END and self._is_over:
-            self._exposed_s += time.perf_counter() - self._wait_from_s
-        elif kind is Event.CLOSED:
-            step = self._now
-            if self._own_work_end is not None:
-                step.waited = self._own_work_end, mark_on(self._device)
-                activity.now.waited_s = self._waited_before_s  # the waits since then are in `waited`
             # On a device the stream waits, not the host; `waited` measures the stream.
-            step.exposed_s = self._exposed_s if self._device.type == "cpu" else None
-            self.last = step
+            if self._now.exposed_s is not None:
+                self._now.exposed_s += time.perf_counter() - self._wait_from_s
+        elif kind is Event.CLOSED:
+            if self._own_work_end is not None:
+                begin, activity.now.waited_s = self._own_work_end  # the waits since then are in `waited`
+                self._now.waited = begin, mark_on(self._device)
+            self.last = self._now
             self._begin()
         elif self.closely and bucket is not None:
             self._stamp(kind, bucket)
 
-    def _begin(self) -> None:
-        self._now, self._is_over = Reduction(), False
-        self._own_work_end = None
-        self._wait_from_s = self._exposed_s = self._waited_before_s = 0.0
-
     def _stamp(self, kind: Event, bucket: Bucket) -> None:
         if kind is Event.READY:
-            self._now.buckets.append(BucketTimes(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
+            self._now.buckets.append(BucketMarks(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
         elif kind is Event.GATHERED:
             self._now.buckets[-1].sent = mark_on(self._device)
         elif kind is Event.LAUNCHED:
             stamp, future = self._now.buckets[-1], bucket.future
             assert future is not None
 
-            def set_done(_: Future[Any] | None = None) -> None:
+            def set_done(_: Future[Any]) -> None:
                 stamp.done = mark_on(self._device)  # the current stream waits for the reduction
 
-            if self._device.type == "cpu" and future.done():
-                set_done()
-            else:
-                future.add_done_callback(set_done)
+            future.add_done_callback(set_done)  # at once if it is done
 
 
-@final
 class BucketRanges:
     """Names buckets in the traces of torch.profiler while this process is profiled; see telemetry/ranges.py."""
 
@@ -114,12 +106,9 @@ class BucketRanges:
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
-        if bucket is None:
-            return
-        if kind is Event.GATHERED:
-            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position}"))
-        elif kind is Event.WAIT:
-            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position} wait"))
+        if bucket is not None and kind in (Event.GATHERED, Event.WAIT):
+            what = " wait" if kind is Event.WAIT else ""
+            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position}{what}"))
         elif kind in (Event.LAUNCHED, Event.WAIT_END):
             self._open.close()
 
@@ -169,10 +158,9 @@ class FlatGradients:
         for bucket in self._reducer.bucket_set.buckets:
             if not bucket.holds_all:
                 others += gradients_of(bucket.parameters)
-            elif bucket in early and norm_type == 2.0:
-                norms.append(early[bucket])
             else:
-                norms.append(flat_norm(bucket.gradients, norm_type))
+                is_early = bucket in early and norm_type == 2.0
+                norms.append(early[bucket] if is_early else flat_norm(bucket.gradients, norm_type))
         if others:
             norms += list_norms(others, norm_type)
         return combine_norms(norms, norm_type)
@@ -187,10 +175,9 @@ class FlatGradients:
 
     def reduced(self) -> list[Tensor]:
         """Return tensors that together hold the gradients in buckets, which are equal on every rank."""
-        tensors: list[Tensor] = []
-        for bucket in self._reducer.bucket_set.buckets:
-            tensors += [bucket.gradients] if bucket.holds_all else gradients_of(bucket.parameters)
-        return tensors
+        buckets = self._reducer.bucket_set.buckets
+        parts = ([each.gradients] if each.holds_all else gradients_of(each.parameters) for each in buckets)
+        return list(chain.from_iterable(parts))
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients in place by a 0-dimensional tensor; do nothing if it is known to be 1."""
@@ -263,11 +250,10 @@ class BucketOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(
-                f"{name} computes the loss again in its step, so it cannot step during backward.\n"
+                f"{type(optimizer).__name__} computes the loss again in its step, so it cannot step during backward.\n"
                 "Call its step(closure) after backward."
             )
         self._optimizer = optimizer

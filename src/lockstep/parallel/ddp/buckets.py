@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep import torch_internals
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import ALIGNMENT_BYTES, padded_numel, view_like
-from lockstep.torch_internals import (
-    empty_sparse,
-    foreach_copy_,
-    foreach_mul_,
-    nnz,
-    storage_address,
-    storage_use_count,
-    values_of,
-)
 
 # --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
@@ -251,8 +243,8 @@ class DenseBucket(_Members):
         self._slots = cut_views(self.gradients, self.parameters)
         self._views = [slot.data for slot in self._slots]
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
-        self._storage_address = storage_address(self.payload)
-        self._num_aliases = storage_use_count(self._storage_address)
+        self._storage_address = torch_internals.storage_address(self.payload)
+        self._num_aliases = torch_internals.storage_use_count(self._storage_address)
 
     @property
     def holds_all(self) -> bool:
@@ -349,7 +341,8 @@ class DenseBucket(_Members):
         try:
             for place in large:
                 torch.mul(gradients[place], factor, out=slots[place])
-            foreach_copy_([*(self._small_slots if large else slots), self._tail], [*small, self._usual_tail])
+            targets = self._small_slots if large else slots
+            torch_internals.foreach_copy_([*targets, self._tail], [*small, self._usual_tail])
         except RuntimeError as error:
             for name, gradient in zip(self.names, gradients, strict=True):
                 if gradient.layout is not torch.strided:
@@ -361,11 +354,11 @@ class DenseBucket(_Members):
         if factor != 1 and not large:
             self.gradients.mul_(factor)
         elif small and factor != 1:
-            foreach_mul_(self._small_slots, factor)
+            torch_internals.foreach_mul_(self._small_slots, factor)
 
     def _is_held(self, views: Iterable[Tensor]) -> bool:
         """Return whether the script holds some of ``views``, or tensors made from any part of the buffer."""
-        if storage_use_count(self._storage_address) > self._num_aliases:
+        if torch_internals.storage_use_count(self._storage_address) > self._num_aliases:
             return True
         return max(map(sys.getrefcount, views)) > _OWN_REFERENCES
 
@@ -427,7 +420,7 @@ class SparseBucket(_Members):
         self.replace_gradients(self._empty())
 
     def _empty(self) -> Tensor:
-        return empty_sparse(self._parameter.shape, dtype=self.spec.dtype, device=self.spec.device)
+        return torch_internals.empty_sparse(self._parameter.shape, dtype=self.spec.dtype, device=self.spec.device)
 
     def gradient_views(self) -> list[Tensor]:
         """Return the one gradient."""
@@ -451,13 +444,13 @@ class SparseBucket(_Members):
     def scale(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradient by a number, or a tensor with one element."""
         self.replace_gradients(self.gradients.clone())
-        values_of(self.gradients).mul_(factor)
+        torch_internals.values_of(self.gradients).mul_(factor)
 
     def settle(self, num_users: Sequence[int] | None) -> None:
         """Set the reduced gradient of the parameter, unless no rank had one."""
         reduced = self.gradients.coalesce()
         self.replace_gradients(self._empty())
-        if not self.missing or nnz(reduced) > 0:
+        if not self.missing or torch_internals.nnz(reduced) > 0:
             self._parameter.grad = reduced
 
     def take_pieces(self) -> None:

@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep import torch_internals
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
 from lockstep.comm.process import keep_freed_memory
@@ -24,29 +25,17 @@ from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
-from lockstep.parallel.ddp.comm_hooks import BucketReduction, CommHookReduction
 from lockstep.parallel.ddp.reducer import Reducer
-from lockstep.parallel.ddp.setup import BufferHook, ModelSync
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
-from lockstep.parallel.module_io import WrappedParameters, Wrapper, requires_grad
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import (
-    DDP_IGNORED,
-    TENSOR_IGNORED,
-    active_ddp_module,
-    join_config,
-    profiler_enabled,
-    set_active_ddp_module,
-    submodules,
-)
 
 _MISSING = object()
 _NO_RANGE = nullcontext()
 
 
-class DistributedDataParallel(Wrapper, Joinable):
+class DistributedDataParallel(module_io.Wrapper, Joinable):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -135,7 +124,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             process_group = collectives.mesh_group(device_mesh, module)
         self.process_group: Group = default_group() if process_group is None else process_group
 
-        self.parameters_to_ignore = set(getattr(module, DDP_IGNORED, ()))
+        self.parameters_to_ignore = set(getattr(module, torch_internals.DDP_IGNORED, ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         setup.check_parameters(self._module_parameters)
         devices = list(dict.fromkeys(parameter.device for parameter in self._module_parameters))
@@ -177,8 +166,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         if self.device.type == "cpu":
             keep_freed_memory()  # otherwise the memory of activations returns to the system after each step
         group = self.process_group
-        self._model_sync = ModelSync(self.module, self.parameters_to_ignore, group, self.device)
-        self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
+        self._model_sync = setup.ModelSync(self.module, self.parameters_to_ignore, group, self.device)
+        self._wrapped_parameters = module_io.WrappedParameters(self.module, self.parameters_to_ignore)
         parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
             {name: parameter for name, parameter in parameters if parameter.requires_grad},
@@ -193,7 +182,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
         self._monitor: bucket_events.LocalGradientMonitor | None = None
-        self._compressed: BucketReduction | None = None
+        self._compressed: comm_hooks.BucketReduction | None = None
         if self.compression is not None:
             self._compressed = make_reduction(self.compression, bucket_set, group)
             if group.size() > 1:
@@ -243,9 +232,10 @@ class DistributedDataParallel(Wrapper, Joinable):
         Collective: every rank, if buffers are broadcast.
         """
         if self.reducer.is_alone and self._begin_alone():
-            output = submodules(self)["module"](*inputs, **kwargs)  # type: ignore[misc]  # `_run_module` takes 20 us more
+            # `_run_module` takes 20 us more.
+            output = torch_internals.submodules(self)["module"](*inputs, **kwargs)  # type: ignore[misc]
             return output if type(output) is Tensor and output.requires_grad else self._post_forward(output)
-        profiling = profiler_enabled()
+        profiling = torch_internals.profiler_enabled()
         with record_function("DistributedDataParallel.forward") if profiling else _NO_RANGE:
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_module(inputs, kwargs))
@@ -254,9 +244,9 @@ class DistributedDataParallel(Wrapper, Joinable):
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
-        is_plain = self._input_device is None and not self._model_sync.has_buffers and not join_config(self).enable
-        is_profiled = ranges.now or profiler_enabled()
-        if not is_plain or is_profiled or not self.require_backward_grad_sync or not torch.is_grad_enabled():
+        is_plain = self._input_device is None and not self._model_sync.has_buffers
+        is_watched = ranges.now or torch_internals.profiler_enabled() or torch_internals.join_config(self).enable
+        if not is_plain or is_watched or not self.require_backward_grad_sync or not torch.is_grad_enabled():
             return False
         self._wrapped_parameters.check()
         return self.reducer.begin_alone()
@@ -271,7 +261,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             observers.append(bucket_events.BucketRanges())
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
-        is_joining = join_config(self).enable
+        is_joining = torch_internals.join_config(self).enable
         if is_joining:
             self._notify_joined_ranks()
         if self.will_sync_module_buffers():
@@ -288,16 +278,16 @@ class DistributedDataParallel(Wrapper, Joinable):
         # A graph returns all its gradients when its backward ends, so with one graph for the whole model there would be
         # no overlap. torch.compile splits graphs while its own class has an active module, and reads
         # ``bucket_bytes_cap`` of that module. It accepts no value below that of its first bucket.
-        module = submodules(self)["module"]  # without `__getattr__`
+        module = torch_internals.submodules(self)["module"]  # without `__getattr__`
         assert module is not None
         if self.bucket_bytes_cap < FIRST_CAP_BYTES or self.process_group.size() == 1:
             return module(*inputs, **kwargs)
-        before = active_ddp_module()
-        set_active_ddp_module(self)
+        before = torch_internals.active_ddp_module()
+        torch_internals.set_active_ddp_module(self)
         try:
             return module(*inputs, **kwargs)
         finally:
-            set_active_ddp_module(before)
+            torch_internals.set_active_ddp_module(before)
 
     @leave_all_uncompiled
     def _post_forward(self, output: Any) -> Any:
@@ -316,7 +306,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
-        if self.training and not any(map(requires_grad, module_io.find_tensors(output))):
+        if self.training and not any(map(module_io.requires_grad, module_io.find_tensors(output))):
             output = module_io.anchor_tensors(output)
         self.reducer.prepare_for_backward(output)
         return output
@@ -400,7 +390,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = hook.__qualname__
-        self.reducer.set_reduction(CommHookReduction(self.process_group, hook, state))
+        self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
@@ -726,7 +716,7 @@ class DistributedDataParallel(Wrapper, Joinable):
     @classmethod
     def _get_active_ddp_module(cls) -> nn.Module | None:
         """Return the active module: torch.compile calls this on the class that has torch's name."""
-        return cls._active_ddp_module or active_ddp_module()
+        return cls._active_ddp_module or torch_internals.active_ddp_module()
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -735,7 +725,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
         collectives.broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
 
-    def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
+    def _register_buffer_comm_hook(self, state: object, hook: setup.BufferHook, comm_hook_location: Any = None) -> None:
         """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
         after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._model_sync.buffer_hook = hook, state, after_forward
@@ -767,16 +757,16 @@ class DistributedDataParallel(Wrapper, Joinable):
     ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
         # torch's optimizer_overlap_hooks needs these.
         for name, parameter in module.named_parameters():
-            if not hasattr(parameter, TENSOR_IGNORED):
+            if not hasattr(parameter, torch_internals.TENSOR_IGNORED):
                 yield (name, parameter) if named_params else parameter
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
         """Mark parameters and buffers, by full name, that a wrapper of ``module`` ignores."""
-        setattr(module, DDP_IGNORED, params_and_buffers_to_ignore)
+        setattr(module, torch_internals.DDP_IGNORED, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in params_and_buffers_to_ignore:
-                setattr(tensor, TENSOR_IGNORED, True)
+                setattr(tensor, torch_internals.TENSOR_IGNORED, True)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance

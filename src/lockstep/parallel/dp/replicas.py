@@ -12,16 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from lockstep import torch_internals
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
-from lockstep.torch_internals import (
-    COMPILED_CALL,
-    ORIGINAL,
-    flat_weights,
-    foreach_add_,
-    has_hooks,
-    replicate_for_data_parallel,
-)
+from lockstep.torch_internals import foreach_add_
 
 # torch 2.11 crashes the process when two threads compile at the same time, with or without this package.
 _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
@@ -160,14 +154,15 @@ class Replicas:
         for source, shell in zip(self._sources, shells, strict=True):
             # A fresh copy costs half a microsecond, so changes need not be detected. It also removes attributes that
             # the last forward set on the shell.
-            state: dict[str, Any] = vars(replicate_for_data_parallel(source))
+            state: dict[str, Any] = vars(torch_internals.replicate_for_data_parallel(source))
             state = state.copy()
             state["_is_replica"] = True  # zero_grad() warns in a replica
-            state[COMPILED_CALL] = None  # from module.compile(), bound to the original: run it uncompiled
+            # From module.compile(), bound to the original: the replica runs uncompiled.
+            state[torch_internals.COMPILED_CALL] = None
             for kind in ("_modules", "_parameters", "_buffers"):
                 state[kind] = {name: stand_in[id(each)] for name, each in vars(source)[kind].items()}
             if isinstance(source, nn.RNNBase):  # also keeps its parameters in a list
-                named = flat_weights(source).items()
+                named = torch_internals.flat_weights(source).items()
                 state["_flat_weights"] = [state["_parameters"].get(name, weight) for name, weight in named]
             object.__setattr__(shell, "__dict__", state)
         for source, shell in zip(self._sources, shells, strict=True):
@@ -180,7 +175,7 @@ class Replicas:
         The attribute ``forward`` of the original is bound to the original, which a replica must not use.
         """
         if shell not in self._compiled:
-            inner = getattr(shell, ORIGINAL)
+            inner = getattr(shell, torch_internals.ORIGINAL)
             self._compiled[shell] = source.dynamo_ctx(inner).forward if _COMPILES_IN_THREADS else inner.__call__
         vars(shell)["forward"] = self._compiled[shell]
 
@@ -392,7 +387,8 @@ def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
-            if has_hooks(weight) or not weight.is_leaf:  # a buffer may have been computed from other tensors
+            # A buffer may have been computed from other tensors.
+            if torch_internals.has_hooks(weight) or not weight.is_leaf:
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
                 weight.grad = gradient  # without a copy, as autograd does with an otherwise unreferenced gradient

@@ -1,41 +1,28 @@
 """``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard."""
 
-import gc
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, cast, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import (
-    CommonMemory,
-    Group,
-    Join,
-    Joinable,
-    JoinHook,
-    Work,
-    all_reduce_together,
-    reduce_scatter_slices,
-)
+from lockstep.comm.collectives import CommonMemory, Group, Join, Joinable, JoinHook
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.buckets import Bucket
-from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
+from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
+from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -48,9 +35,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     flat buffers. With other optimizers each rank owns whole parameters.
 
     Gradients must be equal on all ranks when `step` is called, as after a backward of ``DistributedDataParallel``.
-    With ``shard_gradients`` a rank gets only its slice of them, which halves the bytes sent before the step. Between
-    backward and `step`, ``param.grad`` then holds the mean in this rank's slice only; use `clip_grad_norm_` of this
-    class. After `step` it is None.
+    With ``shard_gradients`` a rank gets only its slice of them, which halves the bytes sent before the step. By default
+    this is so after the first steps, if no rank has read gradients in these. Gradients are then made whole when they
+    are read between backward and `step`; after `step`, reading them raises ConfigurationError.
 
     Collective: the constructor, `step`, `add_param_group`, `consolidate_state_dict` and `clip_grad_norm_`.
 
@@ -63,7 +50,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         elementwise: Whether ``optimizer_class`` updates each element by itself, so that it may work on flat slices.
             Default: known for torch's classes; other classes may have an attribute ``elementwise``.
         shard_gradients: Reduce gradients to each rank's slice only. All parameters must be in one
-            `lockstep.DistributedDataParallel`. Not with torch's ``GradScaler``.
+            `lockstep.DistributedDataParallel`. Default: where that is possible and the script reads no gradients. True:
+            always. Then, between backward and `step`, ``param.grad`` holds the mean in this rank's slice only, use
+            `clip_grad_norm_` of this class; after `step` it is None. Not with torch's ``GradScaler``. False: never.
         **defaults: Arguments of ``optimizer_class``.
 
     Attributes:
@@ -85,7 +74,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         elementwise: bool | None = None,
-        shard_gradients: bool = False,
+        shard_gradients: bool | None = None,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -117,7 +106,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._reducer: Reducer | None = None
         if shard_gradients and self.world_size > 1:
             self._reducer = find_reducer(self._parameters)
-            self._slices = ReduceScatterMean(self._reducer, self.process_group)
+        elif shard_gradients is None and self.is_elementwise and self.world_size > 1:
+            self._reducer = find_reducer_on_all(self._parameters, self.process_group)
+        if self._reducer is not None:
+            mode = Mode.ALWAYS if shard_gradients else Mode.LOOKING
+            self._slices = ReduceScatterMean(self._reducer, self.process_group, mode)
             self._reducer.set_reduction(self._slices)
             self._reducer.observers.append(self._slices)
         self._build()
@@ -173,16 +166,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
             group.update(options)
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
-        self._begin_writing(trained)
-        self.optim.step(**kwargs)
-        self._adopt_options()
-        self._drop_gradients()
-        if self._reducer is not None:  # see [Note: what is in param.grad]
-            for parameter in self._reducer.bucket_set.parameters:
-                parameter.grad = None
-        for buffer in trained:  # autograd must notice that saved tensors have changed
-            torch.autograd.graph.increment_version(buffer.parameters)
-        self._end_writing(trained)
+        with self._writing(trained):
+            self.optim.step(**kwargs)
+            self._adopt_options()
+            self._has_gradients = False
+            self._shard.drop_gradients()
+            if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
+                self._slices.reset()
+                for parameter in self._reducer.bucket_set.parameters:
+                    parameter.grad = None
+            for buffer in trained:  # autograd must notice that saved tensors have changed
+                torch.autograd.graph.increment_version(buffer.parameters)
         # Buckets have the order of backward, and the next forward begins with the last.
         in_order = trained if self._laid_for is None else trained[::-1]
         self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
@@ -192,20 +186,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.wait()
         return loss
 
-    def _begin_writing(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Prepare writing to this rank's shard of buffers that the ranks share. Collective: every rank."""
+    @contextmanager
+    def _writing(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+        """Write inside to this rank's shard of buffers that the ranks share. Collective: every rank."""
         common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
         if common:  # another rank may still read what this one is about to change
             collectives.all_reduce(torch.zeros(1), group=self.process_group)
         for memory, shard in common:
             memory.publish(*shard)
-
-    def _end_writing(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Make the writes of each rank visible to all. Collective: every rank."""
-        common = [each.common for each in buffers if each.common is not None]
-        for memory in common:
+        yield
+        for memory, _ in common:
             memory.forget_changes()
-        if common:
+        if common:  # the writes of each rank are now visible to all
             collectives.all_reduce(torch.zeros(1), group=self.process_group)
 
     def wait(self) -> None:
@@ -224,7 +216,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
-        self._drop_gradients()
+        self._has_gradients = False
+        self._shard.drop_gradients()
+        if self._reducer is not None:
+            self._slices.reset()
         super().zero_grad(set_to_none=set_to_none)
 
     def local_gradients(self) -> list[Tensor]:
@@ -240,7 +235,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective: every rank. Needed with ``shard_gradients``, where torch's function sees only a part.
         """
-        if not self._shard_gradients:
+        if self._reducer is None and not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
         # In place, in the memory that the next step uses: they are not collected again.
         gradients = self.local_gradients()
@@ -260,13 +255,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _collect_gradients(self) -> None:
         """Give the shard's optimizer its gradients, once per step.
 
-        Collective with ``shard_gradients``, when buckets were rebuilt: every rank.
+        Collective with slices: every rank.
 
         Raises:
             LockstepError: A gradient is sparse.
         """
         if self._has_gradients:  # they may be clipped, and must not be collected again
             return
+        if self._reducer is not None:
+            self._slices.prepare_step()
         # After the buckets were rebuilt, at the end of the first backward, the list is a new one.
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
@@ -284,19 +281,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     )
             # Reduce-scattered gradients are used in place in their bucket; others are copied into one tensor.
             buckets: Sequence[Bucket] = self._laid_for or ()
+            # So are whole ones, unless the script has set others.
             sliced = [
                 buffer.shard_of(self.rank, bucket.gradients)
+                if self._shard_gradients or bucket.holds_all
+                else buffer.gradients_of(self.rank)
                 for buffer, bucket in zip(self._buffers, buckets, strict=False)
             ]
             others = [buffer.gradients_of(self.rank) for buffer in self._buffers[len(sliced) :]]
             self._shard.set_gradients([*sliced, *others], present)
         self._has_gradients = True
-
-    def _drop_gradients(self) -> None:
-        self._has_gradients = False
-        self._shard.drop_gradients()
         if self._reducer is not None:
-            self._slices.reset()
+            self._slices.end_use()
 
     # --- What is kept
 
@@ -440,7 +436,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
-        described = self._optimizer_class.__name__ + ", shard_gradients" * self._shard_gradients
+        described = self._optimizer_class.__name__ + ", shard_gradients" * bool(self._shard_gradients)
         sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
         check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
 
@@ -519,142 +515,3 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
         shard_gradients=partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device),
         **defaults,
     )
-
-
-# --- gradients in slices ----------------------------------------------------------------------------------------------
-
-
-class _Works:
-    """Several collectives as one, with the methods of a future that the reducer uses."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self.works = works
-
-    def done(self) -> bool:
-        """Return whether all are complete."""
-        return all(work.is_completed() for work in self.works)
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` when the last of them is complete, which was started after the others."""
-        self.works[-1].get_future().add_done_callback(callback)
-
-    def wait(self) -> None:
-        """Block until all are complete (on CUDA: the current stream waits)."""
-        for work in self.works:
-            collectives.wait_for(work, "reduce_scatter of gradients")
-
-
-@final
-class ReduceScatterMean(BucketReduction):
-    """The mean over ranks; each rank gets its slice of it, and all ranks get the tail.
-
-    The tails of all buckets are reduced together at the end of backward, in one collective.
-
-    [Note: what is in param.grad]
-    A reduce-scattered bucket holds the mean in this rank's slice, and this rank's own gradients elsewhere. The
-    optimizer's ``step`` uses the slice and sets ``param.grad`` to None. A backward before that would add to both, and
-    the result could not be corrected, so it is refused. As an observer this class watches one used parameter of each
-    bucket, just before its gradient is added to ``param.grad``. A hook for each parameter would cost time in every
-    backward, and when a bucket is launched it is too late to see whether ``param.grad`` was reset before.
-
-    In the first step, after which the buckets are rebuilt, all ranks get the whole mean.
-
-    Args:
-        reducer: The reducer of the buckets.
-        group: The ranks that take part.
-    """
-
-    leaves_whole = finishes_alone = False
-
-    def __init__(self, reducer: Reducer, group: Group) -> None:
-        self._bucket_set, self._group = reducer.bucket_set, group
-        self._first_step = AllReduceMean(group)
-        self.takes_pieces = self._first_step.takes_pieces
-        # By position of a bucket, from `start` to `finish`: its tail, which is not reduced yet.
-        self._tails: dict[int, tuple[Tensor, _Works]] = {}
-        self._reduced: set[int] = set()
-        self._watched: set[int] = set()
-
-    @override
-    def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
-        if not self._bucket_set.is_rebuilt:
-            return self._first_step.start(bucket, alone=alone)
-        slices, tail = bucket.payload[: bucket.tail_start], bucket.payload[bucket.tail_start :]
-        pieces = bucket.take_pieces() if self.takes_pieces else None
-        pending = _Works([reduce_scatter_slices(slices, group=self._group, alone=alone, pieces=pieces)])
-        self._tails[bucket.position] = tail, pending
-        return cast("Future[Any]", pending)
-
-    @override
-    def finish(self, bucket: Bucket, future: Future[Any]) -> None:
-        if self._tails:  # all buckets are launched
-            works = all_reduce_together([tail for tail, _ in self._tails.values()], group=self._group)
-            for _, pending in self._tails.values():
-                pending.works += works
-            self._tails = {}
-        future.wait()
-
-    def reset(self) -> None:
-        """Record that the gradients have been used or discarded."""
-        self._reduced.clear()
-
-    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Handle an event of the reducer."""
-        if kind is not Event.REDUCED or bucket is None:
-            return
-        if not self._bucket_set.is_rebuilt:  # the first step: all ranks have its gradients
-            return
-        self._reduced.add(id(bucket))
-        used = [parameter for parameter in bucket.parameters if parameter.grad is not None]
-        if used and self._watched.isdisjoint(map(id, used)):
-            self._watched.add(id(used[0]))
-            used[0].register_hook(partial(self._before_gradient, bucket, used[0]))
-
-    @keep_out_of_graphs
-    def _before_gradient(self, bucket: Bucket, parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
-        if id(bucket) not in self._reduced or parameter.grad is None:
-            return
-        # A gradient outside of the bucket was set by the script, and is whole.
-        offset = parameter.grad.data_ptr() - bucket.gradients.data_ptr()
-        if 0 <= offset < max(bucket.gradients.nbytes, 1):
-            raise ConfigurationError(
-                "A backward adds to gradients that were already reduced to each rank's slice.\n"
-                "Call step() or zero_grad() first; run all but the last backward of a step in no_sync(), or leave "
-                "shard_gradients out."
-            )
-
-
-def find_reducer(parameters: Sequence[torch.nn.Parameter]) -> Reducer:
-    """Return the reducer of the `DistributedDataParallel` that averages the gradients of ``parameters``.
-
-    Raises:
-        ConfigurationError: There is none, or more than one, or it cannot reduce to slices.
-    """
-    given = {id(parameter) for parameter in parameters}
-
-    def find_all() -> list[Reducer]:
-        return [each for each in live_reducers() if not given.isdisjoint(map(id, each.bucket_set.parameters))]
-
-    found = find_all()
-    if len(found) > 1:
-        gc.collect()  # an unused wrapper may still exist in a reference cycle, on some ranks only
-        found = find_all()
-    trained = {id(parameter) for each in found for parameter in each.bucket_set.parameters}
-    if not found:
-        problem = "no lockstep.DistributedDataParallel averages these parameters' gradients"
-        advice = "Wrap the model before the optimizer is made"
-    elif len(found) > 1:
-        problem = f"{len(found)} live lockstep.DistributedDataParallel wrappers average these parameters' gradients"
-        advice = "Only one can use shard_gradients: delete those that are no longer used"
-    elif missing := trained - given:
-        problem = f"{len(missing)} of the {len(trained)} trained parameters of the wrapper are not in this optimizer"
-        advice = "Give it all of model.parameters()"
-    elif any(bucket.spec.sparse for bucket in found[0].bucket_set.buckets):
-        problem = "the model has layers with sparse gradients"
-        advice = "Build them with sparse=False, train them with an optimizer of their own"
-    elif not isinstance(found[0].reduction, AllReduceMean):
-        problem = "the wrapper has compression, a communication hook, or another optimizer with shards"
-        advice = "Use one or the other"
-    else:
-        return found[0]
-    raise ConfigurationError(f"shard_gradients=True, but {problem}.\n{advice}, or leave shard_gradients out.")

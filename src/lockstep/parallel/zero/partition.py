@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, jit, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import (
-    CommonMemory,
-    Group,
-    Work,
-    all_gather_slices,
-    broadcast_async,
-    gather_states,
-    has_all_gather,
-    wait_for,
-)
+from lockstep.comm import collectives
+from lockstep.comm.collectives import CommonMemory, Group, Work, wait_for
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.flat import ALIGNMENT_BYTES, flatten_like, padded_numel, view_like
@@ -310,11 +302,12 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
     """
     gathers: list[Gather] = []
     for buffer in (each for each in buffers if group.size() > 1 and each.common is None):
-        if buffer.has_equal_slices and has_all_gather(group, buffer.flat.device):
-            works = [all_gather_slices(buffer.padded, group=group, alone=alone)]
+        if buffer.has_equal_slices and collectives.has_all_gather(group, buffer.flat.device):
+            works = [collectives.all_gather_slices(buffer.padded, group=group, alone=alone)]
         else:
+            send = partial(collectives.broadcast_async, group=group, alone=alone)
             shards = [(rank, buffer.shard_of(rank)) for rank in range(group.size())]
-            works = [broadcast_async(each, group=group, src=rank, alone=alone) for rank, each in shards if each.numel()]
+            works = [send(each, src=rank) for rank, each in shards if each.numel()]
         gathers.append((buffer, works))
     return gathers
 
@@ -330,19 +323,8 @@ Read = Callable[[ShardRange], Entries | None]
 # Optimizers whose new value of an element depends only on that element, its gradient, its state, and numbers that are
 # the same for the whole parameter. Subclasses may do more, so they are not included.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.ASGD,
-        torch.optim.Rprop,
-    }
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "NAdam", "RAdam", "ASGD", "Rprop"]
 )
 
 _REFUSED = {torch.optim.LBFGS: "works with all parameters together", torch.optim.SparseAdam: "is for sparse gradients"}
@@ -563,8 +545,9 @@ def is_flat(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _copy(value: Any, device: str | None = None) -> Any:
+    """Return a copy of a tensor, which does not keep the storage of a view, or a value of another type."""
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _numbers_of(entries: Entries | None) -> object:
@@ -599,10 +582,10 @@ def gather_full_state(
     Collective: every rank. Blocks.
     """
     mine = [
-        [index, start, stop, {name: _to_cpu(value) for name, value in entries.items()}]
+        [index, start, stop, {name: _copy(value, "cpu") for name, value in entries.items()}]
         for (index, start, stop, _), entries in held
     ]
-    shards = gather_states(mine, group=group, device=parameters[0].device, to=to)
+    shards = collectives.gather_states(mine, group=group, device=parameters[0].device, to=to)
     if shards is None:
         return None
     state: dict[int, dict[str, Any]] = {}
@@ -634,8 +617,3 @@ def read_from_full(state: Mapping[int, Entries], parameters: Sequence[Tensor], *
         }
 
     return read
-
-
-def _to_cpu(value: Any) -> Any:
-    # a view would be sent with its whole storage
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

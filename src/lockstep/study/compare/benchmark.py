@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,19 +22,18 @@ from lockstep.accelerator import check_count, default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
-from lockstep.env import core_use, core_wait_s
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
+from lockstep.telemetry.step_times import combine
 from lockstep.torch_internals import BatchNorm, Dropout
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.task import Task
-from lockstep.train.timing import StepRecord
-from lockstep.train.trainer import Trainer
+from lockstep.train.trainer import StepRecord, Trainer
 
 # The default candidates, in the order of the table.
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
@@ -188,13 +187,11 @@ class Benchmark:
     def entrant(self, strategy: StrategyName, world: World) -> Entrant:
         """Return the entrant that trains the task with ``strategy``. Collective: every rank."""
         task, num_devices = load(self.task), self.setup.num_devices
-        return Entrant(task, self.settings, strategy, world, num_devices, self.threads(strategy))
-
-    def threads_to_try(self, strategy: str) -> tuple[int, ...]:
-        """Return the thread counts to try, equally many for each strategy; they differ for single on CPUs."""
-        # Threads of one operation wait for each other at its end, so small models are often faster with one thread.
         count = self.threads(strategy)
-        return count, 1 if strategy == SINGLE and self.setup.device == "cpu" else count
+        # As many tries for each strategy. Threads of one operation wait for each other at its end, so small models are
+        # often faster with one thread.
+        threads = count, 1 if strategy == SINGLE and self.setup.device == "cpu" else count
+        return Entrant(task, self.settings, strategy, world, num_devices, threads)
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,6 @@ def run_benchmark(benchmark: Benchmark, world: World) -> RankReport:
 def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> RankReport:
     names, setup = benchmark.strategies, benchmark.setup
     turns: dict[str, list[Measurement]] = {name: [] for name in names}
-    losses: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def report(text: str) -> None:
         # Lines instead of a bar, whose thread would draw during the measurements.
@@ -239,17 +235,8 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
     for name in names:
         entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
     report("warming up")
-    fastest_s = []
-    for name in names:
-        entrant = entrants[name]
-        threads = benchmark.threads_to_try(name)
-        if warm := entrant.turn(partial(warm_up, num_steps=setup.num_warmup, threads=threads)):
-            tries_s, losses[name] = warm
-            fastest_s.append(min(tries_s.values()))
-            entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
-    # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
-    chosen = choose_steps(fastest_s) if world.is_rank_zero else 0
-    num_steps = setup.num_steps or int(broadcast_object(chosen, group=world.group, device=world.device))
+    losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
+    num_steps = setup.num_steps or chosen
 
     began_at = time.perf_counter()
     for index in range(setup.num_rounds):
@@ -278,14 +265,21 @@ class Entrant:
     Collective: every rank creates it, calls `turn` in the same order, and closes it.
 
     Attributes:
+        threads: Numbers of threads of one process to try.
         num_threads: Threads of one process during its turns.
         trainer: None on a rank that only waits.
     """
 
     def __init__(
-        self, task: Task, settings: Settings, strategy: StrategyName, world: World, num_devices: int, num_threads: int
+        self,
+        task: Task,
+        settings: Settings,
+        strategy: StrategyName,
+        world: World,
+        num_devices: int,
+        threads: Sequence[int],
     ) -> None:
-        self._strategy, self._world, self.num_threads = strategy, world, num_threads
+        self._strategy, self._world, self.threads, self.num_threads = strategy, world, threads, threads[0]
         ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
         self._num_steps_ahead = math.ceil(ahead / settings.accumulate) + 1 if ahead else 0
         self.trainer: Trainer | None = None
@@ -397,8 +391,37 @@ def choose_steps(step_s: Sequence[float], *, turn_s: float = TURN_S, fewest: int
     return min(max(wanted, fewest), MOST_STEPS)
 
 
-def warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[dict[int, float], list[Tensor]]:
-    """Run the steps before the measurement; return the fastest step's seconds by number of threads, and the losses."""
+def warm_up_all(
+    entrants: Mapping[str, Entrant], num_steps: int, world: World, turn_s: float = TURN_S, fewest: int = FEWEST_STEPS
+) -> tuple[dict[str, list[Tensor]], int]:
+    """Run the steps before the measurement, and choose each one's threads.
+
+    Collective: every rank.
+
+    Args:
+        entrants: By name.
+        num_steps: Of each.
+        world: All ranks.
+        turn_s: See `choose_steps`.
+        fewest: See `choose_steps`.
+
+    Returns:
+        The losses by name, and the number of steps of a turn.
+    """
+    losses: dict[str, list[Tensor]] = {name: [] for name in entrants}
+    fastest_s = []
+    for name, entrant in entrants.items():
+        if warm := entrant.turn(partial(_warm_up, num_steps=num_steps, threads=entrant.threads)):
+            tries_s, losses[name] = warm
+            fastest_s.append(min(tries_s.values()))
+            entrant.num_threads = min(tries_s, key=tries_s.__getitem__)
+    # Only rank zero takes part in all turns, so only it has measured the steps of every candidate.
+    chosen = choose_steps(fastest_s, turn_s=turn_s, fewest=fewest) if world.is_rank_zero else 0
+    return losses, int(broadcast_object(chosen, group=world.group, device=world.device))
+
+
+def _warm_up(trainer: Trainer, num_steps: int, threads: Sequence[int]) -> tuple[dict[int, float], list[Tensor]]:
+    """Return the fastest step's seconds by number of threads, and the losses."""
     losses = [trainer.step().loss for _ in range(num_steps)]
     tries_s = dict.fromkeys(threads, math.inf)
     # Steps without synchronisation change no weights, and all candidates run the same number of them. The fastest is
@@ -419,36 +442,30 @@ def measure_candidate(
 
     Collective for ``ddp`` and ``torch-ddp``: every rank. Blocks until the device is done.
     """
-    meter, began = UsageMeter(trainer.devices), core_use()
+    meter = UsageMeter(trainer.devices)
     seconds, records = time_steps(trainer, num_steps)
-    ended, energy_j = core_use(), meter.read().energy_j
+    energy_j = meter.read().energy_j
     exposed_s = trainer.strategy.exposed_s  # of the last step
     if exposed_s is not None:
         # The engine measures only one micro-batch, and by the host's clock, which does not include work of a device.
         exposed_s = exposed_s * trainer.settings.accumulate if trainer.device.type == "cpu" else None
     # With the same data still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
-        alone = [trainer.step() for _ in range(max(3, num_steps // 3))]
-    synchronize(trainer.device)
-    times = [record.times for record in records]
-    backward_s = [each.backward_s + each.communication_s for each in times]
-    if name in PER_PROCESS:
-        exposed_s = median(backward_s) - median(each.times.backward_s + each.times.communication_s for each in alone)
-    turn = Measurement(
-        round=round_index,
-        place=place,
-        num_samples=sum(record.num_samples for record in records),
-        seconds=seconds,
-        step_s=seconds / num_steps,
-        data_wait_s=fmean(each.data_wait_s for each in times),
-        forward_s=fmean(each.forward_s for each in times),
-        backward_s=fmean(backward_s),
-        exposed_s=exposed_s,
-        optimizer_s=fmean(each.optimizer_s for each in times),
-        energy_j=energy_j,
-        core_wait_s=core_wait_s([(began, ended)], sum(each.forward_s + each.optimizer_s for each in times)) / num_steps,
+        _, alone = time_steps(trainer, max(3, num_steps // 3))
+    backward_s, alone_s = (
+        [times.part("backward") + times.part("exposed") for times in (record.times for record in each)]
+        for each in (records, alone)
     )
-    return turn, [record.loss for record in records]
+    if name in PER_PROCESS:
+        exposed_s = median(backward_s) - median(alone_s)
+    times = replace(
+        combine([record.times for record in records]),
+        total_s=seconds / num_steps,
+        backward_s=fmean(backward_s) - (exposed_s or 0.0),
+        exposed_s=exposed_s,
+    )
+    num_samples = sum(record.num_samples for record in records)
+    return Measurement(round_index, place, num_samples, seconds, times, energy_j), [record.loss for record in records]
 
 
 def time_steps(trainer: Trainer, num_steps: int) -> tuple[float, list[StepRecord]]:
@@ -471,11 +488,9 @@ def merge(by_rank: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     # Ranks synchronise in each step, so the slowest rank's wall time is that of all; the times of phases differ.
     merged = []
     for turns in zip(*filter(None, by_rank), strict=True):
-        of_all = {name: max(getattr(turn, name) for turn in turns) for name in ("seconds", "step_s")}
-        for name in ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "core_wait_s"):
-            known = [getattr(turn, name) for turn in turns if getattr(turn, name) is not None]
-            of_all[name] = fmean(known) if known else None
-        merged.append(replace(turns[0], energy_j=sum(turn.energy_j for turn in turns), **of_all))
+        times = replace(combine([turn.times for turn in turns]), total_s=max(turn.times.total_s for turn in turns))
+        seconds, energy_j = max(turn.seconds for turn in turns), sum(turn.energy_j for turn in turns)
+        merged.append(replace(turns[0], seconds=seconds, energy_j=energy_j, times=times))
     return tuple(merged)
 
 
@@ -512,14 +527,22 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> 
     """
     torch.set_num_threads(benchmark.threads(strategy))
     benchmark = replace(benchmark, task=load(benchmark.task))
-    # The memory and the peak of importing libraries do not count.
-    reset_peak()
-    before_bytes = psutil.Process().memory_info().rss
+    read = watch_memory(world)  # the memory and the peak of importing libraries do not count
     with contextlib.closing(benchmark.entrant(strategy, world)) as entrant:
         assert entrant.trainer is not None
         for _ in range(NUM_PEAK_STEPS):
             entrant.trainer.step().loss.item()
-        devices = entrant.trainer.devices
-    if world.device.type != "cpu":
-        return [torch.accelerator.max_memory_allocated(device) for device in devices]
-    return [max(peak_bytes() - before_bytes, 0)]
+        return read(entrant.trainer.devices)
+
+
+def watch_memory(world: World) -> Callable[[Sequence[torch.device]], list[int]]:
+    """Return what reads the peak since now: bytes of tensors by device, or on CPU the growth of this process."""
+    reset_peak()
+    before_bytes = psutil.Process().memory_info().rss
+
+    def read(devices: Sequence[torch.device]) -> list[int]:
+        if world.device.type != "cpu":
+            return [torch.accelerator.max_memory_allocated(device) for device in devices]
+        return [max(peak_bytes() - before_bytes, 0)]
+
+    return read

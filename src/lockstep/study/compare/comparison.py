@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import InitVar, astuple, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from statistics import fmean, median
 
 from rich.console import Group, RenderableType
@@ -17,6 +17,7 @@ from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.provenance import Provenance
+from lockstep.telemetry.step_times import StepTimes, combine
 
 # The candidate that all others are compared with.
 SINGLE = "single"
@@ -24,73 +25,36 @@ SINGLE = "single"
 
 @dataclass(frozen=True)
 class Measurement:
-    """One candidate's steps in one round. Times are per step, in seconds, and means over its ranks and steps.
+    """One candidate's steps in one round.
 
     Attributes:
         round: Counts from 0.
         place: Which turn of its round this was, from 0; the order rotates.
         num_samples: Samples of all ranks in all steps.
         seconds: Wall time of all steps on the slowest rank.
-        step_s: Wall time of a step.
-        backward_s: With synchronisation, so what communication cannot hide is within.
+        times: Of a step, means over its ranks and steps; the total is that of the slowest rank. ``exposed_s`` is how
+            much longer backward takes with synchronisation than without, medians over the turn's steps; measured
+            directly where an engine reports it; None where there is nothing to synchronise. Noise may make it negative.
         energy_j: Of all ranks and steps; NaN where a counter cannot be read.
-        core_wait_s: What of all this the thread that trains waited for a core.
-        exposed_s: How much longer backward takes with synchronisation than without, medians over the turn's steps;
-            measured directly where an engine reports it; None where there is nothing to synchronise. Noise may make
-            it negative.
     """
 
     round: int
     place: int
     num_samples: int
     seconds: float
-    step_s: float
-    data_wait_s: float
-    forward_s: float
-    backward_s: float
-    exposed_s: float | None
-    optimizer_s: float
+    times: StepTimes
     energy_j: float = math.nan
-    core_wait_s: float = 0.0
-
-    @property
-    def other_s(self) -> float:
-        """Seconds of a step that no phase accounts for."""
-        # Phases are timed one by one, and may add up to a little more than the whole.
-        return max(0.0, self.step_s - self.data_wait_s - self.forward_s - self.backward_s - self.optimizer_s)
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Where a step goes: seconds, medians over the rounds, each its own: so the parts need not add up to the total."""
-
-    total_s: float
-    data_wait_s: float
-    forward_s: float
-    backward_s: float
-    exposed_s: float
-    optimizer_s: float
-    other_s: float
-
-    @classmethod
-    def of(cls, turns: Sequence[Measurement]) -> StepTime:
-        """Summarize ``turns``; what communication cannot hide is taken out of backward."""
-        names = ("data_wait_s", "forward_s", "backward_s", "optimizer_s", "other_s")
-        parts_s = {name: median(getattr(turn, name) for turn in turns) for name in names}
-        # A difference of two measurements: noise may make it negative, or more than backward itself.
-        exposed_s = min(max(0.0, median(turn.exposed_s or 0.0 for turn in turns)), parts_s["backward_s"])
-        parts_s["backward_s"] -= exposed_s
-        return cls(total_s=median(turn.step_s for turn in turns), exposed_s=exposed_s, **parts_s)
-
-    @property
-    def computing_s(self) -> float:
-        """Forward, backward and optimizer."""
-        return self.forward_s + self.backward_s + self.optimizer_s
-
-    @property
-    def parts_s(self) -> float:
-        """The sum of all parts: what shares are shares of."""
-        return self.data_wait_s + self.computing_s + self.exposed_s + self.other_s
+def typical_step(turns: Sequence[Measurement]) -> StepTimes:
+    """Return the medians over the rounds, each its own: so the parts need not add up to the total."""
+    step = combine([turn.times for turn in turns], median)
+    if step.exposed_s is None:
+        return step
+    # A difference of two measurements: noise may make it negative, or more than backward itself.
+    synchronised_s = step.part("backward") + step.exposed_s
+    exposed_s = min(max(0.0, step.exposed_s), synchronised_s)
+    return replace(step, backward_s=synchronised_s - exposed_s, exposed_s=exposed_s)
 
 
 # The fields of the classes below are the keys of the JSON that `lockstep compare --json` writes: they stay.
@@ -128,7 +92,7 @@ class Candidate:
     samples_per_s: Spread = field(init=False)
     speed_up: Spread = field(init=False)
     efficiency: float = field(init=False)
-    step: StepTime = field(init=False)
+    step: StepTimes = field(init=False)
     imbalance: float | None = field(init=False, default=None)
     last_loss: float = field(init=False)
     loss_difference: float = field(init=False)
@@ -137,7 +101,7 @@ class Candidate:
         self.samples_per_s = Spread.of(_rates(self))
         self.speed_up = self.speed_over(single or self)
         self.efficiency = self.speed_up.median / num_devices
-        self.step = StepTime.of(self.turns)
+        self.step = typical_step(self.turns)
         # A single figure has nothing to be out of balance with.
         if self.peak_bytes and len(self.peak_bytes) > 1 and sum(self.peak_bytes):
             self.imbalance = max(self.peak_bytes) / fmean(self.peak_bytes)
@@ -147,7 +111,7 @@ class Candidate:
     @property
     def core_wait_share(self) -> float:
         """The part of a step in which it waited for a core."""
-        return median(turn.core_wait_s / turn.step_s for turn in self.turns)
+        return median(turn.times.part("core_wait") / turn.times.total_s for turn in self.turns)
 
     def speed_over(self, other: Candidate) -> Spread:
         """Return how many times as fast as ``other`` this is, from the rounds' ratios."""
@@ -257,6 +221,9 @@ def title(comparison: Comparison) -> str:
     )
 
 
+_TIMED = ("data_wait", "forward", "backward", "exposed", "optimizer")
+
+
 def tables(comparison: Comparison) -> tuple[Table, Table]:
     """Return the figures and the parts of a step; a dash stands where a figure has no meaning."""
     of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
@@ -270,10 +237,11 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         other_loss = f"{difference:+.1e}" if difference else "0"
         against = "-" if candidate is comparison.single else other_loss
         speeds.append((candidate.strategy, number(rate.median), span, times, peak, loss, against))
-        parts = dict(zip(of_step, map(_ms, astuple(candidate.step)), strict=True))
-        if candidate.turns[0].exposed_s is None:
-            parts["exposed"] = "-"
-        steps.append((candidate.strategy, *parts.values()))
+        step = candidate.step
+        *before, exposed, update = (_ms(step.part(name)) for name in _TIMED)
+        exposed = "-" if step.exposed_s is None else exposed
+        other = _ms(step.other_s + step.part("core_wait"))
+        steps.append((candidate.strategy, _ms(step.total_s), *before, exposed, update, other))
     return (
         Table(title(comparison), ("strategy", *of_speed), speeds, numbers=of_speed),
         Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
@@ -316,18 +284,13 @@ def render(comparison: Comparison) -> RenderableType:
     )
 
 
-# Of `drawing.PARTS`: what a rank waits for others is within the exchange here.
-_PARTS = ("data wait", "forward", "backward", "exchange", "optimizer", "other")
-
-
 def draw(comparison: Comparison) -> str:
     """Return the plot of where the steps go, as HTML.
 
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    # All of a step but the total, which comes first.
-    rows = {each.strategy: dict(zip(_PARTS, astuple(each.step)[1:], strict=True)) for each in comparison.contenders}
+    rows = {each.strategy: each.step.parts() for each in comparison.contenders}
     with drawing.drawing_style():
         return drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
 

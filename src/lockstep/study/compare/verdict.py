@@ -9,6 +9,7 @@ from lockstep.study.common import MIB, Spread
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup, Verdict
 from lockstep.telemetry.cost import format_energy, more_than_alone
 from lockstep.telemetry.provenance import Provenance
+from lockstep.telemetry.step_times import StepTimes
 
 # Speed-up over devices that a sound set-up reaches.
 GOOD_EFFICIENCY = 0.8
@@ -50,7 +51,21 @@ VERSION = 1
 
 def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
-    return {"version": VERSION, **asdict(comparison), "provenance": asdict(provenance)}
+    record = {"version": VERSION, **asdict(comparison), "provenance": asdict(provenance)}
+    for shown, candidate in zip(record["contenders"], comparison.contenders, strict=True):
+        step = candidate.step
+        shown["step"] = {"total_s": step.total_s, **_times(step), "exposed_s": step.part("exposed")}
+        shown["step"]["other_s"] = step.other_s
+        for written, turn in zip(shown["turns"], candidate.turns, strict=True):
+            del written["times"]
+            written |= {"step_s": turn.times.total_s, **_times(turn.times)}
+            written["backward_s"] += written["exposed_s"] or 0.0  # with synchronisation
+    return record
+
+
+def _times(step: StepTimes) -> dict[str, Any]:
+    names = ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "core_wait_s")
+    return {name: getattr(step, name) for name in names}
 
 
 def judge(comparison: Comparison) -> Verdict:
@@ -100,7 +115,7 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     if chosen is not single:
         return _shares(chosen)
     divided = comparison.find("ddp") or comparison.others[-1]
-    starved = single.step.data_wait_s / single.step.parts_s
+    starved = _share(single.step, "data_wait")
     if starved >= STARVED:
         return f"Single waits for data during {starved:.0%} of its step: faster loading gains more than devices do."
     # What a divided step takes beyond its ideal is communication or overhead. The ideal is single's step divided by the
@@ -108,7 +123,7 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     ideal_s = single.step.total_s / (1 if setup.device == "cpu" else setup.num_devices)
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
-    communication = min(divided.step.exposed_s / total_s, lost)
+    communication = min(divided.step.part("exposed") / total_s, lost)
     overhead = lost - communication
     if lost < TOO_SMALL:
         return _shares(divided)
@@ -129,14 +144,17 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     )
 
 
+def _share(step: StepTimes, *parts: str) -> float:
+    return sum(map(step.part, parts)) / sum(step.parts().values())
+
+
 def _shares(candidate: Candidate) -> str:
-    step = candidate.step
-    computing, exposed, waiting = (part / step.parts_s for part in (step.computing_s, step.exposed_s, step.data_wait_s))
-    work = f"takes {computing:.0%}, communication that is not hidden {exposed:.0%}"
-    if candidate.turns[0].exposed_s is None:
+    name, step = candidate.strategy, candidate.step
+    computing, waiting = _share(step, "forward", "backward", "optimizer"), _share(step, "data_wait")
+    work = f"takes {computing:.0%}, communication that is not hidden {_share(step, 'wire'):.0%}"
+    if step.exposed_s is None:
         work = f"and communication, which cannot be told apart, take {computing:.0%}"
-    name, total_ms = candidate.strategy, step.total_s * 1e3
-    return f"Of a step of {name} ({total_ms:.1f} ms), computing {work}, waiting for data {waiting:.0%}."
+    return f"Of a step of {name} ({step.total_s * 1e3:.1f} ms), computing {work}, waiting for data {waiting:.0%}."
 
 
 def _efficiency(comparison: Comparison) -> list[str]:
@@ -212,9 +230,9 @@ def _against_torch(comparison: Comparison) -> list[str]:
 def _threads_against_processes(comparison: Comparison) -> list[str]:
     dp, ddp = comparison.find("dp"), comparison.find("ddp")
     # Where dp's own share was not measured, the sum of the gradients is within its backward.
-    if dp is None or ddp is None or dp.turns[0].exposed_s is None:
+    if dp is None or ddp is None or dp.step.exposed_s is None:
         return []
-    in_threads_s, in_processes_s = (each.step.forward_s + each.step.backward_s for each in (dp, ddp))
+    in_threads_s, in_processes_s = (each.step.part("forward") + each.step.part("backward") for each in (dp, ddp))
     ratio = dp.speed_over(ddp)
     if ratio.high >= 1.0 or in_threads_s - in_processes_s < WAITING * dp.step.total_s:
         return []

@@ -1,4 +1,4 @@
-"""Examine a machine, and a script or task, for a planned run, on one machine or on all machines of a job."""
+"""Examine a machine, and a task, for a planned run, on one machine or on all machines of a job."""
 
 import pickle
 import socket
@@ -15,15 +15,13 @@ from rich.text import Text
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import init
 from lockstep.env import RankEnv
-from lockstep.errors import EXIT_CODE, LockstepError
+from lockstep.errors import EXIT_CODE, ConfigurationError, LockstepError
 from lockstep.launcher.api import num_cores
 from lockstep.study.common import grid
 from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
 from lockstep.study.doctor.machine import read_machine
 from lockstep.study.doctor.network import Job, read_network, read_versions
-from lockstep.study.doctor.script import Script
-from lockstep.study.doctor.task import TaskFacts, read_task
-from lockstep.study.doctor.watcher import watch_script
+from lockstep.study.doctor.task import read_task
 from lockstep.study.links import probe_link
 from lockstep.study.rehearse.runner import is_task
 
@@ -34,21 +32,25 @@ RENDEZVOUS_S = 20.0
 PROBE_S = 3.0
 
 
-def run(
-    asked: Plan, env: RankEnv, environ: Mapping[str, str], arguments: Sequence[str] = ()
-) -> tuple[Report | None, int]:
+def run(asked: Plan, env: RankEnv, environ: Mapping[str, str]) -> tuple[Report | None, int]:
     """Return the report that this process has to print, if any, and the exit code, which is the same on all ranks.
 
     Collective: every rank, if this process is a rank of a job: then ``env`` overrides what was ``asked``. The default
     number of devices is that of `lockstep run`.
 
     Raises:
-        ConfigurationError: The script or task does not exist, cannot be read, or fails when it is created.
+        ConfigurationError: The file does not exist, cannot be read, defines no task, or fails when it is imported.
     """
+    if asked.target is not None and not is_task(asked.target):
+        raise ConfigurationError(
+            f"{asked.target} defines no task: lockstep doctor examines machines and tasks, and starts no script.\n"
+            f"Record a run of the script with lockstep run --monitor runs/a {asked.target}, and look at it with "
+            "lockstep report runs/a."
+        )
     num_gpus = torch.accelerator.device_count()
     plan = replace(asked, devices=asked.devices or num_gpus or num_cores(), on_gpus=num_gpus > 0)
     if env.world_size == 1:
-        report = examine(plan, environ, arguments)
+        report = examine(plan, environ)
         return report, report.exit_code
     plan = replace(
         plan,
@@ -61,29 +63,18 @@ def run(
     return examine_job(plan, env, environ)
 
 
-def examine(plan: Plan, environ: Mapping[str, str], arguments: Sequence[str] = ()) -> Report:
-    """Return what will slow or hang the planned run, on this machine and in its script or task.
+def examine(plan: Plan, environ: Mapping[str, str]) -> Report:
+    """Return what will slow or hang the planned run, on this machine and in its task.
 
-    Blocks under ten seconds, and under a minute for a script, which runs on CPU ranks with ``arguments``; what takes
-    longer is not checked. Writes one MiB to the checkpoint folder and removes it.
+    Blocks under ten seconds; what takes longer is not checked. Writes one MiB to the checkpoint folder and removes it.
 
     Raises:
-        ConfigurationError: The script or task does not exist, cannot be read, or fails when it is created.
+        ConfigurationError: The task does not exist, cannot be read, or fails when it is created.
     """
     began = time.perf_counter()
-    script: Script | None = None
-    task: TaskFacts | None = None
-    missed: list[NotChecked] = []
-    if plan.target is None:
-        if not plan.is_running:
-            missed = [NotChecked("a script or task", "none was given: lockstep doctor train.py")]
-    elif is_task(plan.target):
-        task, missed = read_task(plan.target, plan)
-    elif plan.is_running:
-        missed = [NotChecked("the script", "it cannot be started within a job: lockstep doctor train.py")]
-    else:
-        script, missed = watch_script(plan.target, arguments)
-        plan = replace(plan, workers=script.num_workers if plan.workers is None else plan.workers)
+    task, missed = (None, []) if plan.target is None else read_task(plan.target, plan)
+    if plan.target is None and not plan.is_running:
+        missed.append(NotChecked("a task", "none was given: lockstep doctor TASK.py"))
     machine, gpus_missed = read_machine(plan, environ, task)
     network, port_missed = read_network(plan, environ)
     missed += gpus_missed + port_missed
@@ -93,7 +84,7 @@ def examine(plan: Plan, environ: Mapping[str, str], arguments: Sequence[str] = (
     # The versions of a running job are compared later.
     job = Job(plan, () if plan.is_running else (read_versions(),))
     seen = machine.seen | network.seen | (task.seen if task else {}) | job.seen
-    findings = worst_first([finding for record in (script, task, machine, network) for finding in judge(record)])
+    findings = worst_first([finding for record in (task, machine, network) for finding in judge(record)])
     return Report(plan, socket.gethostname(), seen, findings, tuple(missed), time.perf_counter() - began)
 
 

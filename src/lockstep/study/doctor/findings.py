@@ -1,8 +1,7 @@
-"""The table of checks: each is one function, whose docstring is its entry in the documentation."""
+"""The table of checks: each is one function, with its texts above it."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import threading
@@ -27,13 +26,12 @@ class Severity(StrEnum):
     NOTE = "note"
 
 
-HANG, WRONG, SLOW, NOTE = Severity
-WORDS = {HANG: "will hang or fail", WRONG: "will be wrong", SLOW: "will be slow", NOTE: "to note"}
+WORDS = dict(zip(Severity, ("will hang or fail", "will be wrong", "will be slow", "to note"), strict=True))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem on the machine or in the program, and its fix.
+    """A problem on the machine or in the task, and its fix.
 
     Attributes:
         kind: The name of the check; also its heading in the documentation.
@@ -41,8 +39,8 @@ class Finding:
         found: What was measured or read.
         cost: What it costs the run.
         fix: What to do, in a sentence.
-        paste: Lines to type into a shell, or into the script if ``where`` names a line of it.
-        where: ``FILE:LINE`` in a script, or the machine in a job on several machines.
+        paste: Lines to type into a shell, or into the program.
+        where: The machine, in a job on several machines.
     """
 
     kind: str
@@ -50,7 +48,7 @@ class Finding:
     found: str
     cost: str
     fix: str
-    paste: str
+    paste: str = ""
     where: str = ""
 
     @property
@@ -76,65 +74,74 @@ class Problem(NamedTuple):
 
     Attributes:
         found: What was measured or read.
-        where: ``FILE:LINE`` in a script.
         severity: Instead of the one that the check is registered with.
-        paste: Instead of the line in the check's docstring.
+        paste: Instead of the lines above the check.
     """
 
     found: str
-    where: str = ""
     severity: Severity | None = None
     paste: str = ""
 
 
+_Function = Callable[[F], Iterator[Problem]]
+
+
 class Check(NamedTuple):
-    """An entry of the table: the record that a function reads, its documentation, and the part of its findings."""
+    """An entry of the table: the record that a function reads, and the part of its findings that is always the same."""
 
     record: type
-    section: str
-    explanation: str
-    finding: Finding
     function: Callable[[Any], Iterator[Problem]]
+    finding: Finding
 
 
 # All checks, in the order in which their modules are imported.
 CHECKS: list[Check] = []
 
-_Function = Callable[[F], Iterator[Problem]]
+# By the function of a check: its texts, until `check` takes them.
+_texts: dict[object, dict[str, str]] = {}
 
 
 def check(record: type[F], severity: Severity) -> Callable[[_Function[F]], _Function[F]]:
-    """Add a function to the table, under its own name with dashes, in the section of its module.
+    """Add a function to the table, under its own name with dashes; below, `cost` and `fix` are required.
 
-    It reads ``record``, what is known of one part of the machine or the program, and nothing else. Its docstring ends
-    with a paragraph of three entries: ``Cost:``, ``Fix:``, and ``Paste:``, the lines to type. Names in braces in these
-    lines are attributes of the record.
+    It reads ``record``, what is known of one part of the machine or the task, and nothing else. Its docstring is its
+    explanation in the documentation.
     """
 
     def register(function: _Function[F]) -> _Function[F]:
-        # The last paragraph: an explanation may contain the words itself.
-        explanation, _, rest = (inspect.getdoc(function) or "").rpartition("\n\nCost: ")
-        rest, _, paste = rest.partition("\nPaste: ")
-        cost, fix = (" ".join(part.split()) for part in rest.split("\nFix: "))
-        paste = "\n".join(map(str.strip, paste.splitlines()))
-        section = function.__module__.rpartition(".")[2].capitalize()
-        finding = Finding(function.__name__.replace("_", "-"), severity, "", cost, fix, paste)
-        CHECKS.append(Check(record, section, explanation, finding, function))
+        kind = function.__name__.replace("_", "-")
+        CHECKS.append(Check(record, function, Finding(kind, severity, found="", **_texts.pop(function))))
         return function
 
     return register
 
 
+def _text_named(name: str) -> Callable[..., Callable[[_Function[F]], _Function[F]]]:
+    def text(*lines: str) -> Callable[[_Function[F]], _Function[F]]:
+        def add(function: _Function[F]) -> _Function[F]:
+            _texts.setdefault(function, {})[name] = "\n".join(lines)
+            return function
+
+        return add
+
+    return text
+
+
+# The texts of a check: what the problem costs the run, what to do, and the lines to type for it. Names in braces in
+# these lines are attributes of the record.
+cost, fix, paste = map(_text_named, ("cost", "fix", "paste"))
+
+
 def judge(record: object) -> list[Finding]:
-    """Return what all checks of this record find; of several problems at one line of a script, the first."""
-    found: dict[tuple[str, str], Finding] = {}
+    """Return what all checks of this record find."""
+    found = []
     for entry in CHECKS:
         for problem in entry.function(record) if entry.record is type(record) else ():
             common = entry.finding
-            paste = problem.paste or re.sub(r"{(\w+)}", lambda name: str(getattr(record, name[1])), common.paste)
-            own = problem._asdict() | {"severity": problem.severity or common.severity, "paste": paste}
-            found.setdefault((common.kind, problem.where or problem.found), replace(common, **own))
-    return list(found.values())
+            own = problem.paste or re.sub(r"{(\w+)}", lambda name: str(getattr(record, name[1])), common.paste)
+            severity = problem.severity or common.severity
+            found.append(replace(common, found=problem.found, severity=severity, paste=own))
+    return found
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ class Plan:
         master_addr: The address of the rendezvous.
         master_port: Its port; ``None`` if the launcher chooses one.
         checkpoint: Folder for checkpoints.
-        target: The script or task, as the user named it.
+        target: The task, as the user named it.
         is_running: Whether this process is a rank of a running job.
     """
 
@@ -198,7 +205,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 if a finding is worse than a note, 0 otherwise."""
-        return int(any(finding.severity is not NOTE for finding in self.findings))
+        return int(any(finding.severity is not Severity.NOTE for finding in self.findings))
 
     @property
     def verdict(self) -> str:
@@ -217,7 +224,7 @@ class Report:
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings sorted by severity; the sort is stable."""
+    """Return the findings sorted by severity; those of one severity stay in their order."""
     return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
 
 

@@ -22,7 +22,7 @@ import torch
 from lockstep import env
 from lockstep.comm.shm.communicator import library
 from lockstep.study.common import MIB
-from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time
+from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, in_time, paste
 from lockstep.study.doctor.task import TaskFacts
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import free_and_total_bytes
@@ -236,45 +236,40 @@ def read_disk(folder: str) -> tuple[str, str, int]:
 # GPUs.
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("Training runs on the CPU, tens of times slower.")
+@fix("Install a torch that has CUDA, or update the driver to one that supports torch's CUDA version.")
+@paste("nvidia-smi  # shows the CUDA version of the driver", "python -m pip install --upgrade --force-reinstall torch")
 def gpu_unusable(machine: Machine) -> Iterator[Problem]:
     """NVIDIA's driver is installed, but torch finds no GPU.
 
     The installed torch was built for CPUs, or its CUDA is newer than the driver. If ``CUDA_VISIBLE_DEVICES`` is empty,
     nothing is reported.
-
-    Cost: Training runs on the CPU, tens of times slower.
-    Fix: Install a torch that has CUDA, or update the driver to one that supports torch's CUDA version.
-    Paste: nvidia-smi  # shows the CUDA version of the driver
-        python -m pip install --upgrade --force-reinstall torch
     """
     if machine.has_driver and machine.num_usable == 0:
         why = f"it finds no driver for its CUDA {machine.torch_cuda}" if machine.torch_cuda else "it has no CUDA"
         yield Problem(f"NVIDIA's driver is installed, but torch cannot use a GPU: {why}.")
 
 
-@check(Machine, HANG)
+@check(Machine, Severity.HANG)
+@cost("`lockstep run` refuses to start; with other launchers two ranks share a GPU, and NCCL fails or hangs.")
+@fix("Start one rank for each GPU.")
+@paste("lockstep run --devices {num_usable} train.py")
 def gpus_too_few(machine: Machine) -> Iterator[Problem]:
-    """The run has more ranks on this machine than torch finds GPUs.
-
-    Cost: `lockstep run` refuses to start; with other launchers two ranks share a GPU, and NCCL fails or hangs.
-    Fix: Start one rank for each GPU.
-    Paste: lockstep run --devices {num_usable} train.py
-    """
+    """The run has more ranks on this machine than torch finds GPUs."""
     if 0 < machine.num_usable < machine.plan.devices:
         ranks, usable = plural(machine.plan.devices, "rank"), plural(machine.num_usable, "GPU")
         yield Problem(f"{ranks} on this machine, but torch finds {usable}.")
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("The run has less memory, and if the other process computes, all ranks wait for this one.")
+@fix("Find the process, and end it or leave this GPU out.")
+@paste("nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv")
 def gpu_busy(machine: Machine) -> Iterator[Problem]:
     """Over a tenth of a GPU's memory is in use before the run begins.
 
     On a machine with a desktop that may be the screen; otherwise it is another job, or a process left by a crash.
-
-    Cost: The run has less memory, and if the other process computes, all ranks wait for this one.
-    Fix: Find the process, and end it or leave this GPU out.
-    Paste: nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv
     """
     for gpu in machine.gpus[: machine.plan.devices]:
         if gpu.used_bytes > _IN_USE * gpu.memory_bytes:
@@ -285,33 +280,29 @@ def gpu_busy(machine: Machine) -> Iterator[Problem]:
 # Cores.
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("CPU ranks, loader workers and threads that feed a GPU wait for a core; all ranks wait for the slowest.")
+@fix("Stop the other programs, or reserve cores for the run (taskset, a scheduler, a control group).")
+@paste("ps -eo pid,ni,pcpu,args --sort=-pcpu | head")
 def cores_busy(machine: Machine) -> Iterator[Problem]:
     """Other programs run, or wait for a core, on at least a quarter of the machine's cores.
 
     The kernel counts them (``procs_running`` in /proc/stat); in a container, those of the whole machine.
-
-    Cost: CPU ranks, loader workers and the thread that feeds a GPU wait for a core, and at each collective all ranks
-        wait for the slowest.
-    Fix: Stop the other programs, or reserve cores for the run (taskset, a scheduler, a control group).
-    Paste: ps -eo pid,ni,pcpu,args --sort=-pcpu | head
     """
     if machine.runnable >= max(1, machine.logical / 4):
         cores = plural(machine.logical, "core")
         yield Problem(f"Other processes that run or wait for a core: {machine.runnable}, on {cores}.")
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("Operations take several times as long: at their end, all threads wait for one that has no core.")
+@fix("Choose the number of threads so that all ranks together use each core once.")
+@paste("export OMP_NUM_THREADS={fair_threads}")
 def threads_too_many(machine: Machine) -> Iterator[Problem]:
     """All ranks together have more threads than cores.
 
     Each rank has as many as ``OMP_NUM_THREADS`` or ``MKL_NUM_THREADS`` says. Without these, a single process starts one
     for each core that it finds, although a container's quota may allow fewer.
-
-    Cost: The threads of an operation wait for each other at its end, so one thread without a core delays the others:
-        operations take several times as long.
-    Fix: Choose the number of threads so that all ranks together use each core once.
-    Paste: export OMP_NUM_THREADS={fair_threads}
     """
     ranks, total = machine.plan.devices, machine.plan.devices * (machine.threads or 0)
     if total > max(machine.usable, ranks):
@@ -319,15 +310,14 @@ def threads_too_many(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"{each} are {total} threads for {machine.usable:g} cores.")
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("The other cores are idle while the ranks compute.")
+@fix("Choose the number of threads so that all ranks together use each core once, or start more ranks.")
+@paste("export OMP_NUM_THREADS={fair_threads}")
 def threads_too_few(machine: Machine) -> Iterator[Problem]:
     """CPU ranks use so few threads that at least half of the cores stay idle.
 
     torchrun sets ``OMP_NUM_THREADS=1`` unless it is set; ``lockstep run`` divides the cores among the ranks.
-
-    Cost: The other cores are idle while the ranks compute.
-    Fix: Choose the number of threads so that all ranks together use each core once, or start more ranks.
-    Paste: export OMP_NUM_THREADS={fair_threads}
     """
     ranks, threads = machine.plan.devices, machine.threads or machine.fair_threads
     if threads < machine.fair_threads and 2 * ranks * threads <= machine.usable and not machine.plan.on_gpus:
@@ -335,14 +325,13 @@ def threads_too_few(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"{each} use {ranks * threads} of {machine.usable:g} cores.")
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("The processes take turns, and at each collective all ranks wait for the slowest.")
+@fix("Start fewer, or request more cores from the scheduler; SLURM's default is one for each task.")
 def processes_over_cores(machine: Machine) -> Iterator[Problem]:
     """Ranks and their loader workers are more processes than this process has cores.
 
     The cores are those that an affinity mask (``taskset``, a scheduler) and the container's quota allow.
-
-    Cost: The processes take turns, and at each collective all ranks wait for the slowest.
-    Fix: Start fewer, or request more cores from the scheduler; SLURM's default is one for each task.
     """
     ranks, workers, usable = machine.plan.devices, machine.plan.workers or 0, machine.usable
     processes = ranks * (1 + workers)
@@ -357,27 +346,24 @@ def processes_over_cores(machine: Machine) -> Iterator[Problem]:
 # Memory and limits.
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("CPU ranks use Gloo instead, and collectives take several times as long.")
+@fix("Install a C compiler, and install lockstep again.")
+@paste("apt-get install gcc && pip install --force-reinstall --no-deps lockstep-torch")
 def shared_memory_library(machine: Machine) -> Iterator[Problem]:
-    """The backend ``shm`` for CPU ranks of one machine is not available, because its C library is missing.
-
-    Cost: CPU ranks use Gloo instead, and collectives take several times as long.
-    Fix: Install a C compiler, and install lockstep again.
-    Paste: apt-get install gcc && pip install --force-reinstall --no-deps lockstep-torch
-    """
+    """The backend ``shm`` for CPU ranks of one machine is not available, because its C library is missing."""
     if isinstance(machine.no_library, str) and machine.plan.devices > 1 and not machine.plan.on_gpus:
         yield Problem(f"The backend shm is not available: {machine.no_library}.")
 
 
-@check(Machine, HANG)
+@check(Machine, Severity.HANG)
+@cost("Loader workers end with a bus error (SIGBUS) when it is full, and NCCL fails to start.")
+@fix("Start the container with more shared memory, make /dev/shm larger, or use no loader workers.")
 def shared_memory_small(machine: Machine) -> Iterator[Problem]:
     """/dev/shm is too small for loader workers, which pass batches there, or for NCCL between processes of a machine.
 
     The default of containers is 64 MiB, which is too little for workers; NCCL needs about as much for each rank. If the
     number of workers is unknown, this is a note. lockstep's own backend ``shm`` does not use /dev/shm.
-
-    Cost: Loader workers end with a bus error (SIGBUS) when it is full, and NCCL fails to start.
-    Fix: Start the container with more shared memory, make /dev/shm larger, or use no loader workers.
     """
     ranks, workers = machine.plan.devices, machine.plan.workers
     need = ranks * _NCCL_BYTES if machine.plan.on_gpus and ranks > 1 else 0
@@ -388,20 +374,19 @@ def shared_memory_small(machine: Machine) -> Iterator[Problem]:
         gib = max(1, -(-2 * need // 2**30))  # twice the need, rounded up
         yield Problem(
             f"/dev/shm has {free}, which is too little for {plural(ranks, 'rank')} with {each}.",
-            severity=NOTE if workers is None and need <= machine.shm_free_bytes else HANG,
+            severity=Severity.NOTE if workers is None and need <= machine.shm_free_bytes else Severity.HANG,
             paste=f"docker run --shm-size={gib}g ...  # or: sudo mount -o remount,size={gib}g /dev/shm",
         )
 
 
-@check(Machine, HANG)
+@check(Machine, Severity.HANG)
+@cost("The kernel kills a rank when no memory is left, and the run ends.")
+@fix("Start fewer ranks, or shard the optimizer state.")
 def memory_small(machine: Machine) -> Iterator[Problem]:
     """CPU ranks need more memory than is available, even without activations.
 
     The estimate for each rank is 250 MiB for Python and torch, the weights, as much again for gradients, and twice as
     much for Adam. The container's limit counts.
-
-    Cost: The kernel kills a rank when no memory is left, and the run ends.
-    Fix: Start fewer ranks, or shard the optimizer state.
     """
     ranks, available, task = machine.plan.devices, machine.available_bytes, machine.task
     rank_bytes = _RANK_BYTES + (task.weight_bytes + 3 * task.trained_bytes if task else 0)
@@ -411,17 +396,16 @@ def memory_small(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"{least}; {format_bytes(available)} are available.", paste=paste)
 
 
-@check(Machine, HANG)
+@check(Machine, Severity.HANG)
+@cost("A rank fails with 'Too many open files', perhaps only after hours.")
+@fix("Raise the limit, or call torch.multiprocessing.set_sharing_strategy('file_system') in the program.")
+@paste("ulimit -n $(ulimit -Hn)")
 def open_files(machine: Machine) -> Iterator[Problem]:
     """The limit on open files is too low.
 
     The estimate is 64 for Python and torch, 4 for each rank of the job, and 16 for each batch that a worker prepares:
-    by default, torch keeps a file open for each tensor that a worker passes on.
-
-    Cost: A rank fails with 'Too many open files', perhaps only after hours.
-    Fix: Raise the limit in the shell that starts the run. If the hard limit is too low, call
-        torch.multiprocessing.set_sharing_strategy('file_system') in the script: workers then pass no files.
-    Paste: ulimit -n $(ulimit -Hn)
+    by default, torch keeps a file open for each tensor that a worker passes on. The limit is that
+    of the shell that starts the run. With the other sharing strategy, workers pass no files.
     """
     needed = 64 + 4 * machine.plan.world_size + (machine.plan.workers or 0) * _BATCHES_AHEAD * _FILES_OF_A_BATCH
     if needed > machine.open_files >= 0:
@@ -432,29 +416,26 @@ def open_files(machine: Machine) -> Iterator[Problem]:
 # The checkpoint folder, and the environment.
 
 
-@check(Machine, HANG)
+@check(Machine, Severity.HANG)
+@cost("The run ends when it writes its first checkpoint; checkpoints in memory are lost when the machine restarts.")
+@fix("Choose a folder on a disk that can be written.")
+@paste("lockstep train TASK.py --checkpoint ~/checkpoints")
 def checkpoint_folder(machine: Machine) -> Iterator[Problem]:
-    """The checkpoint folder cannot be written, does not respond, or is in memory.
-
-    Cost: The run ends when it writes its first checkpoint; checkpoints in memory are lost when the machine restarts.
-    Fix: Choose a folder on a disk that can be written.
-    Paste: lockstep train TASK.py --checkpoint ~/checkpoints
-    """
+    """The checkpoint folder cannot be written, does not respond, or is in memory."""
     if machine.disk_problem:
         yield Problem(f"{machine.plan.checkpoint} cannot be written: {machine.disk_problem}.")
     elif machine.filesystem in ("tmpfs", "ramfs"):
-        yield Problem(f"{machine.plan.checkpoint} is in memory ({machine.filesystem}).", severity=WRONG)
+        yield Problem(f"{machine.plan.checkpoint} is in memory ({machine.filesystem}).", severity=Severity.WRONG)
 
 
-@check(Machine, HANG)
+@check(Machine, Severity.HANG)
+@cost("The run ends when a checkpoint does not fit.")
+@fix("Free some space, or choose another folder.")
+@paste("df -h  # then: lockstep train TASK.py --checkpoint DIR")
 def disk_full(machine: Machine) -> Iterator[Problem]:
     """The checkpoint folder has no room for three checkpoints; if their size is unknown, less than 1 GiB.
 
     Two checkpoints are kept while the next is written.
-
-    Cost: The run ends when a checkpoint does not fit.
-    Fix: Free some space, or choose another folder.
-    Paste: df -h  # then: lockstep train TASK.py --checkpoint DIR
     """
     size = machine.task.checkpoint_bytes if machine.task else 0
     if not machine.disk_problem and machine.free_bytes < (_KEPT * size or 2**30):
@@ -463,7 +444,9 @@ def disk_full(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"{free}, which is too little for {what}.")
 
 
-@check(Machine, SLOW)
+@check(Machine, Severity.SLOW)
+@cost("Each makes every step slower, some of them several times.")
+@fix("Unset it, unless you are debugging.")
 def debug_switch(machine: Machine) -> Iterator[Problem]:
     """An environment variable for debugging is set that makes training slower.
 
@@ -471,9 +454,6 @@ def debug_switch(machine: Machine) -> Iterator[Problem]:
     collective before every collective), ``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``, ``NCCL_IB_DISABLE`` (slower
     transports between GPUs), ``NCCL_DEBUG=TRACE``, ``PYTORCH_NO_CUDA_MEMORY_CACHING`` (the driver allocates every
     tensor).
-
-    Cost: Each makes every step slower, some of them several times.
-    Fix: Unset it, unless you are debugging.
     """
     for name, costly in _DEBUG_SWITCHES.items():
         if machine.environ.get(name) == costly:

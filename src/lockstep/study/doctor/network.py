@@ -12,7 +12,7 @@ import torch
 from lockstep.accelerator import default_device, nccl_version
 from lockstep.comm.network import GLOO_INTERFACE, is_local, reachable_address
 from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
-from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, in_time, listed
+from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, in_time, listed, paste
 from lockstep.study.links import Link, cable_bytes, format_rate
 from lockstep.telemetry import provenance
 
@@ -183,16 +183,15 @@ def read_port(plan: Plan) -> tuple[str, list[NotChecked]]:
     return "", []
 
 
-@check(Network, HANG)
+@check(Network, Severity.HANG)
+@cost("The backend cannot connect: the run fails at the start, or waits until the time-out.")
+@fix("Name an interface that exists, or unset the variable.")
+@paste("export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}")
 def interface_missing(facts: Network) -> Iterator[Problem]:
     """``GLOO_SOCKET_IFNAME`` or ``NCCL_SOCKET_IFNAME`` names an interface that does not exist or is down.
 
     Often the value comes from another machine, whose interfaces have other names. NCCL takes the value as a prefix,
     after ``=`` as a whole name, and after ``^`` as an exclusion. CPU ranks on one machine need no interface.
-
-    Cost: The backend cannot connect: the run fails at the start, or waits until the time-out.
-    Fix: Name an interface that exists, or unset the variable.
-    Paste: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}
     """
     existing = listed([interface.name for interface in facts.interfaces], 8)
     is_alone = facts.plan.machines == 1
@@ -202,16 +201,15 @@ def interface_missing(facts: Network) -> Iterator[Problem]:
             yield Problem(found, paste=f"unset {name}" if is_alone else "")
 
 
-@check(Network, HANG)
+@check(Network, Severity.HANG)
+@cost("If the other machines cannot reach its address, all ranks wait until the time-out; if they can, it is slow.")
+@fix("Name the interface that connects the machines.")
+@paste("export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}")
 def interface_local(facts: Network) -> Iterator[Problem]:
     """In a job of several machines, the backend's interface leads to this machine only, to containers, or to a tunnel.
 
     This is known from its name: a bridge (``docker0``, ``virbr0``, ``br-...``), a container's interface (``veth...``)
     or a tunnel (``tun``, ``wg``, ``tailscale``). NCCL itself excludes only ``docker`` and ``lo``.
-
-    Cost: If the other machines cannot reach its address, all ranks wait until the time-out; if they can, it is slow.
-    Fix: Name the interface that connects the machines.
-    Paste: export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}
     """
     chosen, backend = facts.chosen, "NCCL" if facts.plan.on_gpus else "Gloo"
     if chosen is None or facts.missing:  # `interface_missing` reports a name that does not exist
@@ -223,18 +221,17 @@ def interface_local(facts: Network) -> Iterator[Problem]:
         yield Problem(f"{backend} will use {chosen.name}: by its name, a bridge to containers or a tunnel.")
 
 
-@check(Network, HANG)
+@check(Network, Severity.HANG)
+@cost("A job of several machines waits until the time-out: the other machines get an address that is their own.")
+@fix("Start the ranks with `lockstep run --nnodes`; or name Gloo's interface, and correct /etc/hosts.")
+@paste("export GLOO_SOCKET_IFNAME={best}", "echo '{own_address} {host}' | sudo tee -a /etc/hosts")
 def hostname_loopback(facts: Network) -> Iterator[Problem]:
     """The host name resolves to a loopback address, mostly because ``/etc/hosts`` says 127.0.1.1, or to none.
 
     Gloo binds to the address of the host name, and torchrun gives it to the other machines. On one machine, or if
-    ``GLOO_SOCKET_IFNAME`` is set, this does no harm. ``lockstep run --nnodes`` finds the interface by itself.
-
-    Cost: A job of several machines waits until the time-out: the other machines get an address that is their own.
-    Fix: Start the ranks with `lockstep run --nnodes`. With other launchers, name Gloo's interface and give torchrun an
-        address (--local-addr), or add the address to /etc/hosts and delete the name from the line of 127.0.x.x.
-    Paste: export GLOO_SOCKET_IFNAME={best}
-        echo '{own_address} {host}' | sudo tee -a /etc/hosts
+    ``GLOO_SOCKET_IFNAME`` is set, this does no harm. ``lockstep run --nnodes`` finds the interface by itself. With
+    torchrun, give an address (``--local-addr``) as well; or add the address to ``/etc/hosts``, and delete the name from
+    the line of 127.0.x.x.
     """
     is_named = GLOO_INTERFACE in facts.environ and bool(facts.addresses)
     first = next(iter(facts.addresses), "")  # the one that Gloo and torchrun use
@@ -243,14 +240,12 @@ def hostname_loopback(facts: Network) -> Iterator[Problem]:
         yield Problem(f"The name of this host, {facts.host}, resolves to {where}.")
 
 
-@check(Network, HANG)
+@check(Network, Severity.HANG)
+@cost("The other machines wait until the time-out, or fail at the start.")
+@fix("Use the IP address of the first machine in the network that all machines share.")
+@paste("export MASTER_ADDR={own_address}  # if this is the first machine: its address")
 def master_address(facts: Network) -> Iterator[Problem]:
-    """In a job of several machines, the address of the rendezvous is a loopback address, or a name without an address.
-
-    Cost: The other machines wait until the time-out, or fail at the start.
-    Fix: Use the IP address of the first machine in the network that all machines share.
-    Paste: export MASTER_ADDR={own_address}  # if this is the first machine: its address
-    """
+    """In a job of several machines, the rendezvous is at a loopback address, or at a name without an address."""
     plan, first = facts.plan, next(iter(facts.master_addresses), "")
     if plan.master_addr is None or plan.machines == 1:
         return
@@ -261,18 +256,20 @@ def master_address(facts: Network) -> Iterator[Problem]:
         yield Problem(f"The rendezvous host, {plan.master_addr}, resolves to {first}, a loopback address.")
 
 
-@check(Network, NOTE)
+@check(Network, Severity.NOTE)
+@cost("The run cannot start; if the ranks of another job answer there, all ranks wait.")
+@fix("Choose another port, the same on every machine.")
+@paste("export MASTER_PORT={free_port}")
 def port_taken(facts: Network) -> Iterator[Problem]:
     """The port of the rendezvous is in use, often by a job that has not ended.
 
     On one machine, ``lockstep run`` uses a free port unless you choose one; then torchrun's 29500 in use is a note.
-
-    Cost: The run cannot start; if the ranks of another job answer there, all ranks wait.
-    Fix: Choose another port, the same on every machine.
-    Paste: export MASTER_PORT={free_port}
     """
     if facts.port_problem:
-        port, severity = facts.plan.master_port or DEFAULT_MASTER_PORT, HANG if facts.plan.master_port else NOTE
+        port, severity = (
+            facts.plan.master_port or DEFAULT_MASTER_PORT,
+            Severity.HANG if facts.plan.master_port else Severity.NOTE,
+        )
         yield Problem(f"Port {port} on this machine cannot be used: {facts.port_problem}.", severity=severity)
 
 
@@ -309,11 +306,11 @@ class Job:
 
 # What must be equal on all ranks: how bad it is if not, and the line to type, with the most common version.
 _VERSIONS = {
-    "torch": (HANG, "python -m pip install torch=={}"),
-    "lockstep": (HANG, "python -m pip install lockstep-torch=={}"),
-    "nccl": (HANG, "python -m pip install torch  # which brings NCCL"),
-    "cuda": (WRONG, "python -m pip install torch  # which brings CUDA"),
-    "processor": (SLOW, "lockstep train TASK.py --shares 2,1"),
+    "torch": (Severity.HANG, "python -m pip install torch=={}"),
+    "lockstep": (Severity.HANG, "python -m pip install lockstep-torch=={}"),
+    "nccl": (Severity.HANG, "python -m pip install torch  # which brings NCCL"),
+    "cuda": (Severity.WRONG, "python -m pip install torch  # which brings CUDA"),
+    "processor": (Severity.SLOW, "lockstep train TASK.py --shares 2,1"),
 }
 
 
@@ -325,15 +322,14 @@ def read_versions() -> dict[str, str]:
     return provenance.versions() | {"processor": name} | nccl
 
 
-@check(Job, SLOW)
+@check(Job, Severity.SLOW)
+@cost("Each step waits for the gradients of all machines.")
+@fix("Use a faster network, or follow the advice of `lockstep predict` for this one.")
 def link_slow(job: Job) -> Iterator[Problem]:
     """As the ranks of a job on several machines without GPUs: all-reduces between them run at 1 Gbit/s or less.
 
     Measured with messages of up to 64 MB for about three seconds. The time is that of a ring between the machines:
     ``2 (n-1)/n`` times the bytes, divided by the rate.
-
-    Cost: Each step waits for the gradients of all machines.
-    Fix: Use a faster network, or follow the advice of `lockstep predict` for this one.
     """
     if job.link is not None and job.link.bytes_per_s * 8 <= _SLOW_MBPS * 1e6:
         rate, machines = job.link.bytes_per_s, job.plan.machines
@@ -343,31 +339,29 @@ def link_slow(job: Job) -> Iterator[Problem]:
         yield Problem(found, paste=f"lockstep predict TASK.py --machines {machines} --link {rate / 1e6:.3g}MB/s")
 
 
-@check(Job, HANG)
+@check(Job, Severity.HANG)
+@cost("The run cannot start: ranks wait for each other.")
+@fix("Read the output of the other ranks, and check whether this machine can reach the first one.")
 def ranks_do_not_meet(job: Job) -> Iterator[Problem]:
     """As the ranks of a job: they did not connect to each other within 20 s.
 
     The message is that of ``lockstep.init``.
-
-    Cost: The run cannot start: ranks wait for each other.
-    Fix: Read the output of the other ranks, and check whether this machine can reach the first one.
     """
     if job.error:
         host, port = job.plan.master_addr, job.plan.master_port
         yield Problem(" ".join(job.error.split()), paste=f"getent hosts {host} && nc -vz {host} {port}")
 
 
-@check(Job, HANG)
+@check(Job, Severity.HANG)
+@cost("Ranks may not understand each other, or call other collectives: the start fails, or all wait.")
+@fix("Install the same versions on all machines; give faster ranks larger parts of each batch.")
 def versions_differ(job: Job) -> Iterator[Problem]:
     """As the ranks of a job: they differ in torch, NCCL, CUDA, lockstep, processor or GPU.
 
     torch, NCCL and lockstep must be equal; another CUDA rounds differently; all ranks wait for a slower processor or
     GPU.
-
-    Cost: Ranks may not understand each other, or call other collectives: the start fails, or all wait.
-    Fix: Install the same versions on all machines; give faster ranks larger parts of each batch.
     """
-    for name, (severity, paste) in _VERSIONS.items():
+    for name, (severity, line) in _VERSIONS.items():
         by_value: dict[str, list[str]] = {}
         for rank, versions in enumerate(job.ranks):
             by_value.setdefault(versions.get(name, "none"), []).append(str(rank))
@@ -376,4 +370,4 @@ def versions_differ(job: Job) -> Iterator[Problem]:
             most_common = max(by_value, key=lambda value: len(by_value[value]))
             noun = name if name == "processor" else f"version of {name}"
             found = f"The ranks differ in their {noun}: {who}."
-            yield Problem(found, severity=severity, paste=paste.format(most_common))
+            yield Problem(found, severity=severity, paste=line.format(most_common))

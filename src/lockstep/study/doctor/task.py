@@ -16,12 +16,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import IterableDataset
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.study.doctor.findings import HANG, NOTE, SLOW, WRONG, NotChecked, Plan, Problem, check, listed
+from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.torch_internals import BatchNorm
 from lockstep.train.plan import plural
@@ -139,10 +141,23 @@ def _own_facts(task: Task) -> dict[str, Any]:
     return {"name": task.name, "global_batch_size": task.global_batch_size, "drop_last": task.drop_last}
 
 
+class _NoDraws(TorchFunctionMode):
+    """In this context, parameters get no normally distributed values.
+
+    For these torch imports its compiler on the meta device, which takes seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in (Tensor.normal_, nn.init.normal_, nn.init.trunc_normal_):
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
 def _model_facts(task: Task) -> dict[str, Any]:
     try:
-        with torch.device("meta"):  # no memory: the model may be larger than this machine
-            model = build_model(task)
+        with torch.device("meta"), _NoDraws():  # no memory: the model may be larger than this machine
+            model = build_model(task, keeps_meta=True)
     except Exception:  # a model that reads the values of its weights needs memory
         model = build_model(task)
     names = [
@@ -165,34 +180,33 @@ def _data_facts(task: Task) -> dict[str, Any]:
 _PARTS = {"the task": _own_facts, "the model of the task": _model_facts, "the data set of the task": _data_facts}
 
 
-@check(TaskFacts, SLOW)
+@check(TaskFacts, Severity.SLOW)
+@cost("Each epoch is one step, in which devices have little or no work; with drop_last the run fails at the start.")
+@fix("Use a smaller global batch.")
+@paste("lockstep train TASK.py --global-batch-size {largest_batch}")
 def dataset_too_small(facts: TaskFacts) -> Iterator[Problem]:
-    """The data set has fewer samples than one global batch.
-
-    Cost: Each epoch is one step, in which devices have little or no work; with drop_last the run fails at the start.
-    Fix: Use a smaller global batch.
-    Paste: lockstep train TASK.py --global-batch-size {largest_batch}
-    """
+    """The data set has fewer samples than one global batch."""
     if facts.num_samples is not None and facts.num_samples < facts.global_batch_size:
         samples = plural(facts.num_samples, "sample")
         found = f"The data set has {samples}, fewer than a global batch of {facts.global_batch_size}."
-        yield Problem(found, severity=HANG if facts.drop_last else SLOW)
+        yield Problem(found, severity=Severity.HANG if facts.drop_last else Severity.SLOW)
 
 
-@check(TaskFacts, NOTE)
+@check(TaskFacts, Severity.NOTE)
+@cost("The run differs from one on a single device.")
+@fix("Synchronise the layers, train in reproducible mode, or use a norm that needs one sample only.")
+@paste(
+    "model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)  # in the function of Task.model",
+    "lockstep train TASK.py --reproducible {world_size}  # or this",
+)
 def batchnorm_not_synchronised(facts: TaskFacts) -> Iterator[Problem]:
     """BatchNorm normalises with the mean and variance of the rank's own samples.
 
     Statistics of fewer than 16 samples cost accuracy, and are reported as wrong. ``lockstep verify`` measures the
     difference between the runs.
-
-    Cost: The run differs from one on a single device.
-    Fix: Synchronise the layers, train in reproducible mode, or use a norm that needs one sample only.
-    Paste: model = lockstep.SyncBatchNorm.convert_sync_batchnorm(model)  # in the function of Task.model
-        lockstep train TASK.py --reproducible {world_size}  # or this
     """
     if facts.batchnorms and facts.world_size > 1:
         layers = f"{plural(len(facts.batchnorms), 'BatchNorm layer')} ({listed(facts.batchnorms, 2)})"
         own = f"the {plural(facts.share, 'sample')} of their own device, of {facts.global_batch_size}"
-        severity = WRONG if facts.share < _FEW_FOR_STATISTICS else NOTE
+        severity = Severity.WRONG if facts.share < _FEW_FOR_STATISTICS else Severity.NOTE
         yield Problem(f"{layers} will normalise with {own}.", severity=severity)

@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object
@@ -28,7 +29,6 @@ class Kind:
         example: An example of a rule.
         defaults: Optional keys with their defaults, written as in a rule; the other keys of the example are required.
         places: Where in a step it may strike; if empty, only at the place in ``defaults``.
-        is_silent: Whether it does harm without an error: then a job that continues has not survived it.
     """
 
     what: str
@@ -36,34 +36,22 @@ class Kind:
     # Every script has a forward, but not all have a loader or an optimizer of torch.
     defaults: str = "in=forward"
     places: tuple[str, ...] = ()
-    is_silent: bool = False
 
 
 KINDS = {
     "kill": Kind("the rank is killed, as when memory runs out", "kill:rank=2,step=20", places=PLACES),
     "hang": Kind(
-        "the rank stops forever, or for this number of seconds",
-        "hang:rank=1,step=5,in=loader",
-        "in=forward,seconds=inf",
-        PLACES,
+        "the rank stops forever, or for this time", "hang:rank=1,step=5,in=loader", "in=forward,seconds=inf", PLACES
     ),
     "straggler": Kind(
-        "the rank is this much slower in every step",
-        "straggler:rank=3,ms=50,in=backward",
-        "in=forward,step=1",
-        PLACES[:4],
-        is_silent=True,
+        "the rank is so much slower in each step", "straggler:rank=3,ms=50,in=backward", "in=forward,step=1", PLACES[:4]
     ),
-    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", "in=backward", is_silent=True),
+    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", "in=backward"),
     # After the update: a bit that flips before it would be shared between the ranks again.
-    "bitflip": Kind(
-        "one bit of one parameter of the rank changes", "bitflip:rank=1,step=9", "in=update", is_silent=True
-    ),
+    "bitflip": Kind("one bit of a parameter of the rank flips", "bitflip:rank=1,step=9", "in=update"),
     "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", "in=forward,step=3", PLACES[1:4]),
     "slowlink": Kind("messages take as long as over a link of this rate", "slowlink:mbit=100", "step=1,in=collective"),
-    "drop": Kind(
-        "no message from or to the rank passes for this time", "drop:rank=2,seconds=5", "step=3,in=collective"
-    ),
+    "drop": Kind("no message of the rank passes for this time", "drop:rank=2,seconds=5", "step=3,in=collective"),
     "disk-full": Kind("nothing more can be written to files", "disk-full:step=10", "step=1,in="),
 }
 
@@ -78,6 +66,7 @@ class Rule:
         step: The first step in which it strikes, counted from 1.
         place: Where in the step.
         amount: Milliseconds, seconds or megabits per second, as the kind has it; 0 for other kinds.
+        number: Its place among the rules of a rehearsal.
     """
 
     text: str
@@ -86,6 +75,7 @@ class Rule:
     step: int
     place: str
     amount: float = 0.0
+    number: int = 0
 
 
 def parse(text: str) -> Rule:
@@ -135,8 +125,8 @@ def parse(text: str) -> Rule:
         raise wrong(f"it cannot strike in {values['in']!r}, only in {', '.join(kind.places)}")
     rank = int(number("rank", 0, "the number of a rank, from 0")) if "rank" in values else None
     step = int(number("step", 1, "the number of a step, from 1"))
-    amounts = [number(unit, 1e-9, "a number above 0") for unit in _UNITS if unit in values]
-    return Rule(text.strip(), name, rank, step, values["in"], *amounts)
+    amount = next((number(unit, 1e-9, "a number above 0") for unit in _UNITS if unit in values), 0.0)
+    return Rule(text.strip(), name, rank, step, values["in"], amount)
 
 
 def _pairs(text: str) -> list[tuple[str, ...]]:
@@ -162,8 +152,7 @@ def describe_kinds() -> str:
 # The ranks' notes about faults that struck, which the command reads; a file for each rule.
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """When and where a fault struck for the first time."""
 
     rank: int
@@ -171,30 +160,30 @@ class Note:
     time_ns: int
 
 
-def write(folder: Path, number: int, *, rank: int, step: int) -> bool:
-    """Record that the fault with this number strikes now; return whether it is the first time.
+def write(folder: Path, rule: Rule, *, rank: int, step: int) -> bool:
+    """Record that the fault strikes now; return whether it is the first time.
 
     The file outlives the rank, so a rank that was started again can see that the fault is spent.
     """
     try:
         # Exclusively: only one of several ranks or threads may be the first.
-        with open(_path(folder, number), "x") as file:
-            json.dump(asdict(Note(rank, step, time.time_ns())), file)
+        with open(_path(folder, rule), "x") as file:
+            json.dump(Note(rank, step, time.time_ns())._asdict(), file)
     except FileExistsError:
         return False
     return True
 
 
-def is_spent(folder: Path, number: int) -> bool:
+def is_spent(folder: Path, rule: Rule) -> bool:
     """Return whether the fault has already struck, in this process or an earlier one."""
-    return os.path.exists(_path(folder, number))
+    return os.path.exists(_path(folder, rule))
 
 
-def read(folder: Path, number: int) -> Note | None:
+def read(folder: Path, rule: Rule) -> Note | None:
     """Return the note; ``None`` if the fault has not struck, or killed the rank before it had written anything."""
-    found = read_object(_path(folder, number))
+    found = read_object(_path(folder, rule))
     return Note(**found) if found else None
 
 
-def _path(folder: Path, number: int) -> Path:
-    return folder / f"fault-{number}.json"
+def _path(folder: Path, rule: Rule) -> Path:
+    return folder / f"fault-{rule.number}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import fcntl
 import io
 import os
 import signal
@@ -21,27 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import activity
+from lockstep.parallel.module_io import find_tensors
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
 from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import LoaderIters
 from lockstep.train.trainer import Trainer
-
-OOM_TEXT = "Tried to allocate 20.00 GiB: out of memory (made up by lockstep rehearse)."
-
-
-def activate(folder: str, rules: list[dict[str, Any]]) -> None:
-    """Arm this rank with the faults of a rehearsal: the launcher's bootstrap calls it before the program starts.
-
-    Args:
-        folder: The folder for the notes about faults that struck.
-        rules: All rules, from `lockstep.study.rehearse.runner`. The rank comes from the environment; faults of other
-            ranks are ignored.
-    """
-    rank = int(os.environ.get("RANK", 0))
-    mine = {number: Rule(**rule) for number, rule in enumerate(rules) if rule["rank"] in (None, rank)}
-    if mine:
-        FaultInjector(Path(folder), rank, mine).arm()
 
 
 class FaultInjector:
@@ -50,25 +36,28 @@ class FaultInjector:
     Steps are counted from 1. ``fit`` knows its step, also after a resume. In other programs the step is one more than
     the number of optimizer steps in this process; of several optimizers, the one with the most steps counts.
 
+    The launcher's bootstrap creates one before the program starts.
+
     Args:
         folder: The folder for the notes about faults that struck.
-        rank: This rank.
-        rules: By number.
+        rules: All rules, as `lockstep.study.rehearse.runner` writes them; those of other ranks are ignored.
     """
 
-    def __init__(self, folder: Path, rank: int, rules: dict[int, Rule]) -> None:
-        self._folder, self._rank, self._rules = folder, rank, rules
+    def __init__(self, folder: str, rules: list[dict[str, Any]]) -> None:
+        self._folder, self._rank = Path(folder), int(os.environ.get("RANK", 0))
+        self._rules = [Rule(**rule) for rule in rules if rule["rank"] in (None, self._rank)]
         self._is_in_fit_step = False
         self._num_updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # The outermost module of the step's first forward that has parameters to train.
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._model_step = 0
-        # By fault, the last step in which it struck, or is prepared to strike.
-        self._last_step: dict[int, int] = {}
+        # By rule, the last step in which it struck, or is prepared to strike.
+        self._last_step: dict[Rule, int] = {}
+        if self._rules:
+            self._arm(Instrument())
 
-    def arm(self) -> None:
+    def _arm(self, instrument: Instrument) -> None:
         """Install all hooks; they are not removed."""
-        instrument = Instrument()
         # Within the loader, as a loader that hangs does.
         for kind in LoaderIters:
             instrument.before(kind, "_next_data", lambda *_: self._reach("loader"))
@@ -76,11 +65,11 @@ class FaultInjector:
         instrument.optimizers(lambda *_: self._reach("optimizer"), self._on_updated)
         # On the class, because the trainer of a run is created long after the ranks are armed.
         instrument.wrap(Trainer, "step", self._on_fit_step)
-        if any(rule.place == "collective" for rule in self._rules.values()):
+        if any(rule.place == "collective" for rule in self._rules):
             instrument.collectives(self._before_collective)
-        for number, rule in self._rules.items():
+        for rule in self._rules:
             if rule.kind == "disk-full":
-                fill_disk(instrument, partial(self._is_full, number, rule))
+                fill_disk(instrument, partial(self._is_full, rule))
 
     # --- The current place and step of this rank
 
@@ -108,24 +97,24 @@ class FaultInjector:
 
     def _on_forward_end(self, module: nn.Module, _args: Any, _output: Any) -> None:
         """Prepare faults that strike during backward, when the gradient of one parameter is computed."""
-        model = self._model() if self._model is not None else None
+        model = self._model()
         if model is None or not torch.is_grad_enabled():
             return
-        for number, rule in self._due("backward"):
+        for rule in self._due("backward"):
             owner, name, full_name = middle_parameter(model)
             parameter = getattr(owner, name)
             # A parameter of fully_shard is whole only while its own module computes, and hooks run only on the whole
             # parameter. Other parameters may be used by a different module, so the model's end is included.
             if module in (owner, model) and not _is_sharded(parameter):
-                self._last_step[number] = self._step
-                self._act_on_gradient(number, rule, parameter, f"gradient of {full_name}")
+                self._last_step[rule] = self._step
+                self._act_on_gradient(rule, parameter, f"gradient of {full_name}")
 
-    def _act_on_gradient(self, number: int, rule: Rule, parameter: Tensor, detail: str) -> None:
+    def _act_on_gradient(self, rule: Rule, parameter: Tensor, detail: str) -> None:
         def act(gradient: Tensor) -> Tensor | None:
             handle.remove()
-            if self._is_spent(number, rule):
+            if self._is_spent(rule):
                 return None
-            self._act(number, rule, detail)
+            self._act(rule, detail)
             if rule.kind != "nan":
                 return None
             broken = gradient.clone()
@@ -142,67 +131,63 @@ class FaultInjector:
 
     # --- Faults
 
-    def _due(self, place: str) -> list[tuple[int, Rule]]:
+    def _due(self, place: str) -> list[Rule]:
         """Return the faults that have to strike now."""
         if activity.now.step is not None and not self._is_in_fit_step:
             return []  # work between the steps of fit, such as evaluation, does not belong to a step
-        found = []
-        for number, rule in self._rules.items():
-            is_here = place == rule.place and self._step >= rule.step
-            has_struck = self._last_step.get(number) == self._step and rule.kind != "nan"
-            if is_here and not has_struck and not self._is_spent(number, rule):
-                found.append((number, rule))
-        return found
+        here = [rule for rule in self._rules if rule.place == place and rule.step <= self._step]
+        # Once in a step; a NaN strikes again if the step is computed again to find the cause.
+        left = [rule for rule in here if rule.kind == "nan" or self._last_step.get(rule) != self._step]
+        return [rule for rule in left if not self._is_spent(rule)]
 
-    def _is_spent(self, number: int, rule: Rule) -> bool:
+    def _is_spent(self, rule: Rule) -> bool:
         """Return whether the fault is spent; a straggler is slow in every step, also after a restart."""
-        if rule.kind == "nan" and self._last_step.get(number) == self._step:
-            return False  # if the step is computed again to find the cause, the fault strikes again
-        return rule.kind != "straggler" and fault_rules.is_spent(self._folder, number)
+        if rule.kind == "nan" and self._last_step.get(rule) == self._step:
+            return False
+        return rule.kind != "straggler" and fault_rules.is_spent(self._folder, rule)
 
     def _reach(self, place: str) -> None:
-        for number, rule in self._due(place):
-            self._last_step[number] = self._step
-            model = self._model() if self._model is not None else None
+        for rule in self._due(place):
+            self._last_step[rule] = self._step
             if rule.kind != "bitflip":
-                self._act(number, rule)
-            elif model is not None:
-                self._act(number, rule, flip_bit(model))
+                self._act(rule)
+            elif (model := self._model()) is not None:
+                self._act(rule, flip_bit(model))
 
-    def _act(self, number: int, rule: Rule, detail: str = "") -> None:
-        self._note(number, rule, detail)
+    def _act(self, rule: Rule, detail: str = "") -> None:
+        self._note(rule, detail)
         if rule.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
         if rule.kind == "oom":
-            raise torch.OutOfMemoryError(OOM_TEXT)
+            raise torch.OutOfMemoryError("Tried to allocate 20 GiB: out of memory (made up by lockstep rehearse).")
         seconds = rule.amount / 1000 if rule.kind == "straggler" else rule.amount
         time.sleep(min(seconds, 1e6))  # not infinity, which sleep refuses
 
     def _before_collective(self, name: str, group: Any, *args: Any, **kwargs: Any) -> None:
-        for number, rule in self._rules.items():
+        for rule in self._rules:
             if rule.place != "collective" or self._step < rule.step:
                 continue
             if rule.kind == "slowlink":
-                self._note(number, rule)
+                self._note(rule)
+                # The largest argument: for an all-gather, that is the result.
+                sizes = [sum(each.nbytes for each in find_tensors(given)) for given in (*args, *kwargs.values())]
                 # An all-reduce sends the data twice, except for a rank's own share; other collectives once.
-                num_bits = 8 * _num_bytes((*args, *kwargs.values())) * (2 if name.startswith("allreduce") else 1)
+                num_bits = 8 * max(sizes, default=0) * (2 if name.startswith("allreduce") else 1)
                 time.sleep(num_bits * (group.size() - 1) / group.size() / (rule.amount * 1e6))
-            elif not fault_rules.is_spent(self._folder, number):
-                self._act(number, rule, name)
+            elif not fault_rules.is_spent(self._folder, rule):
+                self._act(rule, name)
 
-    def _is_full(self, number: int, rule: Rule) -> bool:
+    def _is_full(self, rule: Rule) -> bool:
         if self._step >= rule.step:
-            self._note(number, rule)
+            self._note(rule)
         return self._step >= rule.step
 
-    def _note(self, number: int, rule: Rule, detail: str = "") -> None:
-        step = self._step
+    def _note(self, rule: Rule, detail: str = "") -> None:
         # Logged only the first time: a straggler, or a full disk, would be logged in every step.
-        if fault_rules.write(self._folder, number, rank=self._rank, step=step):
-            where = f" ({detail})" if detail else ""
-            place = f", {rule.place}" if rule.place else ""
-            sys.stderr.write(f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{place}{where}\n")
-            sys.stderr.flush()  # the next thing may be SIGKILL
+        if fault_rules.write(self._folder, rule, rank=self._rank, step=self._step):
+            where = (f", {rule.place}" if rule.place else "") + (f" ({detail})" if detail else "")
+            text = f"rehearse: {rule.text} strikes rank {self._rank} in step {self._step}{where}"
+            print(text, file=sys.stderr, flush=True)  # the next thing may be SIGKILL
 
 
 def middle_parameter(model: nn.Module) -> tuple[nn.Module, str, str]:
@@ -223,11 +208,8 @@ def flip_bit(model: nn.Module) -> str:
     owner, name, full_name = middle_parameter(model)
     parameter = getattr(owner, name)
     numbers = (parameter.to_local() if _is_sharded(parameter) else parameter).detach()
-    first = (0,) * numbers.ndim
-    changed = numbers[first].clone().reshape(1)
-    # Of the second most significant byte: large enough to see, far too small to become infinite.
-    changed.view(torch.uint8)[-2] ^= 0b0100_0000
-    numbers[first] = changed[0]
+    # Of the first number's second most significant byte: large enough to see, far too small to become infinite.
+    numbers.as_strided((1,), (1,)).view(torch.uint8)[-2] ^= 0b0100_0000
     return full_name
 
 
@@ -245,13 +227,10 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     """
     open_plain = os.open
 
-    def opened(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(file, *args, **kwargs)
-        # "mode" has another meaning if there are flags.
-        mode = args[0] if args else kwargs.get("flags", kwargs.get("mode", "r"))
-        writes = set(mode) & set("wax+") if isinstance(mode, str) else mode & (os.O_WRONLY | os.O_RDWR)
+    def opened(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
         descriptor = found if isinstance(found, int) else found.fileno()
-        if writes and _is_on_disk(descriptor) and is_full():
+        if _writes_to_disk(descriptor) and is_full():
             nowhere = open_plain("/dev/full", os.O_WRONLY)
             os.dup2(nowhere, descriptor, inheritable=False)
             os.close(nowhere)
@@ -273,17 +252,6 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     instrument.replace(safetensors.torch, "save_file", save_file)
 
 
-def _is_on_disk(descriptor: int) -> bool:
-    if sys.platform != "linux" or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return False
-    return not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)
-
-
-def _num_bytes(args: Any) -> int:
-    """Return the size of the largest tensor among nested arguments: for an all-gather, that is the result."""
-    if isinstance(args, Tensor):
-        return args.nbytes
-    if isinstance(args, list | tuple):
-        sizes = [_num_bytes(arg) for arg in args]
-        return sum(sizes) if all(isinstance(arg, Tensor) for arg in args) else max(sizes, default=0)
-    return 0
+def _writes_to_disk(descriptor: int) -> bool:
+    writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE and stat.S_ISREG(os.fstat(descriptor).st_mode)
+    return bool(writes) and not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)

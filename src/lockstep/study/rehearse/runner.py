@@ -8,14 +8,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import IO, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -23,13 +22,13 @@ from rich.text import Text
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.bootstrap import RANK_SETUP
+from lockstep.launcher.cli import defines_task
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
-from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
-from lockstep.study.report.figures import find_figures
-from lockstep.study.report.run_reader import read_run
-from lockstep.telemetry.stragglers import describe
+from lockstep.study.rehearse.fault_rules import Note, Rule
+from lockstep.telemetry.figures import find_figures
+from lockstep.telemetry.record import read_run
 
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -75,9 +74,9 @@ class Rehearsal:
     seconds: float
 
     @property
-    def passed(self) -> bool:
-        """Whether every fault struck, and was reported or survived."""
-        return all(finding.is_good for finding in self.findings)
+    def failed(self) -> list[str]:
+        """The faults that did not strike, or that were neither reported nor survived."""
+        return [finding.rule.text for finding in self.findings if not finding.is_good]
 
 
 def rehearse(
@@ -92,10 +91,11 @@ def rehearse(
         records: Whether to record the job, a script, and look for a slow rank in the record, as `fit` does by itself.
         shows: Whether what the job logs is passed on.
     """
+    rules = [replace(rule, number=number) for number, rule in enumerate(rules)]
     with Reaper() as reaper:  # removes its folder, however this process ends
         # By environment, because the launcher passes nothing else to the ranks.
         arguments = [str(reaper.run_dir), [asdict(rule) for rule in rules]]
-        setups, record = [["lockstep.study.rehearse.injection:activate", *arguments]], reaper.run_dir / "record"
+        setups, record = [["lockstep.study.rehearse.injection:FaultInjector", *arguments]], reaper.run_dir / "record"
         if records:
             setups.append(["lockstep.observe.monitor:attach", str(record)])
         environ = {**os.environ, RANK_SETUP: json.dumps(setups), **dict.fromkeys(_HIDES_GPUS, "")}
@@ -105,8 +105,8 @@ def rehearse(
         with contextlib.suppress(ConfigurationError):  # nothing was recorded
             figures = find_figures(read_run(record))
             if figures is not None and figures.straggler is not None:
-                lines.append(Line(time.time_ns(), describe(figures.straggler)))
-        struck = [fault_rules.read(reaper.run_dir, number) for number in range(len(rules))]
+                lines.append(Line(time.time_ns(), str(figures.straggler)))
+        struck = [fault_rules.read(reaper.run_dir, rule) for rule in rules]
     # With a single rank, messages do not name it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules
     return Rehearsal(judge_all(judged, struck, lines, code), code, seconds)
@@ -124,11 +124,9 @@ def is_task(file: str) -> bool:
     if path and name.isidentifier():
         return True
     try:
-        # Not imported: a script would start to train.
-        text = Path(file).read_text("utf-8", errors="replace")
+        return defines_task(Path(file).read_text("utf-8", errors="replace"))
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}.\nCheck the path.") from None
-    return bool(re.search(r"^(task\s*[:=]|def task\b)", text, re.MULTILINE) and re.search(r"\bTask\(", text))
 
 
 class Line(NamedTuple):
@@ -149,31 +147,24 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
         for text in stream:
             lines.append(Line(time.time_ns(), text.rstrip("\n")))
             if shows:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                print(text, end="", flush=True)
 
-    with subprocess.Popen(
-        command,
-        env=environ,
-        preexec_fn=partial(_end_with_process, os.getpid()),  # a rehearsal that is killed leaves no job behind
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,  # one pipe: a report of several lines stays in order
-        text=True,
-        errors="replace",
+    tied = partial(_end_with_process, os.getpid())  # a rehearsal that is killed leaves no job behind
+    # One pipe, so that a report of several lines stays in order.
+    with Popen(
+        command, env=environ, preexec_fn=tied, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"
     ) as process:
         # In a thread: child processes of a program may keep the pipe open after the job's end.
         reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
         reader.start()
         try:
-            code = process.wait()
-        except BaseException:
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait()
+        finally:  # of an exception; otherwise it has ended
+            with contextlib.suppress(TimeoutExpired, KeyboardInterrupt):
                 process.wait(_SHUTDOWN_S)
             process.kill()  # its reaper ends the ranks
-            raise
         reader.join(_SHUTDOWN_S)
-    return code, lines
+    return process.returncode, lines
 
 
 # The outcome of a fault: pure functions of the time when it struck, the job's log, and its exit code.
@@ -190,6 +181,8 @@ _SIGNS = {
     "drop": r"waits? |waited|hang|slow|drop|timed out|unreachable",
     "disk-full": r"No space left|disk is full|no room",
 }
+# What does harm without an error: a job that goes on has not survived it.
+_SILENT = ("straggler", "nan", "bitflip")
 # These reports name the ranks below their first line; this many lines may be in between.
 _NUM_HEADLINES = {"hang": 4, "drop": 4, "bitflip": 4}
 
@@ -228,25 +221,21 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
         return FaultOutcome(rule, None, None, "", f"did not strike: {why}", is_good=False)
     # Lines before the fault cannot be about it.
     after = [line for line in lines if line.time_ns >= note.time_ns and not _OWN.match(line.text)]
-    report, went_on = _find_report(rule, after), "reported, the run went on"
+    report, outcome, is_good = _find_report(rule, after), "reported, the run went on", True
     if report is None and rule.kind == "nan" and exit_code == 0:
         # Under fsdp a gradient is summed before it is checked: it is noticed, but its rank is unknown.
-        report, went_on = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
-    noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
-    message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
-    is_good = True
+        report, outcome = _find_report(rule, after, by_name=False), "reported without its rank, the run went on"
     if exit_code != 0:
         outcome, is_good = f"ended with code {exit_code}", report is not None
         if report is None:
             outcome += f", without naming {'it' if rule.rank is None else f'rank {rule.rank}'}"
     elif any(_RESTART.search(line.text) for line in after):
         outcome = "recovered by a restart"
-    elif report is not None:
-        outcome = went_on
-    elif KINDS[rule.kind].is_silent:
-        outcome, is_good = "not noticed", False
-    else:
-        outcome = "survived"
+    elif report is None:
+        is_good = rule.kind not in _SILENT
+        outcome = "survived" if is_good else "not noticed"
+    noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
+    message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
     return FaultOutcome(rule, note, noticed_s, message, outcome, is_good)
 
 
@@ -269,9 +258,8 @@ def _find_report(rule: Rule, lines: Sequence[Line], *, by_name: bool = True) -> 
 def ranks_in(text: str) -> set[int]:
     """Return the ranks that a line names, as in ``rank 3``, ``ranks 0-2, 5`` or ``[rank1]``."""
     found: set[int] = set()
-    for many, one in _RANKS.findall(text):
-        for part in re.findall(r"\d+(?:-\d+)?", many or one):
-            low, _, high = part.partition("-")
+    for numbers in _RANKS.findall(text):
+        for low, high in re.findall(r"(\d+)(?:-(\d+))?", " ".join(numbers)):
             found.update(range(int(low), int(high or low) + 1))
     return found
 
@@ -286,11 +274,10 @@ def render(rehearsal: Rehearsal) -> RenderableType:
         outcome = Text(finding.outcome, style="" if finding.is_good else "bold red")
         rule = finding.rule.text.replace(",in=", ",\nin=")  # long rules are not broken within a word
         rows.append([f"{rule}{where}", after, finding.message, outcome])
-    bad = [finding.rule.text for finding in rehearsal.findings if not finding.is_good]
     count = len(rehearsal.findings)
     verdict = f"{'The fault was' if count == 1 else f'All {count} faults were'} noticed or survived"
-    if bad:
-        verdict = f"Not noticed or not injected: {', '.join(bad)}"
+    if rehearsal.failed:
+        verdict = f"Not noticed or not injected: {', '.join(rehearsal.failed)}"
     end = f"the job ended with code {rehearsal.exit_code} after {rehearsal.seconds:.1f} s"
     table = Table("Rehearsal", ["injected", "noticed after", "message", "outcome"], rows)
     return Group(table.rich(), Text(f"{verdict}; {end}."))

@@ -1,16 +1,16 @@
 """Advice on what to change in a run, with a predicted gain."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.study.common import MIB
 from lockstep.study.links import Cost, Method, format_megabytes, predict_step
-from lockstep.study.report.figures import Cores, Figures, Network, Parts, find_cores, num_machines
-from lockstep.study.report.run_reader import Recorded
-from lockstep.telemetry.metrics import milliseconds
-from lockstep.telemetry.stragglers import PHASE_NAMES, Straggler
+from lockstep.study.report.figures import Cores, Network, find_cores, num_machines
+from lockstep.telemetry.figures import Figures, Straggler, largest_part
+from lockstep.telemetry.record import Recorded
+from lockstep.telemetry.step_times import PARTS, StepTimes, milliseconds
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
@@ -40,7 +40,7 @@ class Facts:
 
     num_ranks: int
     device: str
-    critical: Parts
+    critical: StepTimes
     straggler: Straggler | None = None
     workers: int | None = None
     num_machines: int = 1
@@ -62,9 +62,9 @@ class Facts:
         """Return the ratio of the throughput if a step were so much shorter to the present one."""
         return self.step_s / (self.step_s - min(saved_s, 0.95 * self.step_s))
 
-    def share(self, seconds: float) -> str:
-        """Return a part of a step in words."""
-        return f"{seconds / self.step_s:.0%}"
+    def share(self, *parts: str) -> str:
+        """Return the share of parts of a step in words."""
+        return f"{self.critical.part(*parts) / self.step_s:.0%}"
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ def advise(facts: Facts) -> list[Advice]:
     """
     if facts.step_s <= 0:
         return []
-    if facts.critical.is_starved and _cores(facts).gain >= WORTH:
-        return [_cores(facts)]  # the other times of such a run do not show what could be gained
-    found = [advice for rule in _RULES if (advice := rule(facts)) is not None and advice.gain >= WORTH]
-    found += [advice for advice in _pauses(facts) if advice.gain >= WORTH]
+    # The other times of a run that mostly waits for cores do not show what could be gained.
+    rules = [_cores] if largest_part(facts.critical) == "core_wait" else _RULES
+    found = [advice for rule in rules for advice in rule(facts) if advice.gain >= WORTH]
     return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
 
@@ -124,14 +123,13 @@ _DIVIDED_SHARE = 0.2
 _HANDOVER_S = 0.0003
 
 
-def who_has_the_cores(cores: Cores | None, num_ranks: int) -> tuple[str, str]:
-    """Return why ranks waited for cores, and what to do about it."""
+def who_has_the_cores(cores: Cores | None) -> tuple[str, str]:
+    """Return why ranks waited for cores, and what to do about it; empty if there is nothing to do."""
     if cores is None or not cores.total:
         return "other programs use the cores", "stopping other programs, or a higher quota,"
-    most, least = max(cores[2:]), 0.1 * cores.total
+    most, least = max(cores.others, cores.stolen, cores.throttled), 0.1 * cores.total
     if most < least:
-        fewer = f"fewer ranks (--devices {num_ranks - 1}), or " if num_ranks > 1 else ""
-        return f"the ranks have more threads than the {cores.total:g} cores", f"{fewer}fewer threads (--threads 1)"
+        return _crowded(cores)
     # Other programs keep nobody from cores that are idle.
     idle = cores.total - cores.ranks - cores.others - cores.stolen
     if cores.throttled == most or min(cores.throttled, idle) > least:
@@ -143,18 +141,33 @@ def who_has_the_cores(cores: Cores | None, num_ranks: int) -> tuple[str, str]:
     return f"{who} {most:.1f} of {cores.total:g} cores", change
 
 
-def _cores(facts: Facts) -> Advice:
+def _crowded(cores: Cores) -> tuple[str, str]:
+    """Return the same for ranks that have the cores to themselves."""
+    num, threads = cores.num_ranks, cores.threads
+    if threads and num * threads <= cores.total:
+        return f"loaders and other threads of the ranks use the {cores.total:g} cores, too", ""
+    ways = []
+    # In a record of an earlier version, the number of threads is unknown.
+    if 0 < (fitting := int(cores.total // threads) if threads else num - 1) < num:
+        ways.append(f"fewer ranks (--devices {fitting})")
+    if threads != 1:
+        ways.append(f"fewer threads (--threads {max(1, int(cores.total // num))})")
+    return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
+
+
+def _cores(facts: Facts) -> Iterator[Advice]:
     # At most, as ranks that run at the same time compete for memory.
-    why, change = who_has_the_cores(facts.cores, facts.num_ranks)
-    cause = f"The ranks wait for a core during {facts.share(facts.critical.core_wait_s)} of the step, as {why}"
-    return Advice(cause, change, facts.gain(facts.critical.core_wait_s), bound="at most")
+    why, change = who_has_the_cores(facts.cores)
+    if change:
+        cause = f"The ranks wait for a core during {facts.share('core_wait')} of the step, as {why}"
+        yield Advice(cause, change, facts.gain(facts.critical.part("core_wait")), bound="at most")
 
 
-def _loading(facts: Facts) -> Advice | None:
+def _loading(facts: Facts) -> Iterator[Advice]:
     # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
-    if facts.workers is None or (facts.straggler is not None and facts.straggler.phase == "loader"):
-        return None
-    wait_s, rest_s = facts.critical.data_wait_s, facts.step_s - facts.critical.data_wait_s
+    if facts.workers is None or (facts.straggler is not None and facts.straggler.part == "data_wait"):
+        return
+    wait_s, rest_s = facts.critical.part("data_wait"), facts.step_s - facts.critical.part("data_wait")
     # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
     loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
     # So many that they load the samples of a step during its other work.
@@ -166,127 +179,110 @@ def _loading(facts: Facts) -> Advice | None:
         step_s = max(step_s, has * facts.step_s)
     # On CPUs, loaders also take time from the ranks: in bench/advice.py, a run became slower where less was predicted.
     if facts.device == "cpu" and facts.step_s / step_s < _WORTH_WORKERS_ON_CPU:
-        return None
-    cause = f"Data wait is {facts.share(wait_s)} of the step"
+        return
+    cause = f"Data wait is {facts.share('data_wait')} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {facts.workers} (--workers {workers})"
-    return Advice(cause, change, facts.step_s / step_s, bound="at most" if facts.device == "cpu" else "about")
+    yield Advice(cause, change, facts.step_s / step_s, bound="at most" if facts.device == "cpu" else "about")
 
 
-def _slow_rank(facts: Facts) -> Advice | None:
+def _slow_rank(facts: Facts) -> Iterator[Advice]:
     slow = facts.straggler
     if slow is None:
-        return None
+        return
     # All others wait for it, so all lose this time.
-    where = PHASE_NAMES.get(slow.phase, slow.phase)
+    where = PARTS[slow.part].doing
     took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
     change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
-    return Advice(cause, change, facts.gain(slow.lost_s))
+    yield Advice(cause, change, facts.gain(slow.lost_s))
 
 
-def _too_small(facts: Facts) -> Advice | None:
+def _too_small(facts: Facts) -> Iterator[Advice]:
     if facts.num_ranks < 2 or facts.straggler is not None:  # which is why the others wait
-        return None
+        return
     critical = facts.critical
     # One device computes all shares one after the other, without an exchange. On CPUs the process could also use the
     # cores of the other ranks. As its use of them is unknown, the prediction does not include it, and is a lower bound.
-    divided_s = critical.computing_s + critical.data_wait_s
-    alone_s = facts.num_ranks * divided_s + critical.optimizer_s + critical.other_s + critical.core_wait_s
+    divided_s = critical.part("data_wait", "forward", "backward")
+    alone_s = facts.num_ranks * divided_s + critical.part("optimizer", "other", "core_wait")
     is_large = facts.gradient_bytes >= LARGE_BYTES
     why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
-    cause = f"{why}: computing is {facts.share(critical.computing_s)} of the step on {facts.num_ranks} devices"
+    cause = f"{why}: computing is {facts.share('forward', 'backward')} of the step on {facts.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
     alone, bound = ("--devices 1 --threads 1", "at least") if facts.device == "cpu" else ("--devices 1", "about")
-    return Advice(cause, f"one device ({alone}), or a larger global batch,", facts.step_s / alone_s, bound=bound)
+    yield Advice(cause, f"one device ({alone})", facts.step_s / alone_s, bound=bound)
 
 
-def _optimizer(facts: Facts) -> Advice | None:
+def _optimizer(facts: Facts) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
     if facts.num_ranks < 2 or facts.strategy != "ddp" or facts.num_machines > 1:
-        return None
-    saved_s = facts.critical.optimizer_s * (1 - 1 / facts.num_ranks)
+        return
+    saved_s = facts.critical.part("optimizer") * (1 - 1 / facts.num_ranks)
     if saved_s < _DIVIDED_SHARE * facts.step_s:
-        return None
-    cause = f"The optimizer is {facts.share(facts.critical.optimizer_s)} of the step, the same on every rank"
-    return Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
+        return
+    cause = f"The optimizer is {facts.share('optimizer')} of the step, the same on every rank"
+    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
 
 
-def _larger_batch(facts: Facts) -> Advice | None:
+def _larger_batch(facts: Facts) -> Iterator[Advice]:
     # The time that does not depend on the number of samples is then spent less often.
-    critical, rarer, alone = facts.critical, 1 - 1 / _TIMES, _too_small(facts)
-    if facts.num_ranks > 1 and (alone is None or alone.gain < WORTH):
+    critical, rarer = facts.critical, 1 - 1 / _TIMES
+    if facts.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(facts)):
         # Accumulation needs no more memory. The update is less frequent, too.
-        if facts.gain(rarer * critical.wire_s) < WORTH:
-            return None
-        fixed_s, pieces = critical.wire_s + critical.optimizer_s, _TIMES * facts.accumulate
-        cause = f"Exposed communication is {facts.share(critical.wire_s)} of the step"
+        if facts.gain(rarer * critical.part("wire")) < WORTH:
+            return
+        fixed_s, pieces = critical.part("wire", "optimizer"), _TIMES * facts.accumulate
+        cause = f"Exposed communication is {facts.share('wire')} of the step"
         flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
         change = f"exchanging gradients once for {pieces} micro-batches ({flags})"
     else:
-        fixed_s = critical.wire_s + critical.optimizer_s + critical.other_s
+        fixed_s = critical.part("wire", "optimizer", "other")
         if fixed_s < _OVERHEAD * facts.step_s:
-            return None
+            return
         size = f" {_TIMES * facts.global_batch_size}" if facts.global_batch_size else ""
-        cause = f"{facts.share(fixed_s)} of the step does not depend on the number of samples"
+        cause = f"{facts.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
         change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
-    return Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
+    yield Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
 
 
-def _pauses(facts: Facts) -> list[Advice]:
+def _pauses(facts: Facts) -> Iterator[Advice]:
     flags = {"evaluation": "--eval-every", "checkpoint": "--checkpoint-every"}
-    return [
-        Advice(
-            f"Training pauses for {event}s during {share:.0%} of the run",
-            f"half as many of them ({flags[event]} STEPS)",
-            1 / (1 - min(share, 0.99) / 2),
-        )
-        for event, share in (facts.paused_share or {}).items()
-    ]
+    for event, share in (facts.paused_share or {}).items():
+        cause = f"Training pauses for {event}s during {share:.0%} of the run"
+        yield Advice(cause, f"half as many of them ({flags[event]} STEPS)", 1 / (1 - min(share, 0.99) / 2))
 
 
-# Rules about the exchange of gradients.
+# Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
+_METHODS = {
+    "rounding gradients for the exchange (--compression bf16)": (Method("bf16", cost=Cost(0.5)), True),
+    "rounding gradients to 8 bits, with error feedback (--compression int8)": (Method("int8", cost=Cost(0.25)), True),
+    "exchanging parameters every 8 steps (--strategy local-sgd)": (Method("local-sgd", sync_every=8), False),
+}
 
 
-def _rounding(facts: Facts) -> Advice | None:
-    # Half the bytes take half the time, unless most of it is latency.
-    if facts.gradient_bytes < LARGE_BYTES or facts.is_compressed or facts.strategy != "ddp":
-        return None
-    if facts.device == "cpu" and facts.num_machines == 1:
-        return None  # in shared memory, rounding takes as long as adding
-    change = "rounding gradients for the exchange (--compression bf16)"
-    if (found := _over_network(facts, Method("bf16", cost=Cost(0.5)), change)) is not None:
-        return found
-    cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step"
-    return Advice(cause, change, facts.gain(facts.critical.wire_s / 2))
+def _exchange(facts: Facts) -> Iterator[Advice]:
+    network, cause = facts.network, f"Exposed communication is {facts.share('wire')} of the step"
+    if facts.strategy != "ddp":
+        return
+    for change, (method, keeps_run) in _METHODS.items():
+        is_rounding = method.name == "bf16"
+        if (facts.is_compressed and keeps_run) or (is_rounding and facts.gradient_bytes < LARGE_BYTES):
+            continue
+        if network is not None and network.link is not None:
+            sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
+            where = f"{cause} ({sent} at {network.link.bytes_per_s / 1e6:.3g} MB/s)"
+            ways = (Method("ddp"), method)
+            now, then = (predict_step(network.profile, way, network.link, network.num_machines) for way in ways)
+            # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
+            bound = "at most" if facts.device == "cpu" else "about"
+            yield Advice(where, change, now.seconds / then.seconds, keeps_run, bound)
+        elif is_rounding and (facts.device != "cpu" or facts.num_machines > 1):
+            # Half the bytes take half the time, unless most of it is latency. In shared memory, rounding takes as long
+            # as adding.
+            yield Advice(cause, change, facts.gain(facts.critical.part("wire") / 2))
 
 
-def _quantizing(facts: Facts) -> Advice | None:
-    change = "rounding gradients to 8 bits, with error feedback (--compression int8)"
-    return None if facts.is_compressed else _over_network(facts, Method("int8", cost=Cost(0.25)), change)
-
-
-def _local_steps(facts: Facts) -> Advice | None:
-    change = "exchanging parameters every 8 steps (--strategy local-sgd)"
-    found = _over_network(facts, Method("local-sgd", sync_every=8), change)
-    return None if found is None else replace(found, keeps_run=False)
-
-
-def _over_network(facts: Facts, method: Method, change: str) -> Advice | None:
-    """Return the advice for a method between the machines of the run; None if the link is unknown."""
-    network = facts.network
-    if network is None or network.link is None or facts.strategy != "ddp":
-        return None
-    sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
-    rate = f"{network.link.bytes_per_s / 1e6:.3g} MB/s"
-    cause = f"Exposed communication is {facts.share(facts.critical.wire_s)} of the step ({sent} at {rate})"
-    now, then = (
-        predict_step(network.profile, each, network.link, network.num_machines) for each in (Method("ddp"), method)
-    )
-    # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
-    return Advice(cause, change, now.seconds / then.seconds, bound="at most" if facts.device == "cpu" else "about")
-
-
-_RULES = (_cores, _loading, _slow_rank, _rounding, _quantizing, _local_steps, _optimizer, _too_small, _larger_batch)
+_RULES = (_cores, _loading, _slow_rank, _exchange, _optimizer, _too_small, _larger_batch, _pauses)
 
 
 def find_facts(run: Recorded, device: str, figures: Figures, network: Network | None) -> Facts:

@@ -1,237 +1,17 @@
-"""The figures of a run: aligned steps, the slow rank, network, costs, and timelines; pure functions."""
+"""What else a report derives from a record: network, costs, cores and timelines; pure functions."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
-from statistics import fmean, median, median_low
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import NamedTuple
 
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
-from lockstep.study.report.run_reader import RankRecord, Recorded, Step, Timeline
 from lockstep.telemetry.cost import Price, Usage
-from lockstep.telemetry.stragglers import PHASES, StepTimes, Straggler, find_stragglers, pace_of
-
-# [Note: the rank that all wait for]
-# All ranks leave the reduction of a step together. The last rank has waited only for the transfer: its wait is the
-# *wire* time of the step. The additional wait of another rank is waiting for *peers*. The own work of the last rank
-# determines the time of the step. Its sum over the steps, each with its own last rank, is the *critical path*. Clocks
-# are not compared.
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a step by part; ``wire_s`` and ``peers_s`` are 0 if unknown."""
-
-    data_wait_s: float
-    forward_s: float
-    backward_s: float
-    wire_s: float
-    peers_s: float
-    optimizer_s: float
-    other_s: float
-    core_wait_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the whole step."""
-        return float(sum(astuple(self)))
-
-    @property
-    def computing_s(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward_s + self.backward_s
-
-    @property
-    def is_starved(self) -> bool:
-        """Whether waiting for a core is the largest part."""
-        return self.core_wait_s > 0 and self.core_wait_s >= max(astuple(self))
-
-
-@dataclass(frozen=True)
-class AlignedStep:
-    """The step (or steps) of a line on all ranks."""
-
-    number: int
-    ranks: Mapping[int, Step]
-
-    @property
-    def knows_waits(self) -> bool:
-        """Whether every rank measured its waiting for communication."""
-        return all(step.exposed_s is not None for step in self.ranks.values())
-
-    @property
-    def last_rank(self) -> int:
-        """The rank that all wait for: it waits least, or, if waiting is unknown, works longest."""
-        if self.knows_waits:
-            return min(self.ranks, key=lambda rank: self.ranks[rank].exposed_s or 0.0)
-        return max(self.ranks, key=lambda rank: self.ranks[rank].own_s)
-
-    @property
-    def lasted_s(self) -> float:
-        """Seconds on the slowest rank."""
-        return max(step.lasted_s for step in self.ranks.values())
-
-    def parts(self, rank: int) -> Parts:
-        """Return the parts of the step of a rank."""
-        step = self.ranks[rank]
-        waits_s = [each.exposed_s or 0.0 for each in self.ranks.values()]
-        exposed_s, wire_s = (step.exposed_s or 0.0, min(waits_s)) if self.knows_waits else (0.0, 0.0)
-        return Parts(
-            data_wait_s=step.data_wait_s,
-            forward_s=step.forward_s,
-            backward_s=step.backward_s,
-            wire_s=wire_s,
-            peers_s=exposed_s - wire_s,
-            optimizer_s=step.optimizer_s,
-            other_s=_other_s(step, exposed_s),
-            core_wait_s=step.core_wait_s,
-        )
-
-
-def align_steps(run: Recorded) -> list[AlignedStep]:
-    """Return the steps that all ranks have recorded, by number."""
-    by_rank = {rank: {step.step: step for step in record.steps} for rank, record in run.ranks.items() if record.steps}
-    common = set.intersection(*map(set, by_rank.values())) if by_rank else set()
-    return [AlignedStep(number, {rank: by_rank[rank][number] for rank in by_rank}) for number in sorted(common)]
-
-
-# A rank that keeps the others waiting in every step.
-
-# A slow rank comes last in at least this share of the steps; in a larger share of few steps.
-_MOSTLY_LAST = 2 / 3
-
-_MIN_STEPS = 20
-
-# The share of a step that it costs at least; less may be noise.
-_MIN_SHARE = 0.15
-
-
-def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
-    """Return the rank that keeps the others waiting, or None.
-
-    Usually, fast steps of such a rank take longer than slow steps of the others. On a busy machine, single steps are
-    compared instead, so that disturbances of all ranks cancel: the slow rank is the one that comes last in most steps,
-    if that costs a considerable part of a step.
-    """
-    times = {rank: [_times(step.ranks[rank]) for step in steps] for rank in steps[0].ranks}
-    clear = find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()})
-    if clear:
-        return clear[0]
-    # Medians of each rank would not do, as the noise may be larger than the difference.
-    last_ranks = [step.last_rank for step in steps]
-    slow = max(times, key=last_ranks.count)
-    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of two equal ranks
-    if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
-        return None
-
-    def later_s(name: str) -> float:
-        """Return by how much the rank is slower than the others: the median over the steps."""
-        others = [of_rank for rank, of_rank in times.items() if rank != slow]
-        usual = [median_low(getattr(each, name) for each in at) for at in zip(*others, strict=True)]
-        return float(median(getattr(mine, name) - other for mine, other in zip(times[slow], usual, strict=True)))
-
-    lost_s, step_s = later_s("own_s"), median(step.lasted_s for step in steps)
-    if lost_s < _MIN_SHARE * step_s:
-        return None
-    phase = max(PHASES, key=later_s)
-    took_s = median(getattr(each, phase) for each in times[slow])
-    return Straggler(slow, phase, lost_s, took_s, took_s - later_s(phase), step_s)
-
-
-def _times(step: Step) -> StepTimes:
-    work, waits_s = (step.data_wait_s, step.forward_s, step.backward_s, step.optimizer_s), step.exposed_s or 0.0
-    return StepTimes(*work, waits=waits_s, core=step.core_wait_s, other=_other_s(step, waits_s))
-
-
-def _other_s(step: Step, exposed_s: float) -> float:
-    """Return the seconds of what no phase accounts for, in a step and until the next."""
-    return max(0.0, max(step.total_s, step.lasted_s) - step.own_s - exposed_s)
-
-
-# The figures.
-
-# The first steps allocate, compile and find the order of gradients; the means do not include them.
-NUM_FIRST = 5
-
-_SPIKE = 3.0
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The figures of a run.
-
-    Args:
-        num_steps: The number of steps in the means.
-        step_s: From the beginning of a step to that of the next: the median.
-        slow_step_s: One step in twenty takes longer than this.
-        samples_per_s: Over all steps except the first ones and spikes.
-        tokens_per_s: The same for what the loss counts; None if that is samples.
-        total_s: From the beginning of the first step to the end of the last.
-        paused_s: The pauses of training for checkpoints and evaluations, by event.
-        by_rank: Means over the steps without spikes.
-        critical: The same along the critical path; see [Note: the rank that all wait for].
-        last_share: By rank, the share of steps in which it came last.
-        knows_waits: Whether waiting for communication was measured.
-        straggler: A rank that keeps the others waiting in every step, if there is one.
-    """
-
-    num_steps: int
-    step_s: float
-    slow_step_s: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    total_s: float
-    paused_s: Mapping[str, float]
-    by_rank: Mapping[int, Parts]
-    critical: Parts
-    last_share: Mapping[int, float]
-    knows_waits: bool
-    straggler: Straggler | None
-
-
-def find_figures(run: Recorded) -> Figures | None:
-    """Return the figures of the steps that all ranks have recorded; None if there are none."""
-    steps = align_steps(run)
-    if not steps:
-        return None
-    # Without spikes, such as a checkpoint, which would dominate the means.
-    steady = [step for step in steps if step.number >= steps[0].number + NUM_FIRST] or steps
-    lasted_s = sorted(step.lasted_s for step in steady)
-    calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
-    last_ranks = [step.last_rank for step in calm]
-    knows_waits = calm[0].knows_waits
-    trained_s = sum(step.lasted_s for step in calm) or math.inf
-    # Those of the global batch, which every rank has; some ranks may not have the counts.
-    samples = [next(iter(step.ranks.values())).samples for step in calm]
-    counts = [next((each.counts for each in step.ranks.values() if each.counts is not None), None) for step in calm]
-    records = [record.steps for record in run.ranks.values() if record.steps]
-    paused_s: dict[str, float] = {}
-    for event in run.events:
-        if event.seconds and event.event in ("checkpoint", "evaluation"):
-            paused_s[event.event] = paused_s.get(event.event, 0.0) + event.seconds
-    return Figures(
-        num_steps=len(calm),
-        step_s=median(lasted_s),
-        slow_step_s=lasted_s[min(len(lasted_s) - 1, math.floor(0.95 * len(lasted_s)))],
-        samples_per_s=sum(samples) / trained_s,
-        tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
-        total_s=max(of_rank[-1].time + of_rank[-1].total_s for of_rank in records)
-        - min(of_rank[0].time for of_rank in records),
-        paused_s=paused_s,
-        by_rank={rank: _mean([step.parts(rank) for step in calm]) for rank in calm[0].ranks},
-        critical=_mean([step.parts(step.last_rank) for step in calm]),
-        last_share={rank: last_ranks.count(rank) / len(calm) for rank in calm[0].ranks},
-        knows_waits=knows_waits,
-        straggler=find_slow_rank(calm) if len(calm[0].ranks) > 1 and knows_waits and len(calm) > 1 else None,
-    )
-
-
-def _mean(parts: Sequence[Parts]) -> Parts:
-    return Parts(**{each.name: fmean(getattr(one, each.name) for one in parts) for each in fields(Parts)})
-
+from lockstep.telemetry.figures import Figures
+from lockstep.telemetry.record import RankRecord, Recorded, Timeline
 
 # The network between machines.
 
@@ -277,8 +57,8 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     order = sorted(last.buckets, key=lambda bucket: bucket.sent_s)
     ready = [min(1.0, max(0.0, (bucket.ready_s - begin_s) / own_s)) for bucket in order[:-1]]
     buckets = [ReadyBucket(each.size_bytes, at) for each, at in zip(order, [*ready, 1.0], strict=True)]
-    rest_s = parts.optimizer_s + parts.other_s + parts.core_wait_s
-    alone = Computing(parts.data_wait_s + parts.forward_s, parts.backward_s, rest_s)
+    rest_s = parts.part("optimizer", "other", "core_wait")
+    alone = Computing(parts.part("data_wait", "forward"), parts.part("backward"), rest_s)
     profile = Profile(batch, {-(-batch // num_ranks): alone}, buckets, ranks_per_machine=-(-num_ranks // machines))
     rates = [rate for each in timelines if (rate := _link_rate(each, run, machines))]
     link = None
@@ -304,15 +84,11 @@ def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None
 
 
 def _slowest_link(run: Recorded) -> str:
-    rates = [
-        (line.figures["link_bytes_per_s"], f"{record.host} (rank {rank}) to {line.link_peer}")
-        for rank, record in run.ranks.items()
-        for line in record.machine
-        if line.figures.get("link_bytes_per_s")
-    ]
     by_link: dict[str, list[float]] = {}
-    for rate, name in rates:
-        by_link.setdefault(name, []).append(rate)
+    for rank, record in run.ranks.items():
+        for line in record.machine:
+            if per_s := line.figures.get("link_bytes_per_s"):
+                by_link.setdefault(f"{record.host} (rank {rank}) to {line.link_peer}", []).append(per_s)
     if not by_link:
         return ""
     slowest = min(by_link, key=lambda name: median(by_link[name]))
@@ -373,7 +149,11 @@ def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
     known = [step for step in run.zero.steps if step.loss is not None]
     windows = [known[at - NUM_LOSSES : at] for at in range(NUM_LOSSES, len(known) + 1)]
     return f"training loss (mean of {NUM_LOSSES} steps)", [
-        (each[-1].time + each[-1].total_s, fmean(step.loss or 0.0 for step in each), each[-1].step + each[-1].num_steps)
+        (
+            each[-1].time + each[-1].times.total_s,
+            fmean(step.loss or 0.0 for step in each),
+            each[-1].step + each[-1].num_steps,
+        )
         for each in windows
     ]
 
@@ -384,7 +164,8 @@ def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
 class Cores(NamedTuple):
     """The cores available to a process (0 if unknown), and those used by the ranks, other programs and the hypervisor.
 
-    ``throttled`` is the number of cores withheld by a quota.
+    ``throttled`` is the number of cores withheld by a quota. ``num_ranks`` is the number of ranks of the machine, and
+    ``threads`` that of the threads with which each of them computes (0 if unknown).
     """
 
     total: float
@@ -392,6 +173,8 @@ class Cores(NamedTuple):
     others: float
     stolen: float
     throttled: float
+    num_ranks: int = 1
+    threads: float = 0
 
 
 def find_cores(run: Recorded) -> Cores | None:
@@ -407,8 +190,10 @@ def find_cores(run: Recorded) -> Cores | None:
         return None
     beside = [record for record in run.ranks.values() if record.host == waiting.host]
     ranks = sum(mean(each, "cpu_percent") + mean(each, "workers_cpu_percent") for each in beside)
-    total = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
-    return Cores(float(total) if total.isdecimal() else 0.0, ranks, max(0.0, busy - ranks), stolen, throttled)
+    text = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
+    total = float(text) if text.isdecimal() else 0.0
+    threads = max(line.figures.get("num_threads", 0.0) for record in beside for line in record.machine)
+    return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)
 
 
 # Timelines of all ranks on one clock.

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -19,28 +19,15 @@ from typing_extensions import override
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
-from lockstep.study.drawing import PARTS, html_page, html_table, items
+from lockstep.study.drawing import html_page, html_table, items
 from lockstep.study.report.figures import bars_of, find_costs
-from lockstep.study.report.run_reader import Step
-from lockstep.study.report.view import BaselineComparison, View, by_words, compare_with_baseline, sentences, view_run
-
-STYLE = """
-.gaps { border-left: .25rem solid #D55E00; padding: .25rem 1rem; background: var(--card); }
-.gaps ul, .advice { margin: .25rem 0; padding-left: 1.25rem; }
-.advice li { margin: .3rem 0; }
-.verdict > li:nth-child(3) { border-left: .25rem solid #0072B2; padding-left: .75rem; }
-@media (max-width: 30rem) { figure { padding: .75rem .5rem; } figcaption, .note { padding: 0 .25rem; } }
-.timeline { margin-top: 1rem; }
-.timeline svg { max-width: none; min-width: 44rem; }
-details { margin: .5rem 0; }
-summary { cursor: pointer; color: var(--soft); }
-summary:focus-visible, .scroll:focus-visible { outline: 2px solid #0072B2; outline-offset: 2px; }
-tr.differs th, tr.differs td { font-weight: 600; }
-@media print { details > * { display: block; } }
-"""
+from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
+from lockstep.telemetry.record import StepLine, Timeline
+from lockstep.telemetry.step_times import PARTS
 
 _MOST_ADVICE = 6
 _MOST_EVENTS = 200
+_MOST_METRICS = 6
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,18 +98,17 @@ def render(view: View, baseline: BaselineComparison | None = None, costs: Sequen
         ConfigurationError: matplotlib is not installed.
     """
     with drawing.drawing_style(11.0):  # on a phone they are scaled down
-        plots, timeline = draw(view, baseline), draw_timeline(view)
-    # The timeline scrolls in its frame: shrunk to a phone, it would be unreadable.
-    lanes = (timeline or "").replace('<div role="img"', '<div class="scroll" tabindex="0" role="img"')
-    body = f"""{_gaps(view)}
-{_advice(view)}
+        plots = draw(view, baseline)
+    how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
+    others = [advice.text for advice in view.advice[1:_MOST_ADVICE]]  # the first one is a part of the summary above
+    body = f"""{_listing("What is missing in this record", view.run.gaps, "gaps")}
+{_listing("What else to change", others, note=f"{how}measured here.")}
 <h2 id="figures">Figures</h2>
 <div class="plots">
 {"".join(plots)}
 </div>
-{lanes.replace("<figure>", '<figure class="timeline">')}
-{_folded(figure_tables(view))}
-{f"<h2>What it used</h2><ul>{items(costs)}</ul>" if costs else ""}
+{_folded([ranks_table(view), _events(view)])}
+{_listing("What it used", costs)}
 <h2>The run</h2>
 {_folded(about_tables(view, baseline))}
 {_commands(view)}
@@ -133,22 +119,13 @@ for it.</p>
 </footer>"""
     hosts = len({record.host for record in view.run.ranks.values()})
     subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
-    return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body, STYLE)
+    return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
 
 
-def _gaps(view: View) -> str:
-    if not view.run.gaps:
+def _listing(heading: str, texts: Sequence[str], look: str = "", note: str = "") -> str:
+    if not texts:
         return ""
-    heading = "What is missing in this record"
-    return f'<section class="gaps"><strong>{heading}</strong><ul>{items(view.run.gaps)}</ul></section>'
-
-
-def _advice(view: View) -> str:
-    if not view.advice:
-        return ""
-    how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
-    listed = items([advice.text for advice in view.advice[:_MOST_ADVICE]])
-    return f'<h2>What to change</h2><p class="soft">{how}measured here.</p><ol class="advice">{listed}</ol>'
+    return f'<section class="{look}"><h2>{heading}</h2><p class="soft">{note}</p><ul>{items(texts)}</ul></section>'
 
 
 def _folded(tables: Sequence[Table]) -> str:
@@ -180,20 +157,13 @@ LOADS = {
 }
 
 
-def figure_tables(view: View) -> list[Table]:
-    """Return the tables of the measurements."""
-    return [_by_rank(view), _events(view)]
-
-
 def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
     """Return the tables of program and machine; with a baseline in a second column, and differences marked."""
     views = [view] if baseline is None else [view, baseline.view]
     columns = ["", "this run", *([] if baseline is None else [baseline.name])]
     found = []
-    for heading, facts in (
-        ("Settings", [_plain(each.run.settings) for each in views]),
-        ("Machine and versions", [_machine_facts(each) for each in views]),
-    ):
+    settings, machines = [_plain(each.run.settings) for each in views], [_machine_facts(each) for each in views]
+    for heading, facts in (("Settings", settings), ("Machine and versions", machines)):
         names = dict.fromkeys(name for each in facts for name in each)
         rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
         differs = [row[0] for row in rows if len(set(row[1:])) > 1]
@@ -201,18 +171,18 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
     return found
 
 
-def _by_rank(view: View) -> Table:
+def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
     figures = view.figures
     peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
-    columns = [*PARTS, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    labels = [part.label for part in PARTS.values()]
+    columns = [*labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
     rows = []
     for rank in sorted(view.run.ranks):
         cells = [""] * (len(PARTS) + 2)
         if figures is not None and rank in figures.by_rank:
-            parts = figures.by_rank[rank]
-            cells = [f"{seconds * 1e3:.2f}" for seconds in (*by_words(parts).values(), parts.total_s)]
+            cells = [f"{figures.by_rank[rank].part(name) * 1e3:.2f}" for name in (*PARTS, "total")]
             cells.append(f"{figures.last_share[rank]:.0%}")
         peaks = _values(view, rank, peak)
         cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
@@ -269,18 +239,18 @@ MOST_POINTS = 240
 
 def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     """Return the drawings for which there are figures."""
+    found = dict.fromkeys(name for event in view.run.events for name in event.metrics or {} if name != "loss")
+    metrics = list(found)[:_MOST_METRICS]
     plots = [
         _parts(view),
-        _curve(view, None, "Throughput", "samples per second", _rate),
-        _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss),
+        _curve(view, None, "Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
+        _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
+        *(_curve(view, baseline, f"Evaluation: {name}", "evaluated", metric=name) for name in metrics),
         _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
         _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
+        draw_timeline(view),
     ]
     return [plot for plot in plots if plot is not None]
-
-
-def _rate(step: Step) -> float:
-    return step.samples / step.lasted_s if step.lasted_s else math.nan
 
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
@@ -292,10 +262,10 @@ def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
 def _parts(view: View) -> str | None:
     if view.figures is None:
         return None
-    rows = {f"rank {rank}": by_words(view.figures.by_rank[rank]) for rank in shown_ranks(view)}
+    rows = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
     note = ""
     if len(rows) > 1:
-        rows = {"critical": by_words(view.figures.critical), **rows}
+        rows = {"critical": view.figures.critical.parts(), **rows}
         note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
     return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, note)
 
@@ -308,22 +278,37 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
 
 
+# The looks of a run in curves: its steps, its evaluations; then those of the run that it is compared with.
+_LOOKS = ((drawing.BLUE, "-"), (drawing.GREEN, "-o"), (drawing.VERMILION, "--"), (drawing.TEXT, "--s"))
+
+
 def _curve(
-    view: View, baseline: BaselineComparison | None, heading: str, label: str, read: Callable[[Step], float | None]
+    view: View,
+    baseline: BaselineComparison | None,
+    heading: str,
+    label: str,
+    read: Callable[[StepLine], float | None] = lambda _: None,
+    *,
+    metric: str = "",
 ) -> str | None:
-    """Draw a figure over the steps, and the baseline's if there is one; None if it never changed."""
-    views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
+    """Draw a figure of the steps, a metric of the evaluations, or both, and the baseline's; None if none changed."""
+    views = {"training": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, each in views.items():
+        steps, events = each.run.zero.steps, each.run.events
+        curves[name] = [(step.step + 1.0, value) for step in steps if (value := read(step)) is not None]
+        evaluated = "evaluation" if len(views) == 1 else f"{name}, evaluation"
+        found = [(float(event.step), (event.metrics or {}).get(metric)) for event in events]
+        curves[evaluated] = [(step, value) for step, value in found if value is not None]
     figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
     words = []
-    looks = ((drawing.BLUE, "-"), (drawing.VERMILION, "--"))
-    for (name, each), (colour, dashes) in zip(views.items(), looks, strict=False):
-        points = [(step.step + 1.0, value) for step in each.run.zero.steps if (value := read(step)) is not None]
+    for (name, points), (colour, look) in zip(curves.items(), _LOOKS, strict=False):
         known = [value for _, value in points if math.isfinite(value)]
         if not known or (min(known) == max(known) and heading != "Loss"):
             continue
-        axes.plot(*zip(*_binned(points), strict=True), color=colour, linestyle=dashes, linewidth=1.8, label=name)
+        axes.plot(*zip(*_binned(points), strict=True), look, color=colour, linewidth=1.8, markersize=4, label=name)
         text = f"from {points[0][1]:.3g} to {points[-1][1]:.3g}, between {min(known):.3g} and {max(known):.3g}"
-        words.append(f"{name}: {text}" if len(views) > 1 else text)
+        words.append(f"{name}: {text}" if len(views) > 1 or name == "evaluation" else text)
     if not words:
         return None
     axes.set_xlabel("step")
@@ -331,52 +316,54 @@ def _curve(
     if len(words) > 1:
         axes.legend()
     alt = f"Curve of the {heading.lower()} over the steps: {'; '.join(words)}."
-    return drawing.finish_plot(heading, alt, figure, baseline.loss_note if baseline is not None else "")
+    note = baseline.loss_note if baseline is not None and heading == "Loss" else ""
+    return drawing.finish_plot(heading, alt, figure, note)
 
 
 # The timeline as a drawing: a lane for each rank, with its phases above and its buckets below.
 
-PHASES = {
-    "data_wait": ("data wait", drawing.PURPLE),
-    "forward": ("forward", drawing.SKY),
-    "backward": ("backward", drawing.BLUE),
-    "waiting": ("waits for gradients", drawing.VERMILION),
-    "optimizer": ("optimizer", drawing.GREEN),
-}
+# The transfer and waiting for ranks, which the timeline of a rank cannot tell apart.
+_WAITING = replace(PARTS["peers"], label="waiting")
 
 NOTE = (
     "What each rank did when. Hatched is waiting; the thin lines below a bar are buckets of gradients, from ready over "
     "sent to reduced."
 )
 
-_INCHES_WIDE = 9.6
 _MOST_RANKS = 8
+_MOST_BARS = 12
 
 
 def draw_timeline(view: View) -> str | None:
-    """Return the drawing; None if no step has a timeline of every rank."""
-    if not view.window:
-        return None
+    """Return the drawing, one step below the other; None if no step has a timeline of every rank."""
     ranks = shown_ranks(view, _MOST_RANKS)
-    zero = min(timelines[0].time for timelines in view.window.values())
-    figure, axes = drawing.make_axes(1.5 + 0.62 * len(ranks), grid="x", inches_wide=_INCHES_WIDE)
-    for row, rank in enumerate(ranks):
-        for timeline in view.window[rank]:
-            for phase, begin_s, end_s in bars_of(timeline, zero):
-                label, colour = PHASES[phase]
-                look = {"hatch": "////" if phase == "waiting" else "", "edgecolor": drawing.TEXT, "linewidth": 0.4}
-                axes.barh(row - 0.17, (end_s - begin_s) * 1e3, 0.42, begin_s * 1e3, color=colour, label=label, **look)
-            for bucket in timeline.buckets:
-                # Three levels in turn, since consecutive buckets overlap in time.
-                levels = [row + 0.1 + 0.09 * (bucket.number % 3)] * 2
-                moments = (bucket.ready_s, bucket.sent_s, bucket.done_s)
-                ready_ms, sent_ms, done_ms = ((timeline.time - zero + moment) * 1e3 for moment in moments)
-                axes.plot([ready_ms, sent_ms], levels, color=drawing.TEXT, linewidth=1.0, linestyle=":")
-                axes.plot([sent_ms, done_ms], levels, color=drawing.VERMILION, linewidth=2.4, label="bucket on its way")
-    drawing.label_rows(axes, [f"rank {rank}" for rank in ranks])
-    axes.set_ylim(len(ranks) - 0.45, -0.55)
-    axes.set_xlabel("milliseconds")
-    drawing.legend_above(axes, 4, -0.01)
-    numbers = [timeline.step + 1 for timeline in view.window[ranks[0]]]
-    steps = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-    return drawing.finish_plot(f"Timeline of {steps}", f"What each rank did when, in {steps}, as bars.", figure, NOTE)
+    by_step = [dict(zip(view.window, timelines, strict=True)) for timelines in zip(*view.window.values(), strict=True)]
+    steps = by_step[: max(1, _MOST_BARS // len(ranks))]
+    if not steps:
+        return None
+    # Steps beside each other would be unreadable on a phone.
+    figure, axes = drawing.make_axes(1.3 + 0.4 * len(steps) * (len(ranks) + 1), grid="x")
+    labels: list[str] = []
+    for step in steps:
+        zero = min(timeline.time for timeline in step.values())
+        labels.append(f"step {step[ranks[0]].step + 1}")
+        for rank in ranks:
+            _draw_lane(axes, len(labels), step[rank], zero)
+            labels.append(f"rank {rank}")
+    drawing.label_rows(axes, labels, "milliseconds")
+    first, last = (step[ranks[0]].step + 1 for step in (steps[0], steps[-1]))
+    named = f"step {first}" if first == last else f"steps {first} to {last}"
+    return drawing.finish_plot(f"Timeline of {named}", f"What each rank did when, in {named}, as bars.", figure, NOTE)
+
+
+def _draw_lane(axes: Any, row: int, timeline: Timeline, zero: float) -> None:
+    for phase, begin_s, end_s in bars_of(timeline, zero):
+        part = _WAITING if phase == "waiting" else PARTS[phase]
+        drawing.draw_bar(axes, row - 0.17, part, begin_s, end_s, height=0.42)
+    for bucket in timeline.buckets:
+        # Three levels in turn, since consecutive buckets overlap in time.
+        levels = [row + 0.13 + 0.12 * (bucket.number % 3)] * 2
+        moments = (bucket.ready_s, bucket.sent_s, bucket.done_s)
+        ready_ms, sent_ms, done_ms = ((timeline.time - zero + moment) * 1e3 for moment in moments)
+        axes.plot([ready_ms, sent_ms], levels, color=drawing.TEXT, linewidth=1.0, linestyle=":")
+        axes.plot([sent_ms, done_ms], levels, color=drawing.GREEN, linewidth=2.4, label="bucket")

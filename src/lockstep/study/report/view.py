@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.study.drawing import PARTS
 from lockstep.study.links import format_megabytes
 from lockstep.study.report.advice import Advice, advise, find_facts, who_has_the_cores
-from lockstep.study.report.figures import (
-    Figures,
-    Network,
-    Parts,
-    bars_of,
-    find_cores,
-    find_figures,
-    find_network,
-    find_window,
-)
-from lockstep.study.report.run_reader import Recorded, Timeline, read_run
+from lockstep.study.report.figures import Network, bars_of, find_cores, find_network, find_window
+from lockstep.telemetry.figures import Figures, find_figures, largest_part
 from lockstep.telemetry.live_view import rate
-from lockstep.telemetry.metrics import milliseconds
-from lockstep.telemetry.run_record import kind_of
-from lockstep.telemetry.stragglers import PHASE_NAMES
+from lockstep.telemetry.record import Recorded, Timeline, kind_of, read_run
+from lockstep.telemetry.step_times import PARTS, milliseconds
 
 
 @dataclass(frozen=True)
@@ -72,9 +61,7 @@ def view_run(folder: Path) -> View:
 # Comparison with another run: are the losses the same, and how much faster is it?
 
 # Settings that change the results of training.
-_ALIKE = (
-    *("seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"),
-)
+_ALIKE = ["seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"]
 
 # A good share of linear scaling.
 GOOD_SHARE = 0.8
@@ -116,11 +103,9 @@ def compare_with_baseline(view: View, other: View) -> BaselineComparison:
 
 def _compare_losses(view: View, other: View, name: str) -> str:
     here, there = _losses(view), _losses(other)
-    apart = {
-        step: abs(here[step] - there[step]) / (max(abs(here[step]), abs(there[step])) or 1.0)
-        for step in here
-        if step in there
-    }
+    # As shares of the first loss: of a later one, which may be next to nothing, any rounding is much.
+    scale = abs(there[min(there)]) or 1.0 if there else 1.0
+    apart = {step: abs(here[step] - there[step]) / scale for step in here if step in there}
     if not apart:
         return f"This run and that on {name} have no step in common."
     differs = [] if view.task == other.task else [f"task {view.task} here, {other.task} there"]
@@ -131,18 +116,16 @@ def _compare_losses(view: View, other: View, name: str) -> str:
             differs.append(f"{setting} {here_set.get(setting)} here, {there_set.get(setting)} there")
     # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
     first, far = min(apart), max(apart, key=lambda step: apart[step])
-    how = "begin with the same value and differ"
-    if apart[first] > 0:
-        why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
-        how = f"differ by {_share(apart[first])} in step {first + 1}{why},"
+    why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
+    how = f"differ by {_share(apart[first])} in step {first + 1}{why}," if apart[first] > 0 else ""
     at_most = f"by at most {_share(apart[far])}, in step {far + 1}"
-    how = f"{how} {at_most}" if apart[far] > 0 else "are bitwise equal"
+    how = f"{how or 'begin with the same value and differ'} {at_most}" if apart[far] > 0 else "are bitwise equal"
     text = f"Over {len(apart)} steps, the losses of this run and of that on {name} {how}"
     return f"{text}; the settings differ: {', '.join(differs)}." if differs else f"{text}."
 
 
 def _share(difference: float) -> str:
-    return f"{difference:.2%}" if difference >= 1e-4 else f"{difference:.1g} (relative)"
+    return f"{f'{difference:.2%}' if difference >= 1e-4 else f'{difference:.1g}'} of the first loss"
 
 
 def _losses(view: View) -> dict[int, float]:
@@ -153,8 +136,8 @@ def _losses(view: View) -> dict[int, float]:
 
 # The summary in three sentences: how fast, where the time goes, what to change first.
 
-# Devices that compute for this share of a step are well used.
-GOOD_BUSY = 0.9
+# Devices that compute for so many percent of a step are well used.
+GOOD_BUSY = 90
 
 
 def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[str, str, str]:
@@ -166,10 +149,8 @@ def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[s
             "The parts of a step are unknown.",
             "Record a run with more steps.",
         )
-    first = "No change is predicted to gain more than 3%."
-    if view.advice:
-        first = f"Change first: {view.advice[0].text}"
-    return _how_fast(view, figures, baseline), _where(view, figures), first
+    change = f"Change first: {view.advice[0].text}" if view.advice else "No change is predicted to gain more than 3%."
+    return _how_fast(view, figures, baseline), _where(view, figures), change
 
 
 def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
@@ -189,27 +170,29 @@ def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None)
     return f"{text}."
 
 
-def by_words(parts: Parts) -> dict[str, float]:
-    """Return the seconds of a step by the label of the part."""
-    return dict(zip(PARTS, astuple(parts), strict=True))
-
-
 def _where(view: View, figures: Figures) -> str:
     network, critical, total_s = view.network, figures.critical, figures.critical.total_s or 1.0
-    busy = (critical.computing_s + critical.optimizer_s) / total_s
-    shares = {name: seconds / total_s for name, seconds in by_words(critical).items() if seconds >= 0.005 * total_s}
-    # The four largest; parts below half a percent are noise.
-    largest = sorted(shares, key=lambda name: -shares[name])[:4]
-    listed = ", ".join(f"{shares[name]:.0%} {name}" for name in largest)
-    well = "well used" if busy >= GOOD_BUSY else "the rest can be gained"
-    text = f"Of a step, {busy:.0%} is computing ({well}): {listed}"
-    if critical.is_starved:
-        why, _ = who_has_the_cores(find_cores(view.run), len(figures.by_rank))
-        text = f"Of a step, {critical.core_wait_s / total_s:.0%} is waiting for a core, as {why}: {listed}"
+    percents = {name: round(100 * seconds / total_s) for name, seconds in critical.parts().items()}
+    is_starved = largest_part(critical) == "core_wait"
+    named = ["core_wait"] if is_starved else ["forward", "backward", "optimizer"]
+    # The sum of the rounded parts, so that what is printed adds up; less than half a percent is noise.
+    share = sum(percents.get(name, 0) for name in named)
+
+    def listed(*, is_named: bool) -> str:
+        largest = sorted(filter(percents.get, percents), key=lambda name: -percents[name])
+        return ", ".join(f"{percents[name]}% {PARTS[name].label}" for name in largest if (name in named) == is_named)
+
+    if is_starved:
+        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(find_cores(view.run))[0]}"
+    else:
+        text = f"Of a step, {share}% is computing{' (well used)' * (share >= GOOD_BUSY)}: {listed(is_named=True)}"
+    if rest := listed(is_named=False):
+        is_lost = share < GOOD_BUSY and not is_starved
+        text += f"; the rest {'can be gained:' if is_lost else 'is'} {rest}"
     slow = figures.straggler
     if slow is not None:
-        phase = PHASE_NAMES.get(slow.phase, slow.phase)
-        text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({phase})"
+        where = PARTS[slow.part].doing
+        text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({where})"
     elif not figures.knows_waits and len(figures.by_rank) > 1:
         text += "; backward includes waiting for other ranks, which this engine does not measure"
     if network is not None and network.link is not None:

@@ -12,7 +12,7 @@ from lockstep.comm.world import World
 from lockstep.study.common import log
 from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, Switch
-from lockstep.study.verify.reference_loop import StepWeights, measure_weights, perform
+from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
 
 
 class Cause(Enum):
@@ -57,6 +57,11 @@ class Cause(Enum):
         "buffers changed on one rank",
         "Change buffers and parameters in the same way on every rank: from values that all ranks have.",
     )
+    PARAMETERS = (
+        "parameters changed in forward",
+        "Keep what forward computes from its batch in a buffer (register_buffer), which --reproducible {num} combines "
+        "over the parts of the batch, or all-reduce it yourself.",
+    )
     OPERATOR = (
         "non-deterministic operator",
         "Derive everything from the seed: do not use the clock, system randomness or the order of threads. If an "
@@ -80,6 +85,16 @@ class Cause(Enum):
         "a loss clamped after its mean is taken",
         "Clamp the loss of each sample before taking the mean, or clip the gradient of the whole batch with "
         "--clip NORM. Or train with --reproducible {num}, which clamps the same parts on any number of ranks.",
+    )
+    TERM = (
+        "a regulariser scaled by the local batch",
+        "Scale such a term by a constant, such as the number of samples of the data set: not by the number of samples "
+        "that the loss is given, which is another on several ranks.",
+    )
+    STATE = (
+        "state in a plain attribute",
+        "Keep what forward remembers, such as a running mean, in a buffer (register_buffer): buffers are saved, "
+        "synchronised, and combined over the parts of the batch by --reproducible {num}.",
     )
     OUTSIDE = (
         "parameters that no module registers",
@@ -135,12 +150,14 @@ class Row:
         compared: Which two runs.
         outcome: In a few words.
         same: Whether the two were the same run.
+        error: Why it failed, so that it excludes nothing; empty if it did not.
     """
 
     turned_off: str
     compared: str
     outcome: str
     same: bool
+    error: str = ""
 
 
 # Seconds between two lines of progress.
@@ -214,13 +231,17 @@ class Findings:
         text = (advice or cause.fix).format(num=self.subject.num_devices)
         self.diagnoses.append(Diagnosis(cause, evidence, text))
 
+    def add_failed(self, trial: str, pair: str, reason: str) -> None:
+        """Record an experiment that failed, which excludes nothing."""
+        self.rows.append(Row(trial, pair, f"failed: {reason}", False, reason))
+
     def compare(
         self, trial: str, pair: str, expected: Outcome, found: Outcome, tolerance: Tolerance, skip: Sequence[Kind] = ()
     ) -> TraceComparison | None:
         """Compare two runs and record the result, under what was turned off; None if either failed."""
         if isinstance(expected, str) or isinstance(found, str):
-            reason = found if isinstance(found, str) else expected
-            self.rows.append(Row(trial, pair, f"failed: {reason}", False))
+            reason = found if isinstance(found, str) else str(expected)
+            self.add_failed(trial, pair, reason)
             return None
         comparison = compare(expected, found, tolerance, skip=skip)
         self.rows.append(Row(trial, pair, str(comparison), comparison.same))
@@ -299,6 +320,7 @@ def study_division(
         switches that have any effect.
     """
     draws: dict[str, None] = {}
+    written: set[str] = set()
     live: set[Switch] = {"batchnorm"} if given.norms else set()
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
@@ -307,6 +329,7 @@ def study_division(
         shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world, progress)
         for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
             draws.update(dict.fromkeys(trace.draws))
+            written.update(trace.written)
             live.update(switch for switch in _OF_DIVISION if switch in trace.live)
         return findings.compare(turned_off, PAIR, one, shares, tolerance_of(findings.subject), skip=["sample"])
 
@@ -315,10 +338,13 @@ def study_division(
         return given, frozenset(), frozenset(live)
     weights = attempt(measure_weights, findings.subject, given, base, world.device)
     if plain is None or isinstance(weights, str):
+        if isinstance(weights, str):
+            findings.add_failed("sample weighting", PAIR, weights)
         findings.explained = False
         return given, frozenset(), frozenset(live)
     given = replace(given, factors={step.step: step.factors for step in weights})
-    if any(step.kind != "right" for step in weights):
+    kind, differing = explain(weights)
+    if kind != "right":
         live.add("weights")
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
@@ -332,10 +358,6 @@ def study_division(
             other = None if len(suspects) == 1 else divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
             if len(suspects) == 1 or (other is not None and not other.same):
                 found.add(switch)
-    # A mean over something else, or coupled samples, may look clipped in a step, but not in all of them.
-    first = {step.kind: step for step in reversed(weights)}
-    wrong = next(first[kind] for kind in ("clamped", "sum", "other", "clipped", "none", "right") if kind in first)
-    coupled = first.get("clamped") or first.get("none") or first.get("clipped")
     if "random" in found:
         drawn = ", ".join(draws) or "random numbers"
         evidence = f"Forward draws random numbers ({drawn}), and each part of the batch gets others than the whole."
@@ -346,30 +368,39 @@ def study_division(
         evidence = f"Each rank normalises with the mean and variance of its own part of the batch{where}."
         findings.add(Cause.BATCHNORM, evidence)
     if "state" in found:
-        buffer = plain.of_kind("buffer")
-        what = "a buffer or parameter" if buffer is None else f"the buffer {buffer.name}"
+        changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
+        what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
         evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."
-        findings.add(Cause.BUFFERS, evidence, OWN_PART)
-    if "weights" in found:
-        _add_weighting(findings, wrong)
-    if not is_same and coupled is not None:
-        _add_weighting(findings, coupled)
-    findings.explained &= bool(found) or coupled is not None
+        if changed and changed[0].kind == "parameter":
+            findings.add(Cause.PARAMETERS, evidence)
+        else:
+            findings.add(Cause.BUFFERS, evidence, OWN_PART)
+    if is_named := "weights" in found or (not is_same and kind in _NOT_TURNED_OFF):
+        # Without a kind that fits all steps, each step needs weights of its own.
+        _add_weighting(findings, kind or "mean", differing)
+    findings.explained &= bool(found) or is_named
     return given, frozenset(found), frozenset(live)
 
 
-def _add_weighting(findings: Findings, step: StepWeights) -> None:
-    counted, wanted = (" : ".join(f"{weight:.3g}" for weight in each) for each in (step.counted, step.wanted))
+# The kinds of loss that weights of the shares do not turn off.
+_NOT_TURNED_OFF = ("state", "clamped", "sum", "single", "clipped", "term", "coupled")
+
+
+def _add_weighting(findings: Findings, kind: str, step: StepWeights) -> None:
+    """Add the cause for a kind of loss; ``step`` is an example."""
+    counted, wanted = (" : ".join(f"{round(weight, 6):.3g}" for weight in each) for each in (step.counted, step.wanted))
     sizes = " + ".join(map(str, step.sizes))
     of_clipped = f"count {wanted} in the whole, which is no mean"
     if step.wanted == step.counted:
         of_clipped = "have losses that add up to that of the whole, and gradients that do not"
+    coupled = (
+        Cause.COUPLED,
+        "with random state and batch norm turned off, the gradient of the whole batch does not add up from those "
+        "of its parts: a sample's loss depends on which others are with it",
+    )
     cause, evidence = {
-        "none": (
-            Cause.COUPLED,
-            "with random state and batch norm turned off, the gradient of the whole batch does not add up from those "
-            "of its parts: a sample's loss depends on which others are with it",
-        ),
+        "coupled": coupled,
+        "single": coupled,
         "clipped": (
             Cause.CLIPPED,
             f"the parts of the batch {of_clipped}: each is scaled or clipped by itself, then they are summed",
@@ -384,10 +415,21 @@ def _add_weighting(findings: Findings, step: StepWeights) -> None:
             f"the loss of the whole batch is the sum of the losses of its {len(step.sizes)} parts, not their mean: it "
             "grows with the number of samples",
         ),
-    }.get(
-        step.kind,
-        (Cause.WEIGHTING, f"the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}"),
-    )
+        "mean": (
+            Cause.WEIGHTING,
+            f"the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}",
+        ),
+        "term": (
+            Cause.TERM,
+            "the whole batch and its parts differ by the same gradient with other samples: a term of the loss depends "
+            "on the number of samples, but not on the samples",
+        ),
+        "state": (
+            Cause.STATE,
+            "the same forward, on the same samples and from the same weights, buffers and random state, gives another "
+            "loss the second time: it keeps something that is no buffer, so each rank keeps that of its own samples",
+        ),
+    }[kind]
     findings.add(cause, f"At step {step.step} {evidence}.")
 
 

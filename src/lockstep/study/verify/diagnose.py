@@ -72,9 +72,8 @@ def verify(
         if error.__cause__ is None:
             raise
     # A form of the task from which every run can create a new copy.
-    subject = Subject(
-        task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps, shows=not quiet
-    )
+    form = task if isinstance(task, str) else cloudpickle.dumps(task)
+    subject = Subject(form, settings, devices, steps, shows=not quiet)
     processes = partial(run_ranks, timeout_s=TIMEOUT_S)
     return diagnose(subject, processes, (lambda _: None) if quiet else log)
 
@@ -87,6 +86,8 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
         processes: Starts one process, or as many as there are ranks.
         report: Called with a text about progress.
     """
+    # Replicas that differ are a finding here, not an error.
+    subject = replace(subject, settings=replace(subject.settings, check_replicas=0))
     alone, on_ranks, remark = _train(subject, processes, report)
     subject = alone.subject
     result = Verification(subject, False, None, alone.again.same, why_single=alone.why_single, remark=remark)
@@ -206,7 +207,8 @@ def _fix_of(cause: Cause) -> str:
     """Return the name of the experiment that tries the fix of a cause; empty if there is none."""
     if cause is Cause.BATCHNORM:
         return "convert"
-    return "" if cause in (Cause.WEIGHTING, Cause.SUM) else "reproducible"
+    by_hand = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
+    return "" if cause in by_hand else "reproducible"
 
 
 def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, findings: Findings) -> Diagnosis:

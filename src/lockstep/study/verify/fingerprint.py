@@ -120,6 +120,7 @@ class Trace:
         sizes: Number of samples of the data set (None for a stream) and of a global batch.
         initial: Before the first step.
         draws: Names of the random operations that forward used; known only if they were watched.
+        written: Names of the parameters and buffers that forward changed; known only if they were watched.
         live: Features that have an effect if turned off; known only if they were watched.
     """
 
@@ -127,6 +128,7 @@ class Trace:
     initial: ModelFingerprint
     steps: tuple[StepTrace, ...]
     draws: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     live: frozenset[str] = frozenset()
 
     @property

@@ -8,16 +8,17 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.accelerator import default_device
+from lockstep.telemetry.instrument import Instrument
+from lockstep.torch_internals import BatchNorm, TorchDispatchMode, numpy_default, schema_of
 from lockstep.train.settings import Settings, StrategyName
 
 # One process with the whole batch; one that simulates N ranks, share after share; or N real ranks.
@@ -104,7 +105,7 @@ class Experiment:
     is_sgd: bool = False
 
 
-# Batch statistics and writes to buffers.
+# Batch statistics.
 
 
 class NoBatchStatistics(TorchFunctionMode):
@@ -123,164 +124,222 @@ class NoBatchStatistics(TorchFunctionMode):
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a layer is batch norm of some kind; instance norm uses each sample separately."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) or "BatchNorm" in type(module).__name__
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return isinstance(module, BatchNorm) or "BatchNorm" in type(module).__name__
 
 
 # Random numbers and writes in forward: observed, or turned off.
 
-_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes")
-# Kept, because `Watch.generators` replaces them.
-_PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
 
-
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[misc]
     """While entered, observes random draws and writes of forward, and turns off those in ``off``.
 
     Torch's random operators are observed below autograd, where each of them has a tag, whichever generator it uses.
-    Python's and NumPy's are observed where programs get them: functions of the modules, and the classes and functions
-    that create private generators. A draw that is turned off returns a constant that does not depend on the division of
-    the batch; a write into a parameter or a buffer is undone.
+    Python's and NumPy's are observed where programs get them; see `generators`. A draw that is turned off returns a
+    constant that does not depend on the division of the batch; a write into a parameter or a buffer is undone.
 
     Args:
         off: What to turn off: ``random``, ``state``.
 
     Attributes:
+        current: The one whose `generators` are in place, if any.
         active: Whether random draws count: those of the data set do not.
         draws: Names of the random operations.
+        written: Names of the parameters and buffers that forward changed.
         live: The switches that have an effect on the task: it draws, writes, or uses batch norm.
     """
 
+    current: ClassVar[Watch | None] = None
+
     def __init__(self, off: Off) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.off, self.active = off, False
         self.draws: set[str] = set()
+        self.written: set[str] = set()
         self.live: set[Switch] = set()
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, tuple[str, Tensor, Tensor]] = {}
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
         """See within what is written into parameters and buffers, also buffers that are replaced."""
-        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
-        # A buffer may also be replaced by another tensor, which no operator shows.
-        owners = [(module, dict(module._buffers)) for module in model.modules()]
-        # A copy only if it is needed.
-        self._kept = {_address(one): (one, one.clone() if "state" in self.off else one) for one in tensors}
+        buffers = dict(model.named_buffers())
+        named = {name: value.detach() for name, value in (*model.named_parameters(), *buffers.items()) if value.numel()}
+        # A copy only if it is needed. By storage, because a view of a buffer is another tensor at another address.
+        self._kept = {
+            value.untyped_storage().data_ptr(): (name, value, value.clone() if "state" in self.off else value)
+            for name, value in named.items()
+        }
         try:
             yield
         finally:
             self._kept = {}
-            for module, buffers in owners:
-                if any(module._buffers.get(name) is not buffer for name, buffer in buffers.items()):
-                    self.live.add("state")
-                if "state" in self.off:
-                    module._buffers.update(buffers)
+            # A buffer may also be replaced by another tensor, which no operator shows.
+            for name, value in model.named_buffers():
+                if name in buffers and value is not buffers[name]:
+                    self._note_write(name)
+                    if "state" in self.off:
+                        owner, _, own_name = name.rpartition(".")
+                        setattr(model.get_submodule(owner), own_name, buffers[name])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if "batch_norm" in func._schema.name:
+        if "batch_norm" in schema_of(func).name:
             self.live.add("batchnorm")
         # Attention is tagged as random, but is so only with dropout.
         if self.active and torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs) != 0.0:
-            self._note_draw(f"torch {func._schema.name.partition('::')[2].strip('_')}")
+            self.note_draw(f"torch {schema_of(func).name.partition('::')[2].strip('_')}")
             result = _constant(func, args, kwargs) if "random" in self.off else func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if self._kept and func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                is_written = argument.alias_info is not None and argument.alias_info.is_write
-                # By storage, because a view of a buffer is another tensor at another address.
-                if is_written and isinstance(value, Tensor) and _address(value) in self._kept:
-                    self.live.add("state")
-                    tensor, before = self._kept[_address(value)]
-                    if "state" in self.off:
-                        tensor.copy_(before)
+        if self._kept and schema_of(func).is_mutable:
+            written = [
+                value.untyped_storage().data_ptr()
+                for argument, value in zip(schema_of(func).arguments, args, strict=False)
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+            ]
+            for name, tensor, before in (self._kept[address] for address in written if address in self._kept):
+                self._note_write(name)
+                if "state" in self.off:
+                    tensor.copy_(before)
         return result
 
-    def _note_draw(self, name: str) -> None:
+    def note_draw(self, name: str) -> None:
+        """Count a draw of forward; also one that is replaced, as the evidence names what forward draws."""
         self.draws.add(name)
         self.live.add("random")
 
-    def _watch(self, name: str, original: Callable[..., Any], constant: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that stands for ``original`` of Python's or NumPy's generators."""
-
-        @functools.wraps(original)
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            if not self.active:
-                return original(*args, **kwargs)
-            self._note_draw(name)  # also where it is replaced: the evidence names what forward draws
-            return constant(*args, **kwargs) if "random" in self.off else original(*args, **kwargs)
-
-        return draw
+    def _note_write(self, name: str) -> None:
+        self.written.add(name)
+        self.live.add("state")
 
     @contextmanager
     def generators(self) -> Iterator[None]:
-        """Within, the random functions and private generators of Python and NumPy are seen too."""
-        # Now: the first operator that is seen would import it, and it creates a generator.
-        import torch._dynamo  # noqa: F401
-
-        # All names at once: the functions are bound to one generator each when the modules are imported.
-        kept = [(module, dict(vars(module))) for module in (random, np.random)]
-        try:
-            for module, kind, constant in (
-                (random, random.Random, _python_constant),
-                (np.random, np.random.RandomState, _numpy_constant),
-            ):
-                for name in dir(kind):
-                    function = getattr(module, name, None)
-                    if callable(function) and not name.startswith("_") and name not in _NO_DRAWS:
-                        stand_in = functools.partial(constant, name)
-                        setattr(module, name, self._watch(f"{module.__name__}.{name}", function, stand_in))
-            random.Random = self._private_python()  # type: ignore[misc]
-            for maker in ("default_rng", "RandomState"):
-                setattr(np.random, maker, self._private_numpy(getattr(np.random, maker)))
+        """Within, the random functions and generators of Python and NumPy are seen, too."""
+        with Instrument() as instrument:
+            for owner, name, stand_in in _STAND_INS:
+                instrument.replace(owner, name, stand_in)
+            instrument.replace(Watch, "current", self)
             yield
+
+
+# [Note: random numbers of Python and NumPy]
+# Libraries keep what they import: `from numpy.random import default_rng`, or NumPy's default generator, which SciPy's
+# distributions hold. So there is one stand-in for each function and each class of generators in a process. It does what
+# the original does, with the same bits, unless the forward of a `Watch` runs. The classes are subclasses of the
+# originals, and an instance of an original counts as theirs: libraries pass generators on and check their kind.
+
+_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "bytes", "spawn")
+
+
+def _public(kind: type) -> list[str]:
+    """Return the names of the methods."""
+    return [name for name in dir(kind) if name[0] != "_" and callable(getattr(kind, name))]
+
+
+def _draws(kind: type) -> list[str]:
+    """Return the names of the methods that draw."""
+    return [name for name in _public(kind) if name not in _NO_DRAWS]
+
+
+def _seen(name: str, original: Callable[..., Any], constant: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that stands for ``original``, which draws, and is called ``name`` in the evidence."""
+
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        watch = Watch.current
+        if watch is None or not watch.active:
+            return original(*args, **kwargs)
+        watch.note_draw(name)
+        watch.active = False  # it may call others of these
+        try:
+            return (constant if "random" in watch.off else original)(*args, **kwargs)
         finally:
-            for module, names in kept:
-                vars(module).update(names)
+            watch.active = True
 
-    def _private_python(self) -> type[random.Random]:
-        watch = self
+    return draw
 
-        class Private(random.Random):
-            def random(self) -> float:
-                return watch._watch("random.Random", super().random, lambda: 0.5)()  # type: ignore[no-any-return]
 
-            def getrandbits(self, k: int, /) -> int:
-                return watch._watch("random.Random", super().getrandbits, lambda _: 0)(k)  # type: ignore[no-any-return]
+class _SameKind(type):
+    """The class of a stand-in for a class, of which instances of the original are instances, too."""
 
-        return Private
+    def __instancecheck__(cls, instance: Any) -> bool:
+        own = vars(cls).get("original")  # none in a subclass that the task defines
+        return super().__instancecheck__(instance) if own is None else isinstance(instance, own)
 
-    def _private_numpy(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        watch = self
 
-        class Private:
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self._real = make(*args, **kwargs)
+def _seen_class(label: str, kind: type, constant: Callable[..., Any]) -> Any:
+    """Return a subclass of a kind of generator; ``{}`` in ``label`` stands for the name of the method that draws."""
 
-            def __getattr__(self, name: str) -> Any:
-                value, constant = getattr(self._real, name), functools.partial(_numpy_constant, name)
-                return watch._watch(f"numpy generator.{name}", value, constant) if callable(value) else value
+    def without_self(name: str) -> Callable[..., Any]:
+        return lambda _, *args, **kwargs: constant(name, *args, **kwargs)
 
-        return Private
+    methods = {name: _seen(label.format(name), getattr(kind, name), without_self(name)) for name in _draws(kind)}
+    return _SameKind(kind.__name__, (kind,), {"__module__": kind.__module__, "original": kind, **methods})
+
+
+def _python_constant(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(_PlainRandom(0), name)(*args, **kwargs)
+
+
+def _numpy_constant(name: str, *args: Any, **kwargs: Any) -> Any:
+    if name == "shuffle":
+        return None
+    if name in ("permutation", "permuted") and args:
+        return np.arange(args[0]) if isinstance(args[0], int) else np.array(args[0])
+    # Methods that only the newer generators have, such as integers.
+    maker: Any = _PlainState if hasattr(_PlainState, name) else _plain_rng
+    result = getattr(maker(0), name)(*args, **kwargs)
+    return np.full_like(result, result.flat[0]) if isinstance(result, np.ndarray) and result.size else result
+
+
+_PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
+_Random = _seen_class("random.Random", _PlainRandom, _python_constant)
+_State, _Generator = (
+    _seen_class("numpy generator.{}", kind, _numpy_constant) for kind in (_PlainState, np.random.Generator)
+)
+
+
+def _default_rng(seed: Any = None) -> Any:
+    made = _plain_rng(seed)
+    return made if made is seed else _Generator(made.bit_generator)
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """Yield module, name and stand-in of everything that draws, or makes generators, in Python and NumPy."""
+    functions: dict[str, Any] = {}
+    for module, kind, constant in ((random, _PlainRandom, _python_constant), (np.random, _PlainState, _numpy_constant)):
+        for name in _draws(kind):
+            if hasattr(module, name):
+                stand_in = _seen(f"{module.__name__}.{name}", getattr(module, name), functools.partial(constant, name))
+                functions[name] = stand_in
+                yield module, name, stand_in
+    yield random, "Random", _Random
+    yield np.random, "RandomState", _State
+    yield np.random, "Generator", _Generator
+    yield np.random, "default_rng", _default_rng
+    # The default generator itself, from which SciPy and scikit-learn draw unless they are given another.
+    owner, place, default = numpy_default()
+    methods = {name: staticmethod(functions.get(name) or getattr(default, name)) for name in _public(_PlainState)}
+    yield owner, place, type("RandomState", (_PlainState,), methods)()
+
+
+_STAND_INS = tuple(_stand_ins())
+
+
+# What stands for a draw of torch.
 
 
 def _dropout(func: Any, args: Any, kwargs: Any) -> float | None:
     """Return with which probability this call of attention drops out; None of other operators."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return given.get("dropout_p", 0.0) if "dropout_p" in names else None
 
 
 def _constant(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what is as good as a draw but the same for every element, and not 0, which would hide what it scales."""
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if _dropout(func, args, kwargs) is not None:
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in schema_of(func).arguments]
         return func(**dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0})
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -304,18 +363,3 @@ def _constant(func: Any, args: Any, kwargs: Any) -> Any:
         is_number = result.is_floating_point() or result.is_complex()
         return result.fill_(0.5 if is_number else int(result.flatten()[0])) if result.numel() else result
     return result
-
-
-def _python_constant(name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(_PlainRandom(0), name)(*args, **kwargs)
-
-
-def _numpy_constant(name: str, *args: Any, **kwargs: Any) -> Any:
-    if name == "shuffle":
-        return None
-    if name in ("permutation", "permuted") and args:
-        return np.arange(args[0]) if isinstance(args[0], int) else np.array(args[0])
-    # Methods that only the newer generators have, such as integers.
-    maker: Any = _PlainState if hasattr(_PlainState, name) else _plain_rng
-    result = getattr(maker(0), name)(*args, **kwargs)
-    return np.full_like(result, result.flat[0]) if isinstance(result, np.ndarray) and result.size else result

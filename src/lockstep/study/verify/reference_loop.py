@@ -1,6 +1,5 @@
 """Run an experiment in this process: with the loop of `fit`, or with the reference loop, which simulates N ranks."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -179,7 +178,8 @@ def perform_and_keep(
                     tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
             after_step()
-        seen = tuple(sorted(sandbox.watch.draws)), frozenset(sandbox.watch.live)
+        watch = sandbox.watch
+        seen = tuple(sorted(watch.draws)), tuple(sorted(watch.written)), frozenset(watch.live)
         traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]
         # Those that have changed.
         outside = (leaf for leaf, before in sandbox.outside.values() if fingerprint(leaf).digest != before)
@@ -197,12 +197,23 @@ def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: boo
     return first if last < num_steps else (*first[:-1], last)
 
 
-# The weights that the shares of a batch need so that they add up to the whole batch.
-#
-# The gradient of the whole batch is compared with those of its parts, at the same weights and with everything random
+# [Note: the weights of the shares]
+# The gradient of the whole batch is compared with those of its shares, at the same weights and with everything random
 # turned off. If it is a linear combination of them, the factors show the kind of loss: they are the fractions of the
-# samples for a mean over samples, 1 for a sum, and other numbers for a mean over tokens. If it is not, samples depend
-# on each other.
+# samples for a mean over samples, 1 for a sum, and other numbers for a mean over tokens. A step may fit by chance: two
+# samples of which one does not count look like a sum. So a kind of loss must fit every step, also those that are right.
+
+# Kinds of loss, in the order in which they are preferred if several fit all steps:
+#   right    the engine's weights are correct
+#   state    the same forward gives another loss the second time
+#   clamped  a loss that is not zero has no gradient, while others have one
+#   sum      the sum over the shares, with or without a term that does not depend on the samples
+#   single   the loss of one of the shares, as with a maximum over the batch
+#   mean     a mean over something else than samples
+#   clipped  each share is scaled by itself, or the losses add up and the gradients do not
+#   term     the mean over samples, and a term that depends on their number only
+#   coupled  anything else: samples depend on each other
+KINDS = ("right", "state", "clamped", "sum", "single", "mean", "clipped", "term", "coupled")
 
 
 @dataclass(frozen=True)
@@ -210,10 +221,7 @@ class StepWeights:
     """The weights that one step needs.
 
     Attributes:
-        kind: ``right``: the engine's weights are correct; ``sum``; ``other``: a mean over something else; ``clipped``:
-            each share is scaled separately, or the losses add up and the gradients do not; ``clamped``: a loss that is
-            not zero has no gradient; ``none``: no combination of the shares, or a single one, as with a maximum over
-            the batch.
+        fits: The kinds of loss that fit; see `KINDS`.
         sizes: Samples of each share.
         counted: The weight of each share in the run.
         wanted: The weight that it needs.
@@ -221,11 +229,18 @@ class StepWeights:
     """
 
     step: int
-    kind: str
+    fits: frozenset[str]
     sizes: tuple[int, ...]
     counted: tuple[float, ...]
     wanted: tuple[float, ...]
     factors: tuple[float, ...]
+
+
+def explain(steps: Sequence[StepWeights]) -> tuple[str, StepWeights]:
+    """Return the first kind of loss that fits all steps, or an empty string, and the first step that differs."""
+    common = frozenset.intersection(*(step.fits for step in steps))
+    differing = [step for step in steps if "right" not in step.fits]
+    return next((kind for kind in KINDS if kind in common), ""), [*differing, steps[0]][0]
 
 
 def measure_weights(subject: Subject, given: Given, off: Off, device: torch.device) -> list[StepWeights]:
@@ -234,13 +249,18 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
     found = []
     with open_sandbox(subject, experiment, given) as sandbox:
         loop = ReferenceLoop(sandbox, 1, device)  # all parts in one model, at the same weights
-        for step in subject.steps:
+        for step, following in zip(subject.steps, (*subject.steps[1:], subject.steps[0]), strict=True):
             samples = given.samples[step]
+            # As many others, or the same in other shares.
+            others = [*given.samples[following], *samples][1 : len(samples) + 1]
             with sandbox.step(step):
-                whole = _measure_gradient(loop.shares[0], samples, step)
-                parts = [_measure_gradient(loop.shares[0], part, step) for part in divide(samples, subject.num_devices)]
+                # The whole batch, each share, and the whole batch again.
+                measured, other = [
+                    [_measure(loop.shares[0], part, step) for part in (each, *divide(each, subject.num_devices), each)]
+                    for each in (samples, others)
+                ]
                 loop.step(step)
-            found.append(_solve(step, whole, parts, limit=1e-7 if subject.double else 3e-3))
+            found.append(_solve(step, 1e-7 if subject.double else 3e-3, measured, other))
     return found
 
 
@@ -252,8 +272,18 @@ class _Measured:
     out_of: float
     size: int
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are."""
+        return bool(self.vector.isfinite().all())
 
-def _measure_gradient(share: Share, samples: Samples, step: int) -> _Measured:
+    @property
+    def is_constant(self) -> bool:
+        """Whether the loss is not zero, but depends on no parameter at these weights."""
+        return bool(self.size) and bool(self.vector[-1]) and not self.vector[:-1].any()
+
+
+def _measure(share: Share, samples: Samples, step: int) -> _Measured:
     if not samples:
         return _Measured(torch.zeros(0), 0.0, 0)
     share.optimizer.zero_grad(set_to_none=True)
@@ -269,45 +299,85 @@ def _measure_gradient(share: Share, samples: Samples, step: int) -> _Measured:
     return _Measured(vector, float(torch.as_tensor(part.out_of).detach()), len(samples))
 
 
-def _is_constant(measured: _Measured) -> bool:
-    """Return whether a loss that is not zero depends on no parameter at these weights."""
-    return bool(measured.size) and bool(measured.vector[-1]) and not measured.vector[:-1].any()
+class _Division:
+    """The gradients of a batch and of its shares, of which a combination should be that of the batch."""
+
+    def __init__(self, measured: Sequence[_Measured], shares: Sequence[int], limit: float) -> None:
+        self.whole = measured[0].vector
+        self._parts = torch.stack([measured[1 + share].vector for share in shares], dim=1)
+        # The whole may cancel out although its parts do not: then errors are relative to the parts.
+        self._size = max(float(self.whole.norm()), float(self._parts.norm()) * 1e-3, 1e-300)
+        self._limit = limit * self._size
+
+    def is_close(self, found: Tensor, expected: Tensor) -> bool:
+        return float((found - expected).norm()) <= self._limit
+
+    def rest(self, weights: Tensor) -> Tensor:
+        """Return what is missing if shares have these weights."""
+        return self.whole - self._parts @ weights
+
+    def solve(self, importance_of_sum: float) -> Tensor:
+        """Return the weights of the nearest combination; with an importance, they should add up to 1."""
+        last = torch.full((1, 1 + self._parts.shape[1]), importance_of_sum * self._size, dtype=self.whole.dtype)
+        rows = torch.cat([torch.cat([self._parts, self.whole.unsqueeze(1)], dim=1), last])
+        found: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
+        return found.flatten()
 
 
-def _solve(step: int, whole: _Measured, parts: list[_Measured], limit: float) -> StepWeights:
-    """Find the weights with which the parts add up to the whole, and the kind of loss with these weights."""
+def _solve(step: int, limit: float, measured: Sequence[_Measured], others: Sequence[_Measured]) -> StepWeights:
+    """Find the weights with which the shares add up to the whole, and the kinds of loss that fit.
+
+    Args:
+        step: The step.
+        limit: The largest difference that counts as rounding.
+        measured: Of its samples: the whole batch, each share, and the whole batch again.
+        others: The same of other samples.
+    """
+    whole, *parts, again = measured
     total = sum(part.out_of for part in parts)
     counted = [part.out_of / total if total else 0.0 for part in parts]
-    filled = [index for index, part in enumerate(parts) if part.size]
-    usable = [index for index in filled if bool(parts[index].vector.isfinite().all())]
-    kind, wanted = "none", counted
-    size = float(whole.vector.norm())
-    if usable and math.isfinite(size):
-        matrix = torch.stack([parts[index].vector for index in usable], dim=1)
-        # The whole may cancel out although its parts do not: then errors are relative to the parts.
-        size = max(size, float(matrix.norm()) * 1e-3, 1e-300)
-        solved = torch.linalg.lstsq(matrix, whole.vector.unsqueeze(1), driver="gelsd").solution.flatten()
-        as_counted = torch.tensor([counted[index] for index in usable], dtype=torch.float64)
-        is_right = "right" if usable == filled else "other"
-        # Simple explanations first: similar parts can be combined in many ways.
-        for name, weights in ((is_right, as_counted), ("sum", torch.ones_like(solved)), ("other", solved)):
-            residual = float((whole.vector - matrix @ weights).norm()) / size
-            if residual <= limit:
-                found = dict(zip(usable, weights.tolist(), strict=True))
-                kind, wanted = name, [found.get(index, 0.0) for index in range(len(parts))]
-                break
-        expected = float(matrix[-1] @ as_counted)
-        if kind == "none" and usable == filled and abs(float(whole.vector[-1]) - expected) <= limit * abs(expected):
-            kind = "clipped"
-    if kind != "right" and _is_constant(whole) + sum(map(_is_constant, parts)) not in (0, len(parts) + 1):
-        kind = "clamped"
-    slack = 10 * max(limit, 1e-6)
-    if kind == "other" and len(usable) > 1:
-        ratios = [wanted[index] / counted[index] for index in usable if counted[index]]
-        if max(wanted) > 1 - slack and sum(map(abs, wanted)) < 1 + slack:
-            kind = "none"
-        elif abs(sum(wanted) - 1) > max(slack, 1e-3) and max(ratios) - min(ratios) > 1e-3 * max(ratios):
-            kind = "clipped"
     sizes = tuple(part.size for part in parts)
+    filled = [share for share, part in enumerate(parts) if part.size]
+    usable = [share for share in filled if parts[share].is_finite]
+    fits, wanted = {"coupled"}, counted
+    if usable and whole.is_finite:
+        division = _Division(measured, usable, limit)
+        nothing = torch.zeros_like(division.whole)
+        as_counted = torch.tensor([counted[share] for share in usable], dtype=nothing.dtype)
+        ones = torch.ones_like(as_counted)
+        # Simple explanations first: similar shares can be combined in many ways.
+        tried = as_counted, division.solve(1.0), ones, division.solve(0.0)
+        if found := [weights for weights in tried if division.is_close(division.rest(weights), nothing)]:
+            known = dict(zip(usable, found[0].tolist(), strict=True))
+            wanted = [known.get(share, 0.0) for share in range(len(parts))]
+            fits |= _kinds_of(found, as_counted, slack=10 * max(limit, 1e-6))
+        elif usable == filled and abs(division.rest(as_counted)[-1]) <= limit * abs(whole.vector[-1]):
+            fits.add("clipped")
+        if usable != filled:
+            fits.discard("right")
+        elif all(each.is_finite for each in others):
+            # What does not add up is the same for other samples: it does not depend on them.
+            other = _Division(others, usable, limit)
+            pairs = (("term", as_counted), ("sum", ones))
+            fits |= {kind for kind, each in pairs if division.is_close(division.rest(each), other.rest(each))}
+        if not division.is_close(again.vector, whole.vector):
+            fits = {"state"}
+    if "right" not in fits and sum(each.is_constant for each in (whole, *parts)) not in (0, len(parts) + 1):
+        fits.add("clamped")
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
-    return StepWeights(step, kind, sizes, tuple(counted), tuple(wanted), factors)
+    return StepWeights(step, frozenset(fits), sizes, tuple(counted), tuple(wanted), factors)
+
+
+def _kinds_of(found: Sequence[Tensor], counted: Tensor, slack: float) -> set[str]:
+    """Return the kinds of loss that fit, by the weights with which the shares add up to the whole."""
+    kinds = {"sum"} if any(bool((weights == 1).all()) for weights in found) else set()
+    if found[0] is counted:  # also other kinds may look right in a step, but not a sum
+        return kinds | {"right", "state", "clamped", "mean", "clipped"} | ({"single"} if len(counted) == 1 else set())
+    for weights in found:
+        ratios = weights / counted
+        if float(weights.max()) > 1 - slack and float(weights.abs().sum()) < 1 + slack:
+            kinds.add("single")
+        is_mean = float(weights.min()) > -slack and abs(float(weights.sum()) - 1) < max(slack, 1e-3)
+        is_scaled = float(ratios.max() - ratios.min()) <= 1e-3 * float(ratios.max())
+        kinds.add("mean" if is_mean or is_scaled else "clipped")
+    return kinds

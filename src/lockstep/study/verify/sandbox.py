@@ -315,8 +315,8 @@ def open_sandbox(subject: Subject, experiment: Experiment, given: Given) -> Iter
     with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_modules_forgotten(subject.task))
-        if experiment.watched:
-            stack.enter_context(sandbox.watch.generators())
+        # Also in plain runs, in which libraries may be imported that keep what they import.
+        stack.enter_context(sandbox.watch.generators())
         if subject.double:
             torch.set_default_dtype(torch.float64)
         yield sandbox

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lockstep.study import common
 from lockstep.study.common import Shown, Table
-from lockstep.study.verify.causes import Cause, Diagnosis, Row, tolerance_of
+from lockstep.study.verify.causes import PAIR, RANKS_PAIR, TWICE, Cause, Diagnosis, Row, tolerance_of
 from lockstep.study.verify.fingerprint import TraceComparison
 from lockstep.study.verify.interventions import Subject
 
@@ -53,8 +53,12 @@ class Verification(Shown):
         return render(self)
 
 
-# No experiment rules these out.
-_UNEXPLAINED = {Cause.COUPLED, Cause.CLIPPED, Cause.CLAMPED, Cause.OUTSIDE, Cause.RANK, Cause.BACKWARD, Cause.MODEL}
+# By the pair of runs that they compare: the causes that experiments exclude, unless one of them fails.
+_EXCLUDED = {
+    PAIR: {Cause.WEIGHTING, Cause.RANDOM, Cause.BATCHNORM, Cause.BUFFERS, Cause.SUM},
+    RANKS_PAIR: {Cause.DATA, Cause.RANDOM, Cause.RATES, Cause.BUFFERS},
+    TWICE: {Cause.OPERATOR},
+}
 
 
 def sentences(verification: Verification) -> list[str]:
@@ -65,14 +69,20 @@ def sentences(verification: Verification) -> list[str]:
         which = f"Cause {number} of {num}" if num > 1 else "Cause"
         found.append(f"{which}: {finding.cause.value}. {finding.evidence}")
         found.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
+    failed = [row for row in verification.rows if row.error]
     if not verification.same and not verification.findings:
-        names = ", ".join(cause.value for cause in Cause if cause not in _UNEXPLAINED)
+        open_causes = {cause for row in failed for cause in _EXCLUDED.get(row.compared, ())}
+        excluded = [cause.value for cause in Cause if cause in set().union(*_EXCLUDED.values()) - open_causes]
         found.append(
-            f"No cause was found. Turning off each of these did not make the runs the same: {names}. "
+            f"No cause was found. Turning off each of these did not make the runs the same: {', '.join(excluded)}. "
             "Check how the first tensor that differs is computed, and whether that can depend on the rank."
         )
     elif not verification.same and not verification.explained:
         found.append("There may be more causes: run verify again after fixing these.")
+    if failed and not verification.explained:
+        found.append(
+            f"{len(failed)} of {len(verification.rows)} experiments failed, and exclude no cause: {failed[0].error}"
+        )
     return found
 
 

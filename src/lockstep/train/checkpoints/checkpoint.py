@@ -37,6 +37,7 @@ from lockstep.accelerator import start_thread
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
+from lockstep.telemetry.rank_state import format_bytes
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
 from lockstep.train.checkpoints.checkpoint_storage import (
@@ -74,6 +75,7 @@ _POLL_S, _POLL_OBJECTS_S = 0.05, 1.0
 
 _MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 # Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = re.compile(r"step-(\d{10})")
@@ -236,7 +238,7 @@ def _reason(error: CheckpointError) -> str:
 def to_remove(
     found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Iterable[Place] = ()
 ) -> list[FoundCheckpoint]:
-    """Return the checkpoints to remove after the first of them was written.
+    """Return the checkpoints to remove after the first of them was written or loaded.
 
     Args:
         found: All checkpoints of the run, as `find_checkpoints` returns them.
@@ -271,7 +273,7 @@ def _remove_checkpoint(path: Place) -> None:
 # --- write a checkpoint ---
 
 
-def _problem_of(what: object, error: BaseException) -> str:
+def _problem_of(what: Place, error: BaseException) -> str:
     """Return the message for ``error``, which was raised while the checkpoint ``what`` was written."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -281,7 +283,26 @@ def _problem_of(what: object, error: BaseException) -> str:
             "Pass numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
         )
     why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    return f"Cannot write the checkpoint {what}: {why}.\nEarlier checkpoints were not changed."
+    advice = ""
+    if isinstance(error, OSError) and error.errno in _FULL and isinstance(what, Path):
+        with contextlib.suppress(OSError):
+            advice = _how_to_make_room(what)
+    return f"Cannot write the checkpoint {what}: {why}.\nEarlier checkpoints were not changed.{advice}"
+
+
+def _how_to_make_room(path: Path) -> str:
+    """Return what fills the disk next to the checkpoint ``path``, with sizes, and what may be removed of it."""
+    folder = path.parent
+    found = sorted(each for each in folder.iterdir() if _NAME.fullmatch(each.name))
+    sizes = {each.name: format_bytes(sum(file.stat().st_size for file in each.iterdir())) for each in found}
+    held = f", and {folder} holds {', '.join(f'{name} ({size})' for name, size in sizes.items())}" if sizes else ""
+    # What a run resumes from stays.
+    old = [each.path.name for each in find_checkpoints(folder) if each.problem is None][1:]
+    which = f"Remove {', '.join(sorted(old))}, or keep fewer (--keep N): the next start removes the others first."
+    return (
+        f" The disk has {format_bytes(shutil.disk_usage(folder).free)} free{held}.\n"
+        f"{which if old else 'Make room on the disk, or write to another one.'}"
+    )
 
 
 def _run_in_background(job: Callable[[], None], device: torch.device | None = None) -> Future[None]:
@@ -359,6 +380,8 @@ class Checkpoints:
         found = find_checkpoints(self.folder)
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
+            self._find_whole(found)
+            self._remove_old(found)
             self._stale = [each.path for each in found]
             return []
         return [(each.path.name, each.problem) for each in found]
@@ -380,6 +403,10 @@ class Checkpoints:
             if why is None:
                 try:
                     parts = _read_alike(self.folder / name)
+                    if self.world.is_rank_zero:
+                        # Before the first save, for which there may be no room; the one that was loaded stays.
+                        with contextlib.suppress(OSError, CheckpointError):
+                            self._remove_old(find_checkpoints(self.folder))
                     return {**parts["state"], **{part: parts[part] for part in _TOP_LEVEL if part in parts}}
                 except CheckpointError as error:
                     if NO_ANSWER in str(error):
@@ -452,7 +479,8 @@ class Checkpoints:
 
         def complete() -> None:
             self._check_lock()  # otherwise it could remove what the next holder writes
-            self._clear(folder, token)
+            self._clear(folder)
+            storage.remove_leftover_files(folder, token)
             if self._wait_for_parts(folder, token, ranks):
                 self._check_lock()
                 storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
@@ -478,14 +506,30 @@ class Checkpoints:
             self._problem = self._problem or _problem_of(path, error)
         return None if self.failure else (name, token)
 
-    def _clear(self, folder: Place, token: str) -> None:
-        """Remove the files of unfinished saves and removals."""
+    def _clear(self, folder: Place | None = None) -> None:
+        """Remove what unfinished saves and removals have left, except for ``folder``."""
         for path in self.folder.iterdir():
             if isinstance(path, Path) and _LEFTOVER.fullmatch(path.name) and path != folder:
                 shutil.rmtree(path, ignore_errors=True)
             elif _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
                 _remove_checkpoint(path)
-        storage.remove_leftover_files(folder, token)
+
+    def _find_whole(self, found: Sequence[FoundCheckpoint]) -> None:
+        """Add the damaged ones that are newer than the last whole one to those that are known to be."""
+        if not to_remove(found, keep=self.keep, keep_best=self.keep_best):
+            return  # reading a large checkpoint takes time
+        for each in found:
+            try:
+                storage.verify_files(each.path, read_manifest(each.path))
+                return
+            except CheckpointError:
+                self._damaged.append(each.path)
+
+    def _remove_old(self, found: Sequence[FoundCheckpoint]) -> None:
+        """Remove what is not to be kept of the checkpoints ``found``, and what killed saves have left."""
+        self._clear()
+        for each in to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
+            _remove_checkpoint(each.path)
 
     def _wait_for_parts(self, folder: Place, token: str, ranks: Iterable[int]) -> bool:
         """Wait until all ranks have written their parts; return whether they have."""
@@ -520,9 +564,7 @@ class Checkpoints:
             shutil.rmtree(newest.with_name(f"{newest.name}.removed"), ignore_errors=True)
         self._stale = []
         self._damaged = [path for path in self._damaged if path != newest]
-        found = find_checkpoints(self.folder)
-        for each in to_remove(found, keep=self.keep, keep_best=self.keep_best, damaged=self._damaged):
-            _remove_checkpoint(each.path)
+        self._remove_old(find_checkpoints(self.folder))
 
     @property
     def failure(self) -> str | None:

@@ -321,7 +321,9 @@ def _write_file(path: Place, content: Iterable[bytes | memoryview]) -> dict[str,
     digest, num_bytes = hashlib.blake2b(digest_size=32), 0
     # Exclusive: an existing file of this name belongs to another save, and a link must not lead out of the folder.
     # After an error a part of an object may remain, which no manifest names.
-    with path.open("xb" if isinstance(path, Path) else "wb") as file:
+    with path.open("xb" if isinstance(path, Path) else "wb") as file, contextlib.ExitStack() as after_error:
+        if isinstance(path, Path):
+            after_error.callback(path.unlink, missing_ok=True)  # what is incomplete must not fill the disk
         for piece in content:
             view = memoryview(piece)
             # In steps, so that what was just hashed is written while it is in the processor's cache.
@@ -333,6 +335,7 @@ def _write_file(path: Place, content: Iterable[bytes | memoryview]) -> dict[str,
         if isinstance(path, Path):
             file.flush()
             os.fsync(file.fileno())
+        after_error.pop_all()
     return {"file": path.name, "bytes": num_bytes, "blake2b": digest.hexdigest()}
 
 

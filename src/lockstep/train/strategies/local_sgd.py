@@ -36,6 +36,8 @@ class LocalSteps(Strategy):
     samples. In an exchange, its weight is the number of samples, or tokens, that it has trained on since the last one.
     """
 
+    exchanges = True
+
     def __init__(
         self,
         name: StrategyName,
@@ -46,7 +48,11 @@ class LocalSteps(Strategy):
         *,
         num_steps: int,
     ) -> None:
-        _refuse_sync_layers(model, name)
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+            raise ConfigurationError(
+                f"SyncBatchNorm exchanges statistics in every step, but strategy {name} does not communicate in every "
+                "step.\nUse nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
+            )
         self.group: Group = world.group
         self._device, self._task = world.device, objective.task
         self._model, self._num_steps = model, num_steps
@@ -95,26 +101,25 @@ class LocalSteps(Strategy):
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective in the replica, as `Distributed`."""
 
-        def after_forward(parts: list[Part]) -> None:
+        def on_losses(parts: list[Part]) -> None:
             for part in parts:
                 self._weight = self._weight + part.out_of
-            how.after_forward(parts)
+            how.on_losses(parts)
 
         # A replica has only its part of the sum over the global batch, and scales it to its own mean.
-        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, after_forward=after_forward))
+        self._inner.run(micro, replace(how, factor=how.factor * self.num_replicas, on_losses=on_losses))
 
     @override
     def agrees(self, step: int) -> bool:
         return bool(self._averaging.schedule.due(step + 1)) or step + 1 == self._num_steps
 
     @override
-    def end_step(self, step: int) -> bool:
+    def end_step(self, step: int) -> None:
         """Exchange the parameters that are due after this step; all of them after the last step of the run."""
         weight, self._weight = self._weight, 0.0
         self._averaging.step(weight)
         if step + 1 == self._num_steps:
             self._averaging.sync()
-        return True
 
     @override
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
@@ -180,12 +185,3 @@ def machine_group(world: World) -> Group:
             "across=machines needs several machines, but all ranks are on one.\nOmit across, or use strategy ddp."
         )
     return inside
-
-
-def _refuse_sync_layers(model: nn.Module, name: StrategyName) -> None:
-    """Raise a ConfigurationError if the model has layers that need all ranks in every forward."""
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
-        raise ConfigurationError(
-            f"SyncBatchNorm exchanges statistics in every step, but strategy {name} does not communicate in every step."
-            "\nUse nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
-        )

@@ -391,23 +391,21 @@ class Reproducible(Strategy):
             # No gradient is a view of it now.
             self._sums[0].give_back([self._in_use])
         table = self._compute(shards, how)
-        how.timer.name_phase("communication")
+        how.timer.begin("communication")
         if not how.sync:  # a replay, or a step that is timed without communication
-            how.after_forward([table.loss(self._tree)])
+            how.on_losses([table.loss(self._tree)])
             self._deliver(self._sum_own(), table.used)
             return
         how.timer.mark_waits_counted()
         if self.group is not None:
             table = table.over_ranks(self.group, self._devices[0])
-        how.after_forward([table.loss(self._tree)])
+        how.on_losses([table.loss(self._tree)])
         self._buffers.finish(table.changed, table.sizes)
         taken = [sums.take() for sums in self._sums]
         total = self._exchange.sum(taken)
         for sums, rows in zip(self._sums, taken, strict=True):
             sums.give_back([row for row in rows.values() if row is not total])
         self._deliver(total, table.used)
-        how.timer.lap("communication")
-        how.timer.name_phase("data_wait")
 
     def _compute(self, shards: dict[int, Shard], how: Pass) -> Table:
         """Run the shards, round after round: one on each replica at a time."""
@@ -433,7 +431,6 @@ class Reproducible(Strategy):
                         )
                     used[index] = used[index] or gradient is not None
                 self._sums[replica].push(leaf, gradients)
-            how.timer.lap("backward")
         sizes = {leaf: shard.num_samples for leaf, shard in shards.items()}
         return Table(_rows(sizes, parts, self._tree.num_leaves, self._devices[0]), used, self._buffers.changed())
 
@@ -462,16 +459,15 @@ class Reproducible(Strategy):
         return results
 
     def _compute_on_model(self, shard: Shard, how: Pass) -> ShardResult:
-        how.timer.name_phase("forward")
+        how.timer.begin("forward")
         how.seed(shard.leaf, self._devices[0])
         part = self._objective(self._model, shard.batch, shard.num_samples)
-        how.timer.lap("forward")
+        how.timer.begin("backward")
         scaled(part, how.scale).backward()
         gradients = []
         for parameter in self._model.parameters():
             gradients.append(parameter.grad)
             parameter.grad = None
-        how.timer.lap("backward")
         self._buffers.record(shard.leaf, self._model)
         self._buffers.restore()
         return part._replace(value=part.value.detach()), gradients
@@ -493,9 +489,9 @@ class Reproducible(Strategy):
         for replica, shard in shards.items():
             how.seed(shard.leaf, self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
+        how.timer.begin("backward")  # with forward: both run in the threads of the replicas
         how.timer.name_phase("replicas")
         found = engine.gradients(loss, items, [1.0] * len(items))  # the same rounding as in one replica
-        how.timer.lap("backward")
         return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
 
     def _sum_own(self) -> trees.GradientRow:
@@ -515,17 +511,22 @@ class Reproducible(Strategy):
 
 def refuse_reproducible(name: StrategyName) -> None:
     """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
-    if name in ("single", "dp", "ddp"):
-        return
-    why = "it divides gradients into slices that depend on the number of ranks"
-    if name.startswith("torch-"):
-        why = "torch's engine sums in a different order"
-    elif name in ("local-sgd", "diloco"):
-        why = "its ranks train independently, so the result depends on their number"
-    instead = "dp" if "dp" in (name.removeprefix("torch-"), name.removesuffix("-zero1")) else "ddp"
-    raise ConfigurationError(
-        f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or omit reproducible."
-    )
+    slices = "it divides gradients into slices that depend on the number of ranks"
+    order = "torch's engine sums in a different order"
+    alone = "its ranks train independently, so the result depends on their number"
+    why = {
+        "ddp-zero1": slices,
+        "fsdp": slices,
+        "torch-dp": order,
+        "torch-ddp": order,
+        "local-sgd": alone,
+        "diloco": alone,
+    }
+    if name in why:
+        instead = "dp" if name == "torch-dp" else "ddp"
+        raise ConfigurationError(
+            f"Strategy {name} cannot be reproducible: {why[name]}.\nUse strategy {instead}, or omit reproducible."
+        )
 
 
 def virtual_shards(

@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.accelerator import mark_on
+from lockstep.accelerator import is_on_meta, mark_on
+from lockstep.comm import fully_shard
 from lockstep.comm.collectives import Group, reduces_on_its_own
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.consistency import Buffers, Replica, replica_of
+from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
-from lockstep.telemetry.run_record import Mark
+from lockstep.telemetry.step_times import Mark
+from lockstep.telemetry.timer import StepTimer
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
-from lockstep.train.timing import StepTimer
+from lockstep.train.task import build_model, initialize
 
 if TYPE_CHECKING:  # imported by whoever uses it
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -44,9 +47,10 @@ class Pass:
     Args:
         factor: Factor on the gradient of ``value * weight``, apart from the loss scale.
         sync: Whether gradients are summed over the ranks at the end of backward.
-        timer: Gets a lap for forward and one for backward.
-        after_forward: Called with the losses after forward; after backward where both are one operation. It may change
-            the loss scale, and waits for the device in the first forward of a step.
+        timer: Gets the phases forward and backward.
+        on_losses: Called with the losses once they are queued: before backward, or after it where both are one
+            operation (`Strategy.stops_between`). It may change the loss scale, and waits for the device in the first
+            forward of a step.
         seed: Seeds the generators of this process and of a device for a share.
         all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
             none.
@@ -56,15 +60,15 @@ class Pass:
     factor: float
     sync: bool
     timer: StepTimer
-    after_forward: Callable[[list[Part]], None]
+    on_losses: Callable[[list[Part]], None]
     seed: Callable[[int, torch.device], None]
     all_have_samples: Callable[[], bool]
     scaler: GradScaler | None = None
 
     @property
     def scale(self) -> float:
-        """Factor on the gradient of ``value * weight``; final after ``after_forward``."""
-        return self.factor * (1.0 if self.scaler is None else self.scaler.scale)
+        """Factor on the gradient of ``value * weight``; final after ``on_losses``."""
+        return self.factor if self.scaler is None else self.factor * self.scaler.scale
 
 
 class Strategy(ABC):
@@ -100,7 +104,7 @@ class Strategy(ABC):
     # Whether a micro-batch can be computed again without exchanging gradients, to find the origin of a NaN.
     can_replay = True
 
-    # Whether ``after_forward`` is called before backward begins.
+    # Whether ``on_losses`` is called before backward begins.
     stops_between = True
 
     @property
@@ -134,12 +138,11 @@ class Strategy(ABC):
         """Return whether all ranks of the group communicate in step ``step``, counted from 0."""
         return True
 
-    def end_step(self, step: int) -> bool:
-        """Finish step ``step`` after the update; return whether there was anything to do.
+    # Whether parameters are exchanged between ranks: then `end_step` is called after each update.
+    exchanges = False
 
-        Collective if the ranks agree in this step: every rank.
-        """
-        return False
+    def end_step(self, step: int) -> None:  # noqa: B027 - most need nothing
+        """Finish step ``step`` after the update. Collective if the ranks agree in this step: every rank."""
 
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Return the state that should be equal on all ranks of the group."""
@@ -178,12 +181,12 @@ class Single(Strategy):
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
+        how.timer.begin("forward")
         parts = [self._objective(self._model, *item) for item in zip(micro.batches, micro.sizes, strict=True)]
-        how.timer.lap("forward")
-        how.after_forward(parts)
+        how.timer.begin("backward")
+        how.on_losses(parts)
         for part in parts:
             scaled(part, how.scale).backward()
-        how.timer.lap("backward")
 
 
 class Replicated(Strategy):
@@ -216,12 +219,12 @@ class Replicated(Strategy):
                 forward_ends.append(mark_on(self._places[0]))
             return part.value * part.weight
 
-        how.timer.name_phase("replicas")
+        how.timer.begin("forward")
+        how.timer.name_phase("replicas")  # whose threads have both phases in the trace
         self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
         self.exposed_s = self._engine.overhead_s
-        how.timer.lap("forward", at=forward_ends[0])
-        how.timer.lap("backward")
-        how.after_forward([part for part in parts if part is not None])
+        how.timer.begin("backward", at=forward_ends[0])
+        how.on_losses([part for part in parts if part is not None])
 
 
 class Distributed(Strategy):
@@ -305,15 +308,15 @@ class Distributed(Strategy):
                 contexts.enter_context(self._some_without_batch(num_samples))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
+            how.timer.begin("forward")
             with contextlib.nullcontext() if self._sharded is None else self._sharded.wait_late():
                 part: Part = self._module(batch, num_samples)
-            how.timer.lap("forward")
-            how.after_forward([part] if num_samples else [])
+            how.timer.begin("backward")
+            how.on_losses([part] if num_samples else [])
             if num_samples or how.sync:
                 # The engine's mean over the ranks becomes the sum again.
                 loss = scaled(part, how.scale * self._num_ranks)
                 loss.backward()
-        how.timer.lap("backward")
 
     def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks without samples take part in the synchronised layers of the others.
@@ -327,6 +330,98 @@ class Distributed(Strategy):
                 "Use strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
             )
         return self._ours.some_without_batch(has_batch=num_samples > 0)
+
+
+@final
+class FullyShard(Strategy):
+    """torch's own ``fully_shard``: each rank keeps its part of the parameters, gradients and optimizer state.
+
+    For models that are too large for one device.
+    The root is the module that computes the loss, so parameters outside of the units are whole during that time.
+    """
+
+    buffers = "own"
+    can_replay = False  # torch's engine would add unreduced gradients to those of the next step
+
+    def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
+        self.group = world.group
+        self._task, self._device, self._num_ranks = objective.task, device, world.world_size
+        # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
+        replica = replica_of(model, buffers="same")
+        refuse_difference(
+            {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()},
+            group=world.group,
+            device=world.device,
+            now=" when they begin",
+            since="Under fsdp the model must depend on the seed alone, not on the rank.",
+        )
+        self._module = LossModule(model, objective)
+        units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
+        self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
+        if is_on_meta(model):
+            initialize(model, device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+        def local_gradients() -> list[Tensor]:
+            return [fully_shard.local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+
+        self.gradients = GradientList(local_gradients, fully_shard.local_part(trained[0]), world.group)
+
+    @override
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return a new model with all parameters, on this rank's device. Collective: every rank. Blocks."""
+        state = {name: fully_shard.whole(value) for name, value in model.state_dict().items()}
+        copy = build_model(self._task, self._device)
+        copy.load_state_dict(state)
+        return copy.train(model.training)
+
+    @override
+    def weights(self, model: nn.Module) -> nn.Module:
+        return model
+
+    @override
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Collective: every rank, with samples.
+
+        Raises:
+            ConfigurationError: On every rank: some have no samples.
+        """
+        if not how.all_have_samples():
+            raise ConfigurationError(
+                "A batch leaves ranks without samples, which would not take part in fsdp's collectives.\n"
+                "Omit the last batch of an epoch (drop_last=True in the task), or use strategy ddp-zero1."
+            )
+        # Set in each micro-batch, because torch's engine keeps the setting of the last one.
+        fully_shard.sum_gradients(self._module, over_ranks=how.sync)
+        how.timer.begin("forward")
+        part: Part = self._module(micro.batches[0], micro.sizes[0])
+        how.timer.begin("backward")
+        how.on_losses([part])
+        scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        if self._counts_waits:
+            how.timer.mark_waits_counted()
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return the units of sharding: each child with parameters of the outermost ``ModuleList`` and ``Sequential``.
+
+    Blocks that share parameters with other modules belong to the root.
+    """
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    units = []
+    for unit in dict.fromkeys(_children_of_lists(model)):
+        inside = Counter(id(parameter) for module in unit.modules() for parameter in module.parameters(recurse=False))
+        if inside and all(uses[each] == count for each, count in inside.items()):
+            units.append(unit)
+    return units
+
+
+def _children_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield child
+        else:
+            yield from _children_of_lists(child)
 
 
 def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> BatchSplit:
@@ -345,20 +440,3 @@ def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device
         )
     num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
     return BatchSplit(num_shares, range(num_shares), accumulate, shares)
-
-
-def check_engine(name: StrategyName, settings: Settings) -> None:
-    """Refuse settings that belong to another strategy.
-
-    Raises:
-        ConfigurationError: There is one; names it.
-    """
-    owners: dict[str, tuple[StrategyName, ...]] = dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), ("ddp",))
-    owners["compression"] = ("ddp", "local-sgd", "diloco")
-    owners |= dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), ("local-sgd", "diloco"))
-    owners |= dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",))
-    for setting, allowed in owners.items():
-        if name not in allowed and getattr(settings, setting) not in (None, False):
-            raise ConfigurationError(
-                f"{setting} is for strategy {', '.join(allowed)}, but the strategy is {name}.\nOmit {setting}."
-            )

@@ -1,0 +1,529 @@
+"""What is derived from the times of steps: metrics and snapshots of a run, slow ranks, figures of a record. Pure.
+
+[Note: the rank that all wait for]
+All ranks leave the reduction of a step at the same time, so the time between two reductions is the same for all. A
+rank's *own work* in a step ends when its last bucket is ready, before the collective of that bucket starts. After that,
+it waits for the gradients. The last rank waits only for the transfer, so the shortest wait of all ranks is the *wire*
+time of the step, and the additional wait of another rank is waiting for its *peers*. The own work of the last rank
+determines the time of the step. Its sum over the steps, each with its own last rank, is the *critical path*. Clocks of
+different machines are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter, itemgetter
+from statistics import fmean, median, median_low, quantiles
+from typing import Any, NamedTuple
+
+from lockstep.telemetry.record import Recorded, StepLine
+from lockstep.telemetry.step_times import OWN_PARTS, PARTS, StepTimes, combine, milliseconds
+
+# --- metrics: what displays and sinks show of a run -------------------------------------------------------------------
+
+_UNUSUAL = re.compile(r"[^\w.-]", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A value that sinks get. Dashboards depend on the names, which are listed in docs/reference/metrics.md.
+
+    Attributes:
+        name: Ends in the unit, such as ``train/loss`` or ``rank/step_s``. A part in braces stands for several metrics,
+            such as ``eval/{metric}``.
+        prometheus: The name in Prometheus, with base units, and ``_total`` for counters. The part in braces of ``name``
+            is a label there, and so is the rank.
+        meaning: In words.
+        read: Returns the value of a `Snapshot` or a `RankFigures`; None if unknown.
+        scale: Factor from our unit to that of Prometheus.
+    """
+
+    name: str
+    prometheus: str
+    meaning: str
+    read: Callable[[Any], float | None] = lambda _: None
+    scale: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """The word in braces."""
+        return self.name.partition("{")[2].partition("}")[0]
+
+    def name_of(self, member: str | int) -> str:
+        """Return the name for one value of the label; characters that a sink does not accept become underscores."""
+        return self.name.replace(f"{{{self.label}}}", _UNUSUAL.sub("_", str(member)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """The last report of a rank.
+
+    Attributes:
+        host: Its machine.
+        device: Its device, such as ``cuda:0``.
+        step: Number of steps done.
+        num_steps: Number of steps in the means; 0 while it evaluates, saves or starts.
+        link_peer: The address of the other machine of ``link_bytes_per_s``.
+        values: By their names in `RANK_METRICS`, without ``rank/``; unknown ones may be missing or None. Times are
+            means over the steps since the report before.
+    """
+
+    rank: int
+    host: str | None = None
+    device: str | None = None
+    step: int = 0
+    num_steps: int = 0
+    link_peer: str | None = None
+    values: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float | None:
+        return self.values.get(name)
+
+
+def decode(note: Mapping[str, Any]) -> RankFigures:
+    """Return the figures that a rank posted as a dictionary.
+
+    Raises:
+        TypeError: A name or a type is wrong.
+    """
+    figures = RankFigures(**note)
+    # Otherwise a text in place of a number would fail later, in the thread of the live view.
+    numbers = {"step": figures.step, "num_steps": figures.num_steps, "rank": figures.rank}
+    for name, value in ({**figures.values} | numbers).items():
+        if not isinstance(value, int | float) and (value is not None or name in numbers):
+            raise TypeError(f"{name} is {value!r}")
+    return figures
+
+
+def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
+    """Return ``ranks`` with what follows from the waits of all; see [Note: the rank that all wait for]."""
+    ranks = tuple(ranks)
+    # Ranks whose engine does not measure the waiting have none of it.
+    least_s = min((wait_s for each in ranks if (wait_s := each["exposed_s"]) is not None), default=0.0)
+    found = []
+    for each in ranks:
+        wait_s = each["exposed_s"]
+        waits = {} if wait_s is None else {"wire_s": least_s, "peers_s": wait_s - least_s}
+        found.append(replace(each, values={**each.values, **waits}))
+    return tuple(found)
+
+
+# What is left is not known while the run goes on: a step ends before the next begins.
+_SHOWN = tuple(part for part in PARTS if part != "other")
+
+
+def shares(ranks: Iterable[RankFigures]) -> dict[str, float]:
+    """Return the share of a step of each of `PARTS`, the mean over ``ranks``; unknown parts are left out."""
+    known = [each for each in ranks if each["step_s"]]
+    step_s = sum(each["step_s"] or 0.0 for each in known)
+    found = {part: [each[f"{part}_s"] for each in known] for part in _SHOWN}
+    return {part: sum(filter(None, each)) / step_s for part, each in found.items() if set(each) - {None}}
+
+
+class Spread(NamedTuple):
+    """Minimum, median and maximum of a value over the ranks that know it, with the ranks of the extremes."""
+
+    min: float
+    min_rank: int
+    median: float
+    max: float
+    max_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of a run at one moment, for the live view and the sinks. Most values are metrics: see `METRICS`.
+
+    Attributes:
+        time: Unix time of rank zero's host.
+        counts: The task's word for what it counts, such as tokens.
+        ranks: The ranks that have reported, in order.
+        event_counts: The number of events of each kind in this session.
+        evaluation: The results of the last evaluation.
+        is_last: Whether the run has ended.
+    """
+
+    time: float = 0.0
+    step: int = 0
+    num_steps: int | None = None
+    epoch: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    elapsed_s: float = 0.0
+    left_s: float | None = None
+    world_size: int = 1
+    num_restarts: int = 0
+    num_skipped_steps: int = 0
+    counts: str = "tokens"
+    ranks: tuple[RankFigures, ...] = ()
+    event_counts: Mapping[str, int] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    is_last: bool = False
+
+    def known(self, name: str) -> list[tuple[float, int]]:
+        """Return the known values of a metric of the ranks, each with its rank."""
+        return [(float(value), each.rank) for each in self.ranks if (value := each[name]) is not None]
+
+    def spread(self, name: str) -> Spread | None:
+        """Return the `Spread` of a metric of the ranks; None if none knows it. Of equal ranks, the first is named."""
+        if not (known := self.known(name)):
+            return None
+        (low, low_rank), (high, high_rank) = min(known), max(known, key=lambda pair: (pair[0], -pair[1]))
+        return Spread(low, low_rank, median(value for value, _ in known), high, high_rank)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a metric of the ranks; None if no rank knows it."""
+        return fmean(value for value, _ in known) if (known := self.known(name)) else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this session has neither completed nor been stopped gracefully."""
+        return not (self.event_counts.get("end") or self.event_counts.get("stop"))
+
+
+# Prometheus gets the value of each rank, other sinks the `Spread` over the ranks.
+RANK_METRICS = tuple(
+    Metric(f"rank/{name}", f"lockstep_rank_{prometheus}", meaning, itemgetter(name), *scale)
+    for name, prometheus, meaning, *scale in (
+        ("age_s", "age_seconds", "age of the figures; large if the rank does not respond"),
+        ("step_s", "step_seconds", "a whole step"),
+        ("slowest_s", "slowest_step_seconds", "the longest step since the last report"),
+        ("own_s", "own_work_seconds", "of a step: the rank's own work"),
+        ("data_wait_s", "data_wait_seconds", "of a step: waiting for samples and their copy"),
+        ("copy_s", "copy_seconds", "of a step: copying samples to the device"),
+        ("forward_s", "forward_seconds", "of a step: model and loss"),
+        ("backward_s", "backward_seconds", "of a step: backward without exposed communication"),
+        ("exposed_s", "exposed_seconds", "of a step: communication without overlap; wire and peers"),
+        ("wire_s", "wire_seconds", "of a step: transfer of gradients"),
+        ("peers_s", "peers_seconds", "of a step: waiting for ranks that come later"),
+        # Only for steps with a timeline of our DistributedDataParallel.
+        ("hidden_s", "hidden_seconds", "of a step: communication that overlaps with backward"),
+        ("optimizer_s", "optimizer_seconds", "of a step: checking, clipping and the update"),
+        # Of the training thread, on CPUs only, as other devices work meanwhile.
+        ("core_wait_s", "core_wait_seconds", "of a step: waiting for a core, not included in the other parts"),
+        ("memory_bytes", "device_memory_bytes", "memory of tensors on the devices of the rank; not on CPUs"),
+        ("memory_peak_bytes", "device_memory_peak_bytes", "maximum memory of tensors so far"),
+        ("rss_bytes", "resident_memory_bytes", "resident memory of the process of the rank"),
+        ("workers_rss_bytes", "workers_resident_memory_bytes", "total resident memory of its loader processes"),
+        ("num_workers", "workers", "loader processes"),
+        ("cpu_percent", "cpu_cores", "percent of a core, in Prometheus cores", 0.01),
+        ("workers_cpu_percent", "workers_cpu_cores", "the same for its loader processes", 0.01),
+        ("load", "host_load1", "load of its machine, the mean over a minute"),
+        ("gpu_percent", "gpu_utilization_ratio", "share of the time in which a kernel ran", 0.01),
+        ("gpu_power_w", "gpu_power_watts", "power, from NVML"),
+        ("gpu_temperature_c", "gpu_temperature_celsius", "temperature, from NVML"),
+        ("sent_bytes", "sent_bytes_total", "sent to other machines so far"),
+        ("step_sent_bytes", "step_sent_bytes", "of a step: sent to other machines"),
+        ("link_bytes_per_s", "link_bytes_per_second", "rate to the slowest machine, while there was data to send"),
+    )
+)
+
+
+def _slowest_rank(snapshot: Snapshot) -> float | None:
+    return spread.max_rank if (spread := snapshot.spread("own_s")) is not None else None
+
+
+def _share(part: str) -> Metric:
+    meaning = f"share of the step, over all ranks: {PARTS[part].label}"
+    return Metric(f"time/{part}_share", f"lockstep_time_{part}_ratio", meaning, lambda run: shares(run.ranks).get(part))
+
+
+# Of the run as a whole.
+METRICS = (
+    *(
+        Metric(f"train/{name}", f"lockstep_train_{prometheus}", meaning, attrgetter((source or [name])[0]))
+        for name, prometheus, meaning, *source in (
+            ("step", "steps_total", "steps done"),
+            ("num_steps", "planned_steps", "steps of the whole run; unknown for a script"),
+            ("epoch", "epoch", "passes over the data set so far; unknown for a stream"),
+            ("loss", "loss", "loss of the last step, the mean over its global batch"),
+            ("learning_rate", "learning_rate", "of the first parameter group"),
+            ("grad_norm", "gradient_norm", "norm of the whole gradient before clipping, if known"),
+            ("samples_per_s", "samples_per_second", "samples that all ranks train on"),
+            ("tokens_per_s", "tokens_per_second", "the same for tokens, if the task counts them"),
+            ("elapsed_s", "elapsed_seconds", "since the run began or resumed"),
+            ("left_s", "remaining_seconds", "until its end, at the present pace"),
+            ("ranks", "ranks", "ranks of the run", "world_size"),
+            ("restarts", "restarts_total", "restarts of all ranks", "num_restarts"),
+            ("skipped_steps", "skipped_steps_total", "steps skipped for NaN or infinity", "num_skipped_steps"),
+        )
+    ),
+    Metric("time/step_s", "lockstep_time_step_seconds", "a step, mean over the ranks", lambda run: run.mean("step_s")),
+    Metric("time/slowest_rank", "lockstep_time_slowest_rank", "the rank with the most work of its own", _slowest_rank),
+    *map(_share, _SHOWN),
+)
+
+EVALUATION = Metric("eval/{metric}", "lockstep_eval", "result of the last evaluation: the loss, and the task's metrics")
+EVENT_COUNT = Metric("events/{event}", "lockstep_events_total", "events since the run began or resumed")
+
+ALL_METRICS = (*METRICS, *RANK_METRICS, EVALUATION, EVENT_COUNT)
+
+
+def scalars(snapshot: Snapshot) -> dict[str, float]:
+    """Return all known values by name, without evaluations, which have a step of their own."""
+    found = {metric.name: metric.read(snapshot) for metric in METRICS}
+    for metric in RANK_METRICS:
+        if (spread := snapshot.spread(metric.name.removeprefix("rank/"))) is not None:
+            found |= {f"{metric.name}_{which}": value for which, value in spread._asdict().items()}
+    found |= {EVENT_COUNT.name_of(event): count for event, count in snapshot.event_counts.items()}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+# --- ranks that keep the others waiting in every step -----------------------------------------------------------------
+
+# A slow rank loses at least this share of a step ...
+_MIN_SHARE = 0.1
+# ... and at least so many seconds.
+_MIN_LOST_S = 0.001
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that keeps the others waiting in every step; ``part`` is one of `PARTS`, times are seconds per step."""
+
+    rank: int
+    part: str
+    lost_s: float
+    took_s: float
+    usual_s: float
+    step_s: float
+
+    def __str__(self) -> str:
+        times = (self.lost_s, self.step_s, self.took_s, self.usual_s)
+        lost, step, took, usual = map(milliseconds, times)
+        return (
+            f"rank {self.rank} is slow: it loses {lost} in each step of {step}, in {PARTS[self.part].doing} ({took}, "
+            f"usual is {usual}); the others wait for it"
+        )
+
+
+# Of a rank in a window of steps: the medians of each own part and of ``exposed``; of its ``own`` work altogether the
+# sum of these, and ``low`` and ``high`` quartile. In seconds. A dictionary, as ranks send it to each other.
+Pace = Mapping[str, float]
+
+
+def pace_of(steps: Sequence[StepTimes]) -> Pace:
+    """Return the pace of at least two steps."""
+    # Medians and quartiles, so that single slow steps, as after a checkpoint, do not count.
+    low_s, _, high_s = quantiles((step.own_s for step in steps), n=4, method="inclusive")
+    medians = {part: median(step.part(part) for step in steps) for part in (*OWN_PARTS, "exposed")}
+    return {**medians, "own": sum(medians[part] for part in OWN_PARTS), "low": low_s, "high": high_s}
+
+
+def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
+    """Return the ranks that are persistently slower than most, the slowest first."""
+    if len(paces) < 2:
+        return []
+    # The lower median: of two ranks, the faster one counts as usual.
+    usual = {name: median_low(pace[name] for pace in paces.values()) for name in (*OWN_PARTS, "own", "high")}
+    step_s = max(pace["own"] + pace["exposed"] for pace in paces.values())
+    found = []
+    for rank, pace in paces.items():
+        lost_s = pace["own"] - usual["own"]
+        # Persistently slower: its fast steps take longer than slow steps of the others.
+        if lost_s >= max(_MIN_LOST_S, _MIN_SHARE * step_s) and pace["low"] > usual["high"]:
+            part = max(OWN_PARTS, key=lambda part: pace[part] - usual[part])
+            found.append(Straggler(rank, part, lost_s, pace[part], usual[part], step_s))
+    return sorted(found, key=lambda straggler: -straggler.lost_s)
+
+
+class StragglerReporter:
+    """Reports which ranks are slow, and again only if a rank gets slower or is slow in another part."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._reported: dict[int, tuple[str, float]] = {}
+
+    def judge(self, paces: Mapping[int, Pace]) -> None:
+        """Compare the paces of all ranks in a window."""
+        for straggler in find_stragglers(paces):
+            part, lost_s = self._reported.get(straggler.rank, ("", 0.0))
+            if straggler.part != part or straggler.lost_s > 2 * lost_s:
+                self._reported[straggler.rank] = straggler.part, straggler.lost_s
+                self._report(str(straggler))
+
+
+# Steps of a window in which the ranks of a run are compared.
+WINDOW = 10
+
+# The first steps allocate, compile and find the order of gradients.
+_WARM_UP = 2
+_PERIOD = 50
+
+
+def window_of(step: int) -> range:
+    """Return the first window that ends at ``step`` or later, counted from 0: two at the start, then one per fifty."""
+    soon = (_WARM_UP + WINDOW - 1, _WARM_UP + 2 * WINDOW - 1)
+    end = next((end for end in soon if step <= end), step // _PERIOD * _PERIOD + _PERIOD - 1)
+    return range(end - WINDOW + 1, end + 1)
+
+
+def largest_part(times: StepTimes) -> str:
+    """Return the name of the part in `PARTS` that takes longest."""
+    parts = times.parts()
+    return max(parts, key=parts.__getitem__)
+
+
+# --- the steps of a recorded run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AlignedStep:
+    """The step (or steps) of a line on all ranks.
+
+    Attributes:
+        lines: As recorded.
+        times: From its beginning to that of the next step; waits are only known if every rank measured its own.
+        last_rank: The rank that all wait for: it waits least, or, if waiting is unknown, works longest.
+    """
+
+    lines: Mapping[int, StepLine]
+    times: Mapping[int, StepTimes]
+    last_rank: int
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds on the slowest rank."""
+        return max(line.lasted_s for line in self.lines.values())
+
+
+def align_steps(run: Recorded) -> list[AlignedStep]:
+    """Return the steps that all ranks have recorded, in order."""
+    by_rank = {rank: {line.step: line for line in record.steps} for rank, record in run.ranks.items() if record.steps}
+    common = set.intersection(*map(set, by_rank.values())) if by_rank else set()
+    return [_align({rank: lines[number] for rank, lines in by_rank.items()}) for number in sorted(common)]
+
+
+def _align(lines: Mapping[int, StepLine]) -> AlignedStep:
+    times = {rank: line.times.lasting(line.lasted_s) for rank, line in lines.items()}
+    waits_s = {rank: each.exposed_s for rank, each in times.items() if each.exposed_s is not None}
+    if len(waits_s) < len(times):
+        unknown = {rank: replace(each, exposed_s=None) for rank, each in times.items()}
+        return AlignedStep(lines, unknown, max(lines, key=lambda rank: lines[rank].times.own_s))
+    last_rank = min(waits_s, key=waits_s.__getitem__)
+    wire_s = waits_s[last_rank]
+    known = {rank: replace(each, peers_s=waits_s[rank] - wire_s) for rank, each in times.items()}
+    return AlignedStep(lines, known, last_rank)
+
+
+# In a record, where each step of a rank can be compared with the same step of the others, a slow rank comes last in at
+# least this share of the steps; in a larger share of few steps.
+_MOSTLY_LAST = 2 / 3
+_MIN_STEPS = 20
+# The share of a step that it costs at least; less may be noise.
+_MIN_SHARE_LATER = 0.15
+
+
+def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
+    """Return the rank that keeps the others waiting, or None.
+
+    Usually, fast steps of such a rank take longer than slow steps of the others. On a busy machine, single steps are
+    compared instead, so that disturbances of all ranks cancel: the slow rank is the one that comes last in most steps,
+    if that costs a considerable part of a step.
+    """
+    times = {rank: [step.times[rank] for step in steps] for rank in steps[0].times}
+    if clear := find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()}):
+        return clear[0]
+    # Medians of each rank would not do, as the noise may be larger than the difference.
+    last_ranks = [step.last_rank for step in steps]
+    slow = max(times, key=last_ranks.count)
+    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of two equal ranks
+    if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
+        return None
+    others = [of_rank for rank, of_rank in times.items() if rank != slow]
+
+    def later_s(name: str) -> float:
+        """Return by how much the rank is slower than the others: the median over the steps."""
+        usual = [median_low(each.part(name) for each in at) for at in zip(*others, strict=True)]
+        return float(median(mine.part(name) - other for mine, other in zip(times[slow], usual, strict=True)))
+
+    lost_s, step_s = later_s("own"), median(step.lasted_s for step in steps)
+    if lost_s < _MIN_SHARE_LATER * step_s:
+        return None
+    part = max(OWN_PARTS, key=later_s)
+    took_s = median(each.part(part) for each in times[slow])
+    return Straggler(slow, part, lost_s, took_s, took_s - later_s(part), step_s)
+
+
+# The first steps allocate, compile and find the order of gradients; the means do not include them.
+NUM_FIRST = 5
+
+_SPIKE = 3.0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a recorded run.
+
+    Args:
+        num_steps: The number of steps in the means.
+        step_s: From the beginning of a step to that of the next: the median.
+        slow_step_s: One step in twenty takes longer than this.
+        samples_per_s: Over all steps except the first ones and spikes.
+        tokens_per_s: The same for what the loss counts; None if that is samples.
+        total_s: From the beginning of the first step to the end of the last.
+        paused_s: The pauses of training for checkpoints and evaluations, by event.
+        by_rank: Means over the steps without spikes.
+        critical: The same along the critical path; see [Note: the rank that all wait for].
+        last_share: By rank, the share of steps in which it came last.
+        straggler: A rank that keeps the others waiting in every step, if there is one.
+    """
+
+    num_steps: int
+    step_s: float
+    slow_step_s: float
+    samples_per_s: float
+    tokens_per_s: float | None
+    total_s: float
+    paused_s: Mapping[str, float]
+    by_rank: Mapping[int, StepTimes]
+    critical: StepTimes
+    last_share: Mapping[int, float]
+    straggler: Straggler | None
+
+    @property
+    def knows_waits(self) -> bool:
+        """Whether waiting for communication was measured."""
+        return self.critical.exposed_s is not None
+
+
+def find_figures(run: Recorded) -> Figures | None:
+    """Return the figures of the steps that all ranks have recorded; None if there are none."""
+    steps = align_steps(run)
+    if not steps:
+        return None
+    # Without spikes, such as a checkpoint, which would dominate the means.
+    ranks, first = list(steps[0].lines), next(iter(steps[0].lines.values())).step
+    steady = [step for step in steps if step.lines[ranks[0]].step >= first + NUM_FIRST] or steps
+    lasted_s = sorted(step.lasted_s for step in steady)
+    calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
+    last_ranks = [step.last_rank for step in calm]
+    trained_s = sum(step.lasted_s for step in calm) or math.inf
+    # Those of the global batch, which every rank has; some ranks may not have the counts.
+    counts = [next((line.counts for line in step.lines.values() if line.counts is not None), None) for step in calm]
+    records = [record.steps for record in run.ranks.values() if record.steps]
+    paused_s: dict[str, float] = {}
+    for event in run.events:
+        if event.seconds and event.event in ("checkpoint", "evaluation"):
+            paused_s[event.event] = paused_s.get(event.event, 0.0) + event.seconds
+    critical = combine([step.times[step.last_rank] for step in calm])
+    return Figures(
+        num_steps=len(calm),
+        step_s=median(lasted_s),
+        slow_step_s=lasted_s[min(len(lasted_s) - 1, math.floor(0.95 * len(lasted_s)))],
+        samples_per_s=sum(step.lines[ranks[0]].samples for step in calm) / trained_s,
+        tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
+        total_s=max(lines[-1].time + lines[-1].times.total_s for lines in records)
+        - min(lines[0].time for lines in records),
+        paused_s=paused_s,
+        by_rank={rank: combine([step.times[rank] for step in calm]) for rank in ranks},
+        critical=critical,
+        last_share={rank: last_ranks.count(rank) / len(calm) for rank in ranks},
+        straggler=find_slow_rank(calm) if min(len(ranks), len(calm)) > 1 and critical.exposed_s is not None else None,
+    )

@@ -1,0 +1,729 @@
+"""The record of a run, written and read here: a file of JSON lines per rank, and ``run.json``. Imports no torch.
+
+[Note: one schema]
+Each kind of line is a class below: its fields are the names in the file, which dashboards depend on, and which
+docs/reference/metrics.md explains. ``to_line`` writes it and ``read`` checks what it reads, as a record may come from
+any source. `VERSION` is increased if a name or a meaning changes, not if one is added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lockstep.activity import one_line
+from lockstep.errors import ConfigurationError
+from lockstep.run_folder import hide_secrets, keep_rest_aside, open_record, read_object, replace_file
+from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
+
+if TYPE_CHECKING:
+    from lockstep.comm.clocks import ClockOffset  # imports torch
+
+# A line of the file, or an entry of ``run.json``.
+Line = Mapping[str, Any]
+
+VERSION = 1
+
+RUN_FILE = "run.json"
+RANK_FILES = "rank-*.jsonl"
+
+# A name in ``EVENTS``.
+EventName = str
+
+EVENTS = {
+    "resume": "the run resumed from a checkpoint",
+    "restart": "all ranks were restarted, after a failure or with other machines",
+    "evaluation": "the model was evaluated",
+    "checkpoint": "a checkpoint was taken; the time is the pause of training",
+    "skipped": "a step was skipped or undone, or a sample left out",
+    "straggler": "a rank kept the others waiting in every step",
+    "profile": "torch.profiler recorded steps, which were slower; the time is that of writing the trace",
+    "remark": "a note of the engine or the loader",
+    "stop": "a signal stopped the run gracefully",
+    "error": "the run ended with an error on this rank",
+    "end": "the run is complete",
+}
+
+
+def kind_of(device: str) -> str:
+    """Return the word for a device such as ``cuda:0`` in messages: GPU, CPU, or another type in capitals."""
+    device_type = device.partition(":")[0]
+    return "GPU" if device_type in ("cuda", "xpu") else device_type.upper()
+
+
+# --- the lines --------------------------------------------------------------------------------------------------------
+
+# Fields that may be negative, NaN or infinite; all other numbers are durations, times or counts.
+_ANY_NUMBER = ("loss", "learning_rate", "grad_norm")
+
+
+def _read(cls: type, line: Line) -> dict[str, Any]:
+    """Return the numbers of a line that are fields of ``cls``, without unknown ones.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+    found: dict[str, Any] = {}
+    for each in fields(cls):
+        if each.type in _NUMBERS and (value := line.get(each.name)) is not None:
+            number = float(value)  # NaN and infinity are strings in JSON
+            if each.name not in _ANY_NUMBER and not 0 <= number < math.inf:
+                raise ValueError(f"{each.name} is out of range")
+            found[each.name] = int(number) if each.type == "int" else number
+    return found
+
+
+# The types of fields that are numbers, as annotations.
+_NUMBERS = ("int", "float", "float | None")
+
+
+def _written(item: Any) -> dict[str, Any]:
+    """Return the fields of a line, with seconds rounded to a tenth of a microsecond."""
+    found = {}
+    for name, are_seconds in _names(item.__class__):
+        value = getattr(item, name)
+        found[name] = round(value, 7) if are_seconds and value is not None else value
+    return found
+
+
+@cache
+def _names(cls: type) -> list[tuple[str, bool]]:
+    """Return the names of the fields of ``cls``, and whether each is in seconds."""
+    return [(each.name, each.name.endswith("_s")) for each in fields(cls)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """A line of kind ``step``: one step of a rank, or the means of several in a row.
+
+    Attributes:
+        step: The (first) step, counted from 0.
+        num_steps: The number of steps.
+        epoch: Passes over the data set before it.
+        time: When it began, in Unix time.
+        interval_s: From its beginning to that of the next step; None if unknown.
+        slowest_s, slowest_step: The longest step.
+        times: Its parts.
+        loss, learning_rate, grad_norm, samples: Of the last step; samples of the global batch.
+        counts: What the loss is a mean over, such as tokens, if that is not samples.
+    """
+
+    step: int
+    num_steps: int = 1
+    epoch: float | None = None
+    time: float
+    interval_s: float | None = None
+    slowest_s: float = 0.0
+    slowest_step: int = 0
+    times: StepTimes
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    samples: float
+    counts: float | None = None
+
+    @classmethod
+    def of(cls, step: StepMarks, times: StepTimes, began_s: float, steps_per_epoch: int | None) -> StepLine:
+        """Return the line of a step that began at ``began_s``, in Unix time."""
+        return cls(
+            step=step.number,
+            epoch=round(step.number / steps_per_epoch, 6) if steps_per_epoch else None,
+            time=round(began_s, 6),
+            interval_s=step.interval_s,
+            slowest_s=times.total_s,
+            slowest_step=step.number,
+            times=times,
+            loss=step.loss,
+            learning_rate=step.learning_rate,
+            grad_norm=None if step.grad_norm is None else float(step.grad_norm),
+            samples=step.samples,
+            counts=None if step.counted is None else float(step.counted),
+        )
+
+    @classmethod
+    def merged(cls, lines: Sequence[StepLine]) -> StepLine:
+        """Return one line for several: mean times, the last loss, the longest step."""
+        first, slowest = lines[0], max(lines, key=lambda line: line.slowest_s)
+        return replace(
+            lines[-1],
+            step=first.step,
+            num_steps=len(lines),
+            epoch=first.epoch,
+            time=first.time,
+            interval_s=mean_of_known(line.interval_s for line in lines),
+            slowest_s=slowest.slowest_s,
+            slowest_step=slowest.slowest_step,
+            times=combine([line.times for line in lines]),
+            counts=mean_of_known(line.counts for line in lines),
+        )
+
+    @classmethod
+    def read(cls, line: Line) -> StepLine:
+        """Return the line as written."""
+        return cls(times=StepTimes(**_read(StepTimes, line)), **_read(cls, line))
+
+    def to_line(self) -> Line:
+        """Return the line to write."""
+        lasted_s = self.lasted_s or 1e-9
+        line = {"kind": "step", **_written(self), **_written(self.times)}
+        line["samples_per_s"] = float(f"{self.samples / lasted_s:.7g}")
+        line["tokens_per_s"] = None if self.counts is None else float(f"{self.counts / lasted_s:.7g}")
+        del line["times"], line["peers_s"]  # what a rank waited for others is only known with the lines of all
+        return line
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds from its beginning to that of the next step, if known."""
+        return self.times.total_s if self.interval_s is None else self.interval_s
+
+
+class Bucket(NamedTuple):
+    """The exchange of a bucket; times in seconds after the beginning of the step."""
+
+    number: int
+    size_bytes: int
+    ready_s: float
+    sent_s: float
+    done_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A line of kind ``timeline``: marks of a step, in seconds after its beginning.
+
+    Attributes:
+        spans: Phase, begin and end.
+        waited_from, waited_until: The wait for gradients after this rank's own work; None if unknown.
+    """
+
+    step: int
+    time: float
+    spans: Sequence[tuple[str, float, float]]
+    buckets: Sequence[Bucket]
+    waited_from: float | None = None
+    waited_until: float | None = None
+
+    @classmethod
+    def of(cls, step: StepMarks, began_s: float) -> Timeline:
+        """Return the line of a step that began at ``began_s``, in Unix time."""
+
+        def since(mark: Mark) -> float:
+            return round(seconds_between(step.begin, mark), 7)
+
+        spans = [(phase, since(begin), since(end)) for phase, begin, end, _ in step.spans]
+        spans = [span for span in spans if span[2] > span[1]]
+        buckets = [
+            Bucket(each.position, each.size_bytes, since(each.ready), since(each.sent), since(each.done))
+            for reduction in step.reductions
+            for each in reduction.buckets
+            if each.sent is not None and each.done is not None
+        ]
+        found = cls(step=step.number, time=round(began_s, 6), spans=spans, buckets=buckets)
+        waited = step.reductions[-1].waited if step.reductions else None
+        return found if waited is None else replace(found, waited_from=since(waited[0]), waited_until=since(waited[1]))
+
+    @classmethod
+    def read(cls, line: Line) -> Timeline:
+        """Return the line as written."""
+        spans = [(PHASES[PHASES.index(phase)], float(begin), float(end)) for phase, begin, end in line["spans"]]
+        buckets = [Bucket(int(number), int(size), *map(float, times)) for number, size, *times in line["buckets"]]
+        return cls(spans=spans, buckets=buckets, **_read(cls, line))
+
+    def to_line(self) -> Line:
+        """Return the line to write."""
+        return {"kind": "timeline", **_written(self)}
+
+    @property
+    def waited(self) -> tuple[float, float] | None:
+        """Begin and end of the wait for gradients, if known."""
+        return None if self.waited_from is None or self.waited_until is None else (self.waited_from, self.waited_until)
+
+    @property
+    def end_s(self) -> float:
+        """When the step ended, in seconds after its beginning."""
+        return max((end for _, _, end in self.spans), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A line of kind ``machine``, of resources.py: known figures by name, and the other end of the slowest link."""
+
+    time: float
+    figures: Mapping[str, float]
+    link_peer: str = ""
+
+    @classmethod
+    def read(cls, line: Line) -> Machine:
+        """Return the line as written."""
+        named = {name: value for name, value in line.items() if name not in ("kind", "time", "link_peer")}
+        known = {name: float(value) for name, value in named.items() if value is not None}
+        finite = {name: value for name, value in known.items() if math.isfinite(value)}
+        return cls(figures=finite, link_peer=str(line.get("link_peer") or ""), **_read(cls, line))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A line of kind ``event``.
+
+    Attributes:
+        event: A name in `EVENTS`.
+        step: Number of steps done.
+        time: When it began, in Unix time; by default now.
+        seconds: The pause of training, if there was one.
+        text: What happened, in words.
+        metrics: The results of an evaluation by name; None for other events.
+    """
+
+    event: EventName
+    step: int
+    time: float = field(default_factory=time.time)
+    seconds: float | None = None
+    text: str = ""
+    metrics: Mapping[str, float] | None = None
+
+    @classmethod
+    def read(cls, line: Line) -> Event:
+        """Return the line as written."""
+        if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
+            raise ValueError("there is no such event")
+        metrics = line.get("metrics")
+        known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        text = str(line.get("text", ""))[:2000]
+        return cls(**_read(cls, line) | {"event": line["event"], "time": float(line["time"])}, text=text, metrics=known)
+
+    def to_line(self) -> Line:
+        """Return the line to write."""
+        line = {"kind": "event", **_written(self)}
+        if self.metrics is None:
+            del line["metrics"]
+        return line
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of an evaluation."""
+        return (self.metrics or {}).get("loss")
+
+
+# --- fewer lines for long runs ----------------------------------------------------------------------------------------
+
+SINGLY = 8192
+
+
+class Downsampler:
+    """Merges the lines of single steps into the lines to write.
+
+    Args:
+        singly: After so many lines, each line covers twice as many steps as before.
+    """
+
+    def __init__(self, singly: int = SINGLY) -> None:
+        self._singly = singly
+        self._num_lines = 0
+        self._held: list[StepLine] = []
+
+    def add(self, line: StepLine) -> StepLine | None:
+        """Add the line of a step; return a line to write if there are enough steps for one."""
+        self._held.append(line)
+        return self.rest() if len(self._held) >= 2 ** (self._num_lines // self._singly) else None
+
+    def rest(self) -> StepLine | None:
+        """Return one line for the steps not yet written, if any."""
+        lines, self._held = self._held, []
+        self._num_lines += bool(lines)
+        if not lines:
+            return None
+        return lines[0] if len(lines) == 1 else StepLine.merged(lines)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def guarded(act: Callable[[], None], consequence: str = "this run is no longer recorded") -> bool:
+    """Call ``act``. If it raises, print the ``consequence`` and return False, as it must not end the run."""
+    try:
+        act()
+    except Exception as error:
+        print(f"lockstep: {consequence}: {one_line(error)}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+# Kept, as `json.dumps` would make one for each line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+class LineWriter:
+    """A file of JSON lines. If writing fails, as on a full disk, this is reported once, and the run continues.
+
+    Args:
+        path: The file; its folder is created if it does not exist.
+        fresh: Whether the run begins: then an earlier record is kept aside.
+
+    Raises:
+        ConfigurationError: The file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        try:
+            # `os.write` has no buffer that a forked process could write a second time.
+            self._file = open_record(path, fresh=fresh)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
+            ) from error
+        self._path = path
+        self._lines: list[Line] = []
+        # A killed process may have left a part of a line.
+        self._is_cut = not _ends_in_newline(path)
+        self._is_well = True
+
+    def add(self, line: Line) -> None:
+        """Add ``line``, which the next `flush` writes."""
+        self._lines.append(line)
+
+    def close(self) -> None:
+        """Write the remaining lines, and close the file. Blocks for the disk."""
+        self.flush()
+        os.close(self._file)
+
+    def flush(self) -> None:
+        """Write the lines that were added. Blocks for the disk."""
+        lines, self._lines = self._lines, []
+        if lines and self._is_well:
+            data = ("\n" * self._is_cut + "".join(map(to_json, lines))).encode()
+            self._is_well = guarded(partial(self._write, data), f"{self._path} is no longer written")
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._file, data) :]
+        self._is_cut = False
+
+
+def _ends_in_newline(path: Path) -> bool:
+    """Return whether a file that was written before ends with a whole line; a killed process may leave a part."""
+    with path.open("rb") as file:
+        file.seek(-min(1, path.stat().st_size), os.SEEK_END)
+        return file.read(1) in (b"", b"\n")
+
+
+def to_json(line: Line) -> str:
+    """Return ``line`` as one line of JSON. NaN and infinities, which JSON does not have, become strings."""
+    try:
+        return _ENCODER.encode(line) + "\n"
+    except ValueError:
+        return _ENCODER.encode(json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))) + "\n"
+
+
+# --- the run folder: one file per rank, and ``run.json``, in which rank zero describes each session -------------------
+
+# The command line, set by a command for its processes.
+COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
+
+
+class RunFolder:
+    """The files that this rank writes into the folder of a run in one session.
+
+    Collective if ``gather`` is: every rank. Blocks until all ranks have opened their files.
+
+    Args:
+        folder: Created if it does not exist; each machine may have its own.
+        rank: Of this process.
+        world_size: Number of ranks of the run.
+        device: The device of this rank.
+        first_step: Number of steps done before.
+        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
+        gather: Returns the argument of each rank.
+        name: Of the session, if the ranks cannot agree on one by ``gather``.
+
+    Attributes:
+        writer: Writes the file of this rank.
+        session: The entry of this session in ``run.json``, on rank zero; see `describe`.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write its file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        *,
+        device: str,
+        first_step: int,
+        fresh: bool,
+        gather: Callable[[Any], list[Any]],
+        name: str | None = None,
+    ) -> None:
+        writer, problem = None, ""
+        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
+        try:
+            writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh)
+        except ConfigurationError as error:
+            problem = str(error)
+        began_at = time.time()
+        # The number of the machine by torchrun, as containers may have equal host names.
+        node = os.environ.get("GROUP_RANK", "0")
+        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "node": node}
+        ranks = gather((mine, name or f"{began_at:.6f}-{os.getpid()}", problem))
+        if problems := [f"Rank {number}: {each[2]}" for number, each in enumerate(ranks) if each[2]]:
+            if writer is not None:
+                writer.close()
+                if (path := folder / f"rank-{rank}.jsonl").stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
+            raise ConfigurationError(problems[0])
+        assert writer is not None
+        self.writer = writer
+        run = {"run": ranks[0][1], "first_step": first_step}  # the name that rank 0 proposes
+        about = {key: mine[key] for key in ("host", "pid", "device")}
+        writer.add({"kind": "start", **run, "rank": rank, **about, "time": began_at})
+        # Without a group, rank zero knows only itself.
+        known = [each for each, *_ in ranks] + [{} for _ in range(world_size - len(ranks))]
+        self.session: dict[str, Any] = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
+        self.session |= {"ranks": known, "clocks": {}}
+        self._path, self._is_rank_zero = folder / RUN_FILE, rank == 0
+        self._before: list[Any] = [] if fresh else read_object(self._path).get("sessions", [])
+        if fresh and self._is_rank_zero:
+            keep_rest_aside(folder, world_size)
+
+    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
+        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
+
+        Args:
+            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
+            when: Whether the run begins or ends.
+            known: Facts by name.
+        """
+        if not self._is_rank_zero:
+            return
+        if offsets:
+            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
+            self.session["clocks"][when] = {"time": time.time(), **bounds}
+        self.session |= known
+        record = {"version": VERSION, "sessions": [*self._before, self.session]}
+        with contextlib.suppress(OSError):
+            replace_file(self._path, json.dumps(record, indent=1))
+
+
+def how_called() -> dict[str, str]:
+    """Return the command line and the working directory of this process, without secrets."""
+    command = os.environ.get(COMMAND_VARIABLE) or hide_secrets(sys.orig_argv)
+    return {"command": command, "working_directory": str(Path.cwd())}
+
+
+def num_restarts() -> int:
+    """Return how often the launcher has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+# --- the record as data, with a list of missing or broken parts -------------------------------------------------------
+
+
+@dataclass
+class RankRecord:
+    """The record of one rank, with times on rank zero's clock."""
+
+    rank: int
+    host: str = ""
+    device: str = ""
+    steps: list[StepLine] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    machine: list[Machine] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded run.
+
+    Args:
+        folder: Its folder.
+        sessions: The starts of the run in ``run.json``, in order.
+        ranks: By number.
+        gaps: Sentences on missing or broken parts.
+        machine: Lines of all ranks and starts, including ranks of earlier starts only.
+    """
+
+    folder: Path
+    sessions: list[dict[str, Any]]
+    ranks: dict[int, RankRecord]
+    gaps: list[str]
+    machine: list[Machine] = field(default_factory=list)
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last session."""
+        return self.sessions[-1]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last session by name; empty if unknown."""
+        found = self.last.get("settings")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def zero(self) -> RankRecord:
+        """The first rank with a record."""
+        return self.ranks[min(self.ranks)] if self.ranks else RankRecord(0)
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of the run: those of the first rank, and errors of other ranks."""
+        found: dict[tuple[str, int], Event] = {}
+        for number in sorted(self.ranks):
+            for event in self.ranks[number].events:
+                if number == self.zero.rank or event.event == "error":
+                    found.setdefault((event.event, event.step), event)
+        return sorted(found.values(), key=lambda event: event.time)
+
+
+def read_run(folder: Path) -> Recorded:
+    """Read the record in ``folder``.
+
+    Raises:
+        ConfigurationError: There is no such folder, nothing was recorded in it, or a newer version of Lockstep did.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"There is no folder {folder}.\nName the folder that was given as --run-dir or --monitor."
+        )
+    # Sorted by length first, so that rank-10 comes after rank-9.
+    files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name))
+    if not files and not (folder / RUN_FILE).exists():
+        raise ConfigurationError(
+            f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"
+            "Record one with lockstep train TASK.py --run-dir DIR, or lockstep run --monitor DIR SCRIPT.py."
+        )
+    gaps: list[str] = []
+    sessions = _sessions(folder / RUN_FILE, gaps)
+    # The folder may hold files of an earlier run with more ranks.
+    known = {str(session.get("run")) for session in sessions} if sessions else None
+    sessions = sessions or [{}]
+    ranks: dict[int, RankRecord] = {}
+    for path in files:
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal():
+            record = _rank(path, int(number), known, gaps)
+            if record.steps or record.timelines or record.events or record.machine:
+                ranks[int(number)] = record
+                _set_clock(record, sessions)
+    # Records that `lockstep.monitor` renamed when ranks were restarted.
+    aside = (_rank(path, 0, known, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
+    machine = [line for record in (*ranks.values(), *aside) for line in record.machine]
+    last_ranks = sessions[-1].get("ranks")
+    expected = range(len(last_ranks) if isinstance(last_ranks, list) else max(ranks, default=0) + 1)
+    for former in [number for number in ranks if number not in expected]:
+        gaps.append(f"Rank {former} took part in earlier sessions only, and is not included.")
+        del ranks[former]
+    if missing := [number for number in expected if number not in ranks]:
+        names = ", ".join(map(str, missing))
+        gaps.append(f"There is no record of rank {names}: its file is missing, or belongs to another run.")
+    return Recorded(folder, sessions, ranks, gaps, machine)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _parse(text: bytes) -> Any:
+    """Return the content of a piece of JSON without control characters, as a record may come from any source.
+
+    In a terminal, these could move the cursor, change the title, or hide lines.
+    """
+    content = json.loads(text)
+    # Most lines only hold numbers, so only those are searched that can contain such a character.
+    return _without_controls(content) if b"\\u" in text or b"\x7f" in text or not text.isascii() else content
+
+
+def _without_controls(value: Any) -> Any:
+    if isinstance(value, str):
+        return _CONTROLS.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_without_controls(key): _without_controls(each) for key, each in value.items()}
+    return [_without_controls(each) for each in value] if isinstance(value, list) else value
+
+
+def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
+    try:
+        content = _parse(path.read_bytes())
+        sessions = [session for session in content["sessions"] if isinstance(session, dict)]
+        version = content.get("version")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        gaps.append(f"{path.name} is missing or broken: settings, machine and clocks are unknown.")
+        return []
+    if not isinstance(version, int) or version > VERSION:
+        raise ConfigurationError(
+            f"{path} was written by another version of Lockstep (format {version!r}, this one reads {VERSION}).\n"
+            "Use the version that recorded the run."
+        )
+    return sessions
+
+
+def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> RankRecord:
+    """Read the file of a rank, without lines of other runs."""
+    rank = RankRecord(number)
+    kinds: dict[Any, tuple[list[Any], Callable[[Line], Any]]] = {
+        "step": (rank.steps, StepLine.read),
+        "timeline": (rank.timelines, Timeline.read),
+        "machine": (rank.machine, Machine.read),
+        "event": (rank.events, Event.read),
+    }
+    bad, is_ours = [], known is None
+    for place, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text:
+            continue
+        try:
+            line = _parse(text)
+            if line["kind"] == "start":
+                is_ours = known is None or str(line["run"]) in known
+                if is_ours:
+                    rank.host, rank.device = str(line["host"]), str(line["device"])
+            elif is_ours:
+                entries, read = kinds[line["kind"]]
+                entries.append(read(line))
+        # A broken line may raise any of these: json recurses on nested lists, int() fails for infinity.
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+            bad.append(place)
+    if bad:
+        gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
+    # Of steps that were repeated after a restart, the last one counts.
+    last = {step.step: step for step in rank.steps}
+    rank.steps = [last[number] for number in sorted(last)]
+    return rank
+
+
+def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> None:
+    """Convert the times of a rank to rank zero's clock.
+
+    The offset was measured at the beginning of each session, and at its end if it was not killed; between the two, it
+    is interpolated.
+    """
+    # By session: times and offsets.
+    readings: list[list[tuple[float, float]]] = []
+    for session in sessions:
+        with suppress(TypeError, LookupError, AttributeError):
+            clocks = [session["clocks"].get(name) for name in ("start", "end")]  # a killed session has no end
+            readings.append([(each["time"], each["offsets_s"][record.rank]) for each in clocks if each])
+    readings = [session for session in readings if session]
+    if not readings:
+        return
+
+    def offset_s(time: float) -> float:
+        session = next((each for each in reversed(readings) if each[0][0] <= time), readings[0])
+        (begin, first_s), (end, last_s) = session[0], session[-1]
+        part = min(1.0, max(0.0, (time - begin) / (end - begin))) if end > begin else 0.0
+        return first_s + part * (last_s - first_s)
+
+    for entries in (record.steps, record.timelines, record.machine, record.events):
+        entries[:] = [replace(entry, time=entry.time - offset_s(entry.time)) for entry in entries]  # type: ignore
