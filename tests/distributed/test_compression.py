@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.comm import hierarchy
+from lockstep.comm import collectives, hierarchy
 from lockstep.comm.collectives import send_async
 from lockstep.errors import CollectiveError, ConfigurationError
 from lockstep.parallel import compression
@@ -185,7 +185,7 @@ def on_two_machines(world, name, method):
             sent.append(tensor.nbytes)
             return send_async(tensor, **how)
 
-        with mock.patch.object(compression, "send_async", send):
+        with mock.patch.object(collectives, "send_async", send):
             found = beside_oracle(world, name, method, 12, group=group)
         return *found, sum(sent)
 

@@ -8,7 +8,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import ConfigurationError, ReplicasDiffer
 from lockstep.train.settings import Settings
-from lockstep.train.strategies.fsdp import find_units
+from lockstep.train.strategies.strategy import find_units
 from lockstep.train.task import initialize
 from lockstep.train.trainer import Trainer
 from tests.models import soak

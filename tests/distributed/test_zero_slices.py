@@ -1,5 +1,6 @@
 """Gradients of ZeroRedundancyOptimizer are reduced to slices unless the script reads them, and are right if it does."""
 
+import copy
 import io
 from contextlib import nullcontext, redirect_stderr
 
@@ -179,6 +180,8 @@ def test_a_read_that_no_other_rank_would_answer_is_an_error(ranks):
             optimizer.step()
         with pytest.raises(ConfigurationError) as caught:
             next(model.parameters()).grad.norm()
+        copied = next(copy.deepcopy(model).parameters())
+        assert copied.grad is None and type(copied) is nn.Parameter
         wrapped.zero_grad()  # finds out what there is to reset, and is no read
         assert next(model.parameters()).grad is None
         return str(caught.value)

@@ -30,7 +30,7 @@ def test_every_kind_of_setting_comes_back_as_it_was_written(file):
         "base_batch_size": 8,
         "shares": [2, 1.5],
         "overlap_optimizer": True,
-        "strategy": "ddp-zero1",
+        "strategy": "ddp",
         "bucket_cap_mb": 2.5,
         "run_dir": 'runs/"a" \\ ü',
     }
@@ -82,13 +82,13 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(file, tmp_path, monk
     monkeypatch.setattr(fit, "fit_with", lambda task, settings: seen.append(settings) or SimpleNamespace(exit_code=0))
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.py").write_text("from tests.training import make_task\ntask = make_task()\n")
-    file('epochs = 3\nworkers = 2\nprefetch = 4\nstrategy = "dp"\ndevices = 2\nbucket_cap_mb = 5.0\n')
+    file('epochs = 3\nworkers = 2\nprefetch = 4\nstrategy = "fsdp"\ndevices = 2\nbucket_cap_mb = 5.0\n')
     # A flag wins even where it says what is the default anyway.
-    flags = ["--settings", "mine.toml", "--strategy", "single", "--devices", "1", "--steps", "7", "--workers", "0"]
+    flags = ["--settings", "mine.toml", "--strategy", "ddp", "--devices", "1", "--steps", "7", "--workers", "0"]
     assert main(["train", "mine.py", *flags]) == 0
     assert seen == [
         # Without loader processes, the file's prefetch would be refused.
-        FitSettings(steps=7, workers=0, strategy="single", devices=1, bucket_cap_mb=5.0),
+        FitSettings(steps=7, workers=0, strategy="ddp", devices=1, bucket_cap_mb=5.0),
     ]
     assert main(["train", "mine.py", "--settings", "mine.toml", "--reproducible", "2", "--workers", "1"]) == 2
     assert capfd.readouterr().err == (

@@ -313,7 +313,7 @@ def verify(
     from lockstep.study.common import console
     from lockstep.study.verify import exchanges, verify_table
     from lockstep.study.verify.diagnose import verify as run_verification
-    from lockstep.train.strategies.strategy import check_engine
+    from lockstep.train.settings import check_engine
 
     check_writable(json_file)
     name, num_devices, given = Path(task_file).name, _num_devices(devices), Settings(**settings)

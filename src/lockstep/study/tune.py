@@ -29,8 +29,7 @@ from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch
-from lockstep.train.settings import FitSettings, toml_line
-from lockstep.train.strategies.strategy import check_engine
+from lockstep.train.settings import FitSettings, check_engine, toml_line
 from lockstep.train.task import Task
 
 # The strategies that are tried by default.

@@ -126,23 +126,17 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 # What other libraries call a setting, or a field of a task.
 _FOREIGN = {
     "num_workers": "workers", "dataloader_num_workers": "workers", "prefetch_factor": "prefetch",
-    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
+    "batch_size": "global_batch_size", "train_batch_size": "global_batch_size", "accumulate_grad_batches": "accumulate",
     "per_device_train_batch_size": "global_batch_size", "gradient_accumulation_steps": "accumulate",
-    "accumulate_grad_batches": "accumulate", "grad_accum": "accumulate",
     "max_epochs": "epochs", "num_epochs": "epochs", "num_train_epochs": "epochs", "max_steps": "steps",
-    "num_steps": "steps", "gradient_clip_val": "clip", "max_grad_norm": "clip", "clip_grad_norm": "clip",
-    "lr_scheduler": "schedule", "scheduler": "schedule", "lr_scheduler_type": "schedule", "warmup_steps": "warmup",
-    "fp16": "precision", "bf16": "precision", "amp": "precision", "mixed_precision": "precision",
-    "deterministic": "reproducible", "random_seed": "seed", "gpus": "devices", "num_gpus": "devices",
-    "num_devices": "devices", "nproc_per_node": "devices", "num_processes": "devices", "world_size": "devices",
-    "checkpoint_dir": "checkpoint", "save_dir": "checkpoint", "output_dir": "checkpoint",
-    "save_every": "checkpoint_every", "save_steps": "checkpoint_every", "save_total_limit": "keep",
-    "save_top_k": "keep_best", "eval_steps": "eval_every", "resume_from_checkpoint": "resume", "logger": "log_to",
-    "report_to": "log_to",
+    "num_steps": "steps", "gradient_clip_val": "clip", "max_grad_norm": "clip", "warmup_steps": "warmup",
+    "lr_scheduler": "schedule", "scheduler": "schedule", "amp": "precision", "fp16": "precision", "bf16": "precision",
+    "deterministic": "reproducible", "num_gpus": "devices", "num_devices": "devices", "nproc_per_node": "devices",
+    "checkpoint_dir": "checkpoint", "output_dir": "checkpoint", "save_steps": "checkpoint_every", "logger": "log_to",
+    "save_total_limit": "keep", "eval_steps": "eval_every", "resume_from_checkpoint": "resume",
     "lr": "optimizer", "learning_rate": "optimizer", "momentum": "optimizer", "weight_decay": "optimizer",
-    "optim": "optimizer", "net": "model", "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate",
-    "data": "dataset", "train_dataset": "dataset", "val_dataset": "eval_dataset", "test_dataset": "eval_dataset",
-    "compute_metrics": "metrics",
+    "loss_fn": "loss", "criterion": "loss", "collate_fn": "collate", "train_dataset": "dataset",
+    "val_dataset": "eval_dataset", "test_dataset": "eval_dataset", "compute_metrics": "metrics",
 }  # fmt: skip
 
 # By the owner of a name, what to say to someone who gives it elsewhere.
@@ -218,6 +212,28 @@ _NEEDS = (
     ("max_restarts", "min_devices", "max_restarts=N (--max-restarts N)"),
     ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
 )
+
+
+# By setting, the strategies that use it.
+_USED_BY = {
+    "compression": "ddp local-sgd diloco",
+    **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
+    **dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), "local-sgd diloco"),
+    **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
+}
+
+
+def check_engine(name: StrategyName, settings: Settings) -> None:
+    """Refuse settings that belong to another strategy.
+
+    Raises:
+        ConfigurationError: There is one; names it.
+    """
+    for setting, allowed in _USED_BY.items():
+        if name not in allowed.split() and getattr(settings, setting) not in (None, False):
+            raise ConfigurationError(
+                f"{setting} is for strategy {', '.join(allowed.split())}, but the strategy is {name}.\nOmit {setting}."
+            )
 
 
 def refuse_ignored(given: Mapping[str, Any]) -> None:
@@ -355,6 +371,7 @@ class FitSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_ignored(vars(self))
+        check_engine(self.strategy, self)
         if self.export is not None and Path(self.export).suffix != ".safetensors":
             raise ConfigurationError(f"export={self.export} does not end in .safetensors.\nName a file that does.")
         # Checked here, so that an invalid target is an error before any rank is started.

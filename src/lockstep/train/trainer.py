@@ -39,7 +39,7 @@ from lockstep.train.checkpoints.model_state import (
 )
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
@@ -212,7 +212,7 @@ class Trainer:
             ConfigurationError: It cannot run on these devices.
         """
         model, devices, settings = self._model, self.devices, self.settings
-        strategies.check_engine(name, settings)
+        check_engine(name, settings)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
@@ -237,9 +237,7 @@ class Trainer:
                 )
             return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
         if name == "fsdp":
-            from lockstep.train.strategies.fsdp import FullyShard
-
-            return FullyShard(model, objective, world, devices[0])
+            return strategies.FullyShard(model, objective, world, devices[0])
         if name == "torch-ddp":
             torchs = nn.parallel.DistributedDataParallel
             return strategies.Distributed(model, objective, world.group, world.device, torchs)

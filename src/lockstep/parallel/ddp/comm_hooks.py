@@ -192,7 +192,7 @@ class CommHookReduction(BucketReduction):
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         future = self._hook(self._state, GradBucket(bucket))
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch.Future):
             raise ConfigurationError(
                 f"A communication hook: the callback must return a torch.futures.Future object, but got {type(future)}."
                 "\nIf the result is ready, create a torch.futures.Future() and call set_result()."

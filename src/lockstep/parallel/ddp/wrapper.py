@@ -25,20 +25,17 @@ from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
-from lockstep.parallel.ddp.comm_hooks import BucketReduction, CommHookReduction
 from lockstep.parallel.ddp.reducer import Reducer
-from lockstep.parallel.ddp.setup import BufferHook, ModelSync
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
-from lockstep.parallel.module_io import WrappedParameters, Wrapper, requires_grad
 from lockstep.telemetry import ranges
 
 _MISSING = object()
 _NO_RANGE = nullcontext()
 
 
-class DistributedDataParallel(Wrapper, Joinable):
+class DistributedDataParallel(module_io.Wrapper, Joinable):
     """Train one model in many processes: each computes gradients on its own data, and all get their mean.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13: same arguments, same ``state_dict``
@@ -169,8 +166,8 @@ class DistributedDataParallel(Wrapper, Joinable):
         if self.device.type == "cpu":
             keep_freed_memory()  # otherwise the memory of activations returns to the system after each step
         group = self.process_group
-        self._model_sync = ModelSync(self.module, self.parameters_to_ignore, group, self.device)
-        self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
+        self._model_sync = setup.ModelSync(self.module, self.parameters_to_ignore, group, self.device)
+        self._wrapped_parameters = module_io.WrappedParameters(self.module, self.parameters_to_ignore)
         parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
             {name: parameter for name, parameter in parameters if parameter.requires_grad},
@@ -185,7 +182,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         # Also used by `fit`: the gradients, one tensor for each bucket.
         self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
         self._monitor: bucket_events.LocalGradientMonitor | None = None
-        self._compressed: BucketReduction | None = None
+        self._compressed: comm_hooks.BucketReduction | None = None
         if self.compression is not None:
             self._compressed = make_reduction(self.compression, bucket_set, group)
             if group.size() > 1:
@@ -309,7 +306,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
-        if self.training and not any(map(requires_grad, module_io.find_tensors(output))):
+        if self.training and not any(map(module_io.requires_grad, module_io.find_tensors(output))):
             output = module_io.anchor_tensors(output)
         self.reducer.prepare_for_backward(output)
         return output
@@ -393,7 +390,7 @@ class DistributedDataParallel(Wrapper, Joinable):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = hook.__qualname__
-        self.reducer.set_reduction(CommHookReduction(self.process_group, hook, state))
+        self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
@@ -728,7 +725,7 @@ class DistributedDataParallel(Wrapper, Joinable):
         tensors = list(self._model_sync.named_buffers().values()) if bufs is None else bufs
         collectives.broadcast_coalesced(tensors, group=self.process_group, src=authoritative_rank)
 
-    def _register_buffer_comm_hook(self, state: object, hook: BufferHook, comm_hook_location: Any = None) -> None:
+    def _register_buffer_comm_hook(self, state: object, hook: setup.BufferHook, comm_hook_location: Any = None) -> None:
         """Let ``hook(state, named_buffers)`` synchronise buffers; ``comm_hook_location`` is torch's enum."""
         after_forward = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._model_sync.buffer_hook = hook, state, after_forward

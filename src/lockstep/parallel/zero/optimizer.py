@@ -2,8 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -166,18 +166,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
             group.update(options)
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
-        self._begin_writing(trained)
-        self.optim.step(**kwargs)
-        self._adopt_options()
-        self._has_gradients = False
-        self._shard.drop_gradients()
-        if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
-            self._slices.reset()
-            for parameter in self._reducer.bucket_set.parameters:
-                parameter.grad = None
-        for buffer in trained:  # autograd must notice that saved tensors have changed
-            torch.autograd.graph.increment_version(buffer.parameters)
-        self._end_writing(trained)
+        with self._writing(trained):
+            self.optim.step(**kwargs)
+            self._adopt_options()
+            self._has_gradients = False
+            self._shard.drop_gradients()
+            if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
+                self._slices.reset()
+                for parameter in self._reducer.bucket_set.parameters:
+                    parameter.grad = None
+            for buffer in trained:  # autograd must notice that saved tensors have changed
+                torch.autograd.graph.increment_version(buffer.parameters)
         # Buckets have the order of backward, and the next forward begins with the last.
         in_order = trained if self._laid_for is None else trained[::-1]
         self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
@@ -187,20 +186,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.wait()
         return loss
 
-    def _begin_writing(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Prepare writing to this rank's shard of buffers that the ranks share. Collective: every rank."""
+    @contextmanager
+    def _writing(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+        """Write inside to this rank's shard of buffers that the ranks share. Collective: every rank."""
         common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
         if common:  # another rank may still read what this one is about to change
             collectives.all_reduce(torch.zeros(1), group=self.process_group)
         for memory, shard in common:
             memory.publish(*shard)
-
-    def _end_writing(self, buffers: Sequence[FlatBuffer]) -> None:
-        """Make the writes of each rank visible to all. Collective: every rank."""
-        common = [each.common for each in buffers if each.common is not None]
-        for memory in common:
+        yield
+        for memory, _ in common:
             memory.forget_changes()
-        if common:
+        if common:  # the writes of each rank are now visible to all
             collectives.all_reduce(torch.zeros(1), group=self.process_group)
 
     def wait(self) -> None:

@@ -51,12 +51,13 @@ _readers: dict[int, Callable[[], None]] = {}
 
 
 def _read_gradient(parameter: Tensor) -> Tensor | None:
-    on_read, frame = _readers.get(id(parameter)), inspect.currentframe()  # a copy has no reader
+    on_read, frame, gradient = _readers.get(id(parameter)), inspect.currentframe(), _GRAD.__get__(parameter)
     caller = frame and frame.f_back
-    if on_read is not None and _GRAD.__get__(parameter) is not None and caller and caller.f_code not in _RESETS:
+    if on_read is None:  # a copy of a watched parameter
+        parameter.__class__ = nn.Parameter
+    elif gradient is not None and caller and caller.f_code not in _RESETS:
         on_read()
-    gradient: Tensor | None = _GRAD.__get__(parameter)
-    return gradient
+    return gradient  # type: ignore[no-any-return]
 
 
 class _WatchedParameter(nn.Parameter):

@@ -20,9 +20,8 @@ from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, compare
 from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.study.verify.reference_loop import perform
 from lockstep.train.plan import check_batch
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.strategies.reproducible import refuse_reproducible
-from lockstep.train.strategies.strategy import check_engine
 from lockstep.train.task import Task
 
 _TIMEOUT_S = 3600.0

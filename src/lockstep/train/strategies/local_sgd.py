@@ -48,7 +48,11 @@ class LocalSteps(Strategy):
         *,
         num_steps: int,
     ) -> None:
-        _refuse_sync_layers(model, name)
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+            raise ConfigurationError(
+                f"SyncBatchNorm exchanges statistics in every step, but strategy {name} does not communicate in every "
+                "step.\nUse nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
+            )
         self.group: Group = world.group
         self._device, self._task = world.device, objective.task
         self._model, self._num_steps = model, num_steps
@@ -181,12 +185,3 @@ def machine_group(world: World) -> Group:
             "across=machines needs several machines, but all ranks are on one.\nOmit across, or use strategy ddp."
         )
     return inside
-
-
-def _refuse_sync_layers(model: nn.Module, name: StrategyName) -> None:
-    """Raise a ConfigurationError if the model has layers that need all ranks in every forward."""
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
-        raise ConfigurationError(
-            f"SyncBatchNorm exchanges statistics in every step, but strategy {name} does not communicate in every step."
-            "\nUse nn.BatchNorm, whose running statistics are averaged in exchanges, or strategy ddp."
-        )

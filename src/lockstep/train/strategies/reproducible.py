@@ -511,17 +511,22 @@ class Reproducible(Strategy):
 
 def refuse_reproducible(name: StrategyName) -> None:
     """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
-    if name in ("single", "dp", "ddp"):
-        return
-    why = "it divides gradients into slices that depend on the number of ranks"
-    if name.startswith("torch-"):
-        why = "torch's engine sums in a different order"
-    elif name in ("local-sgd", "diloco"):
-        why = "its ranks train independently, so the result depends on their number"
-    instead = "dp" if "dp" in (name.removeprefix("torch-"), name.removesuffix("-zero1")) else "ddp"
-    raise ConfigurationError(
-        f"Strategy {name} cannot be reproducible: {why}.\nUse strategy {instead}, or omit reproducible."
-    )
+    slices = "it divides gradients into slices that depend on the number of ranks"
+    order = "torch's engine sums in a different order"
+    alone = "its ranks train independently, so the result depends on their number"
+    why = {
+        "ddp-zero1": slices,
+        "fsdp": slices,
+        "torch-dp": order,
+        "torch-ddp": order,
+        "local-sgd": alone,
+        "diloco": alone,
+    }
+    if name in why:
+        instead = "dp" if name == "torch-dp" else "ddp"
+        raise ConfigurationError(
+            f"Strategy {name} cannot be reproducible: {why[name]}.\nUse strategy {instead}, or omit reproducible."
+        )
 
 
 def virtual_shards(

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lockstep.accelerator import mark_on
+from lockstep.accelerator import is_on_meta, mark_on
+from lockstep.comm import fully_shard
 from lockstep.comm.collectives import Group, reduces_on_its_own
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.consistency import Buffers, Replica, replica_of
+from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.step_times import Mark
@@ -32,6 +34,7 @@ from lockstep.telemetry.timer import StepTimer
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
+from lockstep.train.task import build_model, initialize
 
 if TYPE_CHECKING:  # imported by whoever uses it
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
@@ -329,6 +332,98 @@ class Distributed(Strategy):
         return self._ours.some_without_batch(has_batch=num_samples > 0)
 
 
+@final
+class FullyShard(Strategy):
+    """torch's own ``fully_shard``: each rank keeps its part of the parameters, gradients and optimizer state.
+
+    For models that are too large for one device.
+    The root is the module that computes the loss, so parameters outside of the units are whole during that time.
+    """
+
+    buffers = "own"
+    can_replay = False  # torch's engine would add unreduced gradients to those of the next step
+
+    def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
+        self.group = world.group
+        self._task, self._device, self._num_ranks = objective.task, device, world.world_size
+        # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
+        replica = replica_of(model, buffers="same")
+        refuse_difference(
+            {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()},
+            group=world.group,
+            device=world.device,
+            now=" when they begin",
+            since="Under fsdp the model must depend on the seed alone, not on the rank.",
+        )
+        self._module = LossModule(model, objective)
+        units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
+        self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
+        if is_on_meta(model):
+            initialize(model, device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+        def local_gradients() -> list[Tensor]:
+            return [fully_shard.local_part(parameter.grad) for parameter in trained if parameter.grad is not None]
+
+        self.gradients = GradientList(local_gradients, fully_shard.local_part(trained[0]), world.group)
+
+    @override
+    def whole(self, model: nn.Module) -> nn.Module:
+        """Return a new model with all parameters, on this rank's device. Collective: every rank. Blocks."""
+        state = {name: fully_shard.whole(value) for name, value in model.state_dict().items()}
+        copy = build_model(self._task, self._device)
+        copy.load_state_dict(state)
+        return copy.train(model.training)
+
+    @override
+    def weights(self, model: nn.Module) -> nn.Module:
+        return model
+
+    @override
+    def run(self, micro: MicroBatch, how: Pass) -> None:
+        """Collective: every rank, with samples.
+
+        Raises:
+            ConfigurationError: On every rank: some have no samples.
+        """
+        if not how.all_have_samples():
+            raise ConfigurationError(
+                "A batch leaves ranks without samples, which would not take part in fsdp's collectives.\n"
+                "Omit the last batch of an epoch (drop_last=True in the task), or use strategy ddp-zero1."
+            )
+        # Set in each micro-batch, because torch's engine keeps the setting of the last one.
+        fully_shard.sum_gradients(self._module, over_ranks=how.sync)
+        how.timer.begin("forward")
+        part: Part = self._module(micro.batches[0], micro.sizes[0])
+        how.timer.begin("backward")
+        how.on_losses([part])
+        scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        if self._counts_waits:
+            how.timer.mark_waits_counted()
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return the units of sharding: each child with parameters of the outermost ``ModuleList`` and ``Sequential``.
+
+    Blocks that share parameters with other modules belong to the root.
+    """
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    units = []
+    for unit in dict.fromkeys(_children_of_lists(model)):
+        inside = Counter(id(parameter) for module in unit.modules() for parameter in module.parameters(recurse=False))
+        if inside and all(uses[each] == count for each, count in inside.items()):
+            units.append(unit)
+    return units
+
+
+def _children_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield child
+        else:
+            yield from _children_of_lists(child)
+
+
 def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings) -> BatchSplit:
     """Return how strategy ``name`` divides a global batch, and the shares of this process.
 
@@ -345,20 +440,3 @@ def split_batch(name: StrategyName, world: World, devices: Sequence[torch.device
         )
     num_shares = len(devices) if name == "dp" else 1  # torch's DataParallel divides the batch itself
     return BatchSplit(num_shares, range(num_shares), accumulate, shares)
-
-
-def check_engine(name: StrategyName, settings: Settings) -> None:
-    """Refuse settings that belong to another strategy.
-
-    Raises:
-        ConfigurationError: There is one; names it.
-    """
-    owners: dict[str, tuple[StrategyName, ...]] = dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), ("ddp",))
-    owners["compression"] = ("ddp", "local-sgd", "diloco")
-    owners |= dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), ("local-sgd", "diloco"))
-    owners |= dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",))
-    for setting, allowed in owners.items():
-        if name not in allowed and getattr(settings, setting) not in (None, False):
-            raise ConfigurationError(
-                f"{setting} is for strategy {', '.join(allowed)}, but the strategy is {name}.\nOmit {setting}."
-            )
