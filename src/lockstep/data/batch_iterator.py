@@ -157,7 +157,7 @@ class BatchIterator:
         return batch
 
     def prefetch(self) -> None:
-        """Start to copy the next micro-batch to the devices while they compute; do nothing for the CPU."""
+        """Start to copy the next micro-batch to the devices while they compute."""
         if isinstance(self._batches, Prefetcher):
             self._batches.start_next()
 

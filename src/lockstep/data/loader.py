@@ -241,10 +241,11 @@ class MicroBatch(NamedTuple):
 
 def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
     """Yield all requests of this process from a step on, without end."""
+    steps_per_epoch = order.steps_per_epoch
     for step in itertools.count(first_step):
         batch = order.batch(step)
         for shares in split.micro_batches(batch):
-            yield Request(order.epoch(step), step, len(batch), shares)
+            yield Request(step // steps_per_epoch, step, len(batch), shares)
 
 
 class _Fetch(Dataset[MicroBatch]):

@@ -369,7 +369,7 @@ class Run:
             if self._on_checkpoint is not None and self._checkpoint is not None:
                 self._on_checkpoint(self._checkpoint, self._found)
 
-    def is_to_stop(self) -> bool:
+    def is_to_stop(self, checkpoints: Checkpoints) -> bool:
         """Return whether the run should stop after this step; the same on every rank.
 
         Collective: every rank.
@@ -377,11 +377,9 @@ class Run:
         Raises:
             CheckpointError: On every rank: a checkpoint could not be written.
         """
-        if self._checkpoints is None:
-            return False
         stop, failed = self._trainer.reported()
         if failed:
-            self._checkpoints.agree()
+            checkpoints.agree()
         return stop
 
     def stop(self) -> FitResult:
@@ -537,7 +535,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
             for number in steps:
                 with around(number):
                     run.step()
-                if is_to_stop := run.is_to_stop():
+                if checkpoints is not None and (is_to_stop := run.is_to_stop(checkpoints)):
                     break
                 if run.is_due(settings.eval_every):
                     run.evaluate()

@@ -81,7 +81,7 @@ class RunRecord:
         self._paused_at: float | None = None
         self._is_over = self._has_ended = False
         self._window: list[StepMarks] = []  # steps whose times the ranks compare
-        self._num_taken = 0
+        self._num_taken, self._compared = 0, figures.window_of(0)
         self._expect(trainer.num_steps_done)
 
     def open_sinks(self) -> list[MetricsSink]:
@@ -155,14 +155,16 @@ class RunRecord:
         has finished the step.
         """
         number, self._num_taken = self._num_taken, self._num_taken + 1
+        if number > self._compared[-1]:
+            self._compared = figures.window_of(number)
+        if self._last is None or number not in self._compared:
+            return
         group = self._trainer.group
-        if group is not self._trainer.strategy.step_group:  # between exchanges ranks do not wait for each other
-            group = None
-        window = figures.window_of(number)
-        if group is None or self._last is None or number not in window:
+        # Between exchanges ranks do not wait for each other.
+        if group is None or group is not self._trainer.strategy.step_group:
             return
         self._window.append(self._last)
-        if number == window[-1]:
+        if number == self._compared[-1]:
             synchronize(self._device)
             pace = figures.pace_of([_times_of(step) for step in self._window])
             self._window.clear()

@@ -169,9 +169,9 @@ def refusing_unknown(noun: str) -> Callable[[type[T]], type[T]]:
         @functools.wraps(make)
         def checked(self: T, *args: Any, **given: Any) -> None:
             known = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
-            for name in given.keys() - known.keys():
-                hint = suggest(name, known) or f"There are {', '.join(known)}."
-                raise ConfigurationError(f"unknown {noun} {name!r}.\n{hint}")
+            if unknown := [name for name in given if name not in known]:
+                hint = suggest(unknown[0], known) or f"There are {', '.join(known)}."
+                raise ConfigurationError(f"unknown {noun} {unknown[0]!r}.\n{hint}")
             make(self, *args, **given)
 
         cls.__init__ = checked  # type: ignore[assignment, method-assign]

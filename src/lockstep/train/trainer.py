@@ -348,7 +348,8 @@ class Trainer:
                 raise
             computed.append((micro, losses))
             timer.begin("data_wait")
-            self.batches.prefetch()
+            if self.device.type != "cpu":
+                self.batches.prefetch()
         self._has_counts = metrics.has_counts
         self.settle()  # DataParallel of a process without samples runs no forward
         return computed, metrics

@@ -29,7 +29,7 @@ from lockstep.train.buffers import BufferSnapshot, overwrite_buffer
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.step import Objective, Part
-from lockstep.train.strategies.strategy import Pass, Strategy, scaled
+from lockstep.train.strategies.strategy import Pass, Strategy
 
 # --- the causes of different bits of a sum: threads, kernels, the machine ---------------------------------------------
 
@@ -463,7 +463,7 @@ class Reproducible(Strategy):
         how.seed(shard.leaf, self._devices[0])
         part = self._objective(self._model, shard.batch, shard.num_samples)
         how.timer.begin("backward")
-        scaled(part, how.scale).backward()
+        how.scaled(part).backward()
         gradients = []
         for parameter in self._model.parameters():
             gradients.append(parameter.grad)
@@ -484,7 +484,7 @@ class Reproducible(Strategy):
                 use_threads(self._arithmetic.threads)
             part = self._objective(module, shard.batch, shard.num_samples)
             parts[replica] = part._replace(value=part.value.detach())
-            return scaled(part, how.scale)
+            return how.scaled(part)
 
         for replica, shard in shards.items():
             how.seed(shard.leaf, self._devices[replica])

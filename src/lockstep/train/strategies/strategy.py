@@ -70,6 +70,12 @@ class Pass:
         """Factor on the gradient of ``value * weight``; final after ``on_losses``."""
         return self.factor if self.scaler is None else self.factor * self.scaler.scale
 
+    def scaled(self, part: Part, times: float = 1.0) -> Tensor:
+        """Return ``value * weight * scale * times``, at least in float32."""
+        factor = part.weight * ((self.factor if self.scaler is None else self.factor * self.scaler.scale) * times)
+        value = part.value if part.value.dtype in (torch.float32, torch.float64) else part.value.float()
+        return value if factor == 1.0 else value * factor
+
 
 class Strategy(ABC):
     """Runs micro-batches. Abstract; `Trainer` creates the strategy by its name."""
@@ -166,13 +172,6 @@ class Strategy(ABC):
         """
 
 
-def scaled(part: Part, scale: float) -> Tensor:
-    """Return ``value * weight * scale``, at least in float32."""
-    factor = part.weight * scale
-    value = part.value if part.value.dtype in (torch.float32, torch.float64) else part.value.float()
-    return value if factor == 1.0 else value * factor
-
-
 class Single(Strategy):
     """One device computes everything; ``model`` may also be torch's DataParallel."""
 
@@ -186,7 +185,7 @@ class Single(Strategy):
         how.timer.begin("backward")
         how.on_losses(parts)
         for part in parts:
-            scaled(part, how.scale).backward()
+            how.scaled(part).backward()
 
 
 class Replicated(Strategy):
@@ -302,7 +301,7 @@ class Distributed(Strategy):
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
-        batch, num_samples = (micro.batches[0], micro.sizes[0]) if micro.batches else (None, 0)
+        batch, num_samples = (micro.batches[0], len(micro.samples[0])) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
                 contexts.enter_context(self._some_without_batch(num_samples))
@@ -315,8 +314,7 @@ class Distributed(Strategy):
             how.on_losses([part] if num_samples else [])
             if num_samples or how.sync:
                 # The engine's mean over the ranks becomes the sum again.
-                loss = scaled(part, how.scale * self._num_ranks)
-                loss.backward()
+                how.scaled(part, self._num_ranks).backward()
 
     def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks without samples take part in the synchronised layers of the others.
@@ -397,7 +395,7 @@ class FullyShard(Strategy):
         part: Part = self._module(micro.batches[0], micro.sizes[0])
         how.timer.begin("backward")
         how.on_losses([part])
-        scaled(part, how.scale * self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        how.scaled(part, self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
         if self._counts_waits:
             how.timer.mark_waits_counted()
 
