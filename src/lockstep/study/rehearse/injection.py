@@ -59,7 +59,7 @@ class FaultInjector:
     def _arm(self, instrument: Instrument) -> None:
         """Install all hooks; they are not removed."""
         # Within the loader, as a loader that hangs does.
-        for kind in LoaderIters:
+        for kind in filter(None, LoaderIters):
             instrument.before(kind, "_next_data", lambda *_: self._reach("loader"))
         instrument.all_forwards(self._on_forward, self._on_forward_end)
         instrument.optimizers(lambda *_: self._reach("optimizer"), self._on_updated)
