@@ -501,7 +501,8 @@ def patched() -> Iterator[None]:
         for module in (rendezvous, hierarchy, store, world):
             if hasattr(module, "PrefixStore"):
                 stack.enter_context(patch.object(module, "PrefixStore", Counted))
-        stack.enter_context(patch.object(dist.distributed_c10d, "_get_default_store", lambda: LOCAL.store))
+        for module in (store, world):
+            stack.enter_context(patch.object(module, "default_store", lambda: LOCAL.store))
         stack.enter_context(patch.object(dynamic_rendezvous, "get_method_name", lambda depth=2: "join"))
         yield
 

@@ -46,7 +46,7 @@ def settings_table() -> str:
 
 def hints_table() -> str:
     """Return a row for each error of a library that the launcher explains."""
-    rows = [[", ".join(f"`{mark}`" for mark in marks), means, advice] for marks, means, advice in ERROR_HINTS]
+    rows = [[", ".join(f"`{mark}`" for mark in marks), *hint.split("\n")] for marks, hint in ERROR_HINTS.items()]
     return _table(["in the error", "what it means", "what to do"], rows)
 
 

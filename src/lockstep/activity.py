@@ -5,7 +5,7 @@ the heartbeat reads them from a thread of its own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident, main_thread
 from types import TracebackType
 
@@ -20,7 +20,7 @@ class Activity:
 
     Attributes:
         device: The index of this rank's device, if it has one.
-        step_counter: A copy of ``step`` and ``num_steps`` in a file, for the launcher to read after a kill.
+        step_counter: ``step``, counted from 1, and ``num_steps``: in a file, for the launcher to read after a kill.
         phase: The current part of the step: ``loader``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
         bucket: The bucket whose reduction this rank waits for: its number and its parameters' names.
         collective: The operation that the main thread waits in, such as ``all_reduce``; empty if none. See `waiting`.
@@ -31,7 +31,7 @@ class Activity:
     """
 
     device: int | None = None
-    step_counter: memoryview | None = None
+    step_counter: memoryview = field(default_factory=lambda: memoryview(bytearray(16)).cast("q"))
     phase: str = ""
     bucket: tuple[int, Sequence[str]] | None = None
     collective: str = ""
@@ -39,30 +39,25 @@ class Activity:
     waited_s: float = 0.0
     failure: str | None = None
     on_failure: Callable[[BaseException], None] | None = None
-    _step: int | None = None
-    _num_steps: int = 0
 
     @property
     def step(self) -> int | None:
         """The current step, counted from 0; ``None`` in a user's own loop."""
-        return self._step
+        number = self.step_counter[0]
+        return number - 1 if number else None
 
     @step.setter
     def step(self, value: int | None) -> None:
-        self._step = value
-        if self.step_counter is not None:
-            self.step_counter[0] = 0 if value is None else value + 1
+        self.step_counter[0] = 0 if value is None else value + 1
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps that this process has done, as far as they were counted."""
-        return self._num_steps
+        return int(self.step_counter[1])
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        self._num_steps = value
-        if self.step_counter is not None:
-            self.step_counter[1] = value
+        self.step_counter[1] = value
 
     def fail(self, error: BaseException) -> None:
         """Record an exception after which this rank does not take part any more, and report it at once."""

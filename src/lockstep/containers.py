@@ -64,12 +64,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         yield from find_tensors(item)
 
 
-def as_it_is(value: Any) -> Any:
-    """Return ``value``."""
-    return value
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = as_it_is) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to everything else.
 
     Lists and dicts are always new ones; what holds no tensor stays the same object otherwise. A PackedSequence is
@@ -79,7 +74,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callabl
         return function(value)
     items = None if isinstance(value, PackedSequence) else items_of(value)
     if items is None:
-        return other(value)
+        return value if other is None else other(value)
     mapped = [map_tensors(item, function, other) for item in items]
     is_new = isinstance(value, list | dict) or any(map(is_not, mapped, items))
     return with_items(value, mapped) if is_new else value

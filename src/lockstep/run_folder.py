@@ -189,6 +189,21 @@ TERMINAL = "LOCKSTEP_TERMINAL"
 _LOCK_S = 0.5
 
 
+def _lock(file: int, wait_s: float) -> bool:
+    """Lock a file for this process; return whether nobody else has had the lock for so long."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        except OSError:  # a file system without locks
+            return True
+
+
 class TerminalRegion:
     """The rows of the terminal that the live view occupies, shared by its two writers.
 
@@ -213,13 +228,7 @@ class TerminalRegion:
         Blocks half a second at most: a rank that is stopped (SIGSTOP) during a refresh must not block the
         launcher.
         """
-        deadline, is_locked = time.monotonic() + _LOCK_S, False
-        while not is_locked and time.monotonic() < deadline:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_locked = True
-            except BlockingIOError:
-                time.sleep(0.005)
+        is_locked = _lock(self._file.fileno(), _LOCK_S)
         try:
             self._file.seek(0)
             text = self._file.read()
@@ -257,24 +266,14 @@ def open_locked(path: Path, *, wait_s: float = _HANDOVER_S) -> int:
         OSError: It cannot be opened; a BlockingIOError if another run writes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + wait_s
     while True:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(file)
-                text = "another run, which has not ended, writes there"
-                raise BlockingIOError(errno.EWOULDBLOCK, text, str(path)) from None
-            time.sleep(0.05)
-        except OSError:
-            return file  # a file system without locks
-        else:
-            with contextlib.suppress(FileNotFoundError):  # it may have been moved while this process waited
-                if os.path.samestat(os.fstat(file), path.stat()):
-                    return file
-        os.close(file)
+        is_locked = _lock(file, wait_s)
+        if is_locked and path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            return file
+        os.close(file)  # it may have been moved aside while this process waited
+        if not is_locked:
+            raise BlockingIOError(errno.EWOULDBLOCK, "another run, which has not ended, writes there", str(path))
 
 
 def open_record(path: Path, *, fresh: bool) -> int:
@@ -296,7 +295,7 @@ def keep_rest_aside(folder: Path, world_size: int) -> None:
     """
     own = {f"rank-{rank}.jsonl" for rank in range(world_size)}
     rest = [path for path in sorted(folder.glob("*rank-*.jsonl")) if path.name not in own]
-    rest += [path for path in (folder / "run.json",) if path.exists()]  # last, as it has the name of the run
+    rest += folder.glob("run.json")
     for earlier in {_keep_aside(path) for path in rest}:
         print(f"lockstep: the record of an earlier run is now in {earlier}", file=sys.stderr, flush=True)
 
@@ -305,9 +304,9 @@ def _keep_aside(path: Path) -> Path:
     """Move a file of an earlier run's record into the folder ``earlier-RUN`` beside it; return that folder."""
     run = "run"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open() as lines:
-        # The ranks move their files at the same time, and the first one then moves run.json.
-        sessions = read_object(path.parent / "run.json").get("sessions") or [json.loads(lines.readline())]
-        run = sessions[0]["run"].replace(os.sep, "-")
+        # Ranks do not wait for each other: each takes the name from its own file, in which it is the same.
+        first = json.load(lines)["sessions"][0] if path.name == "run.json" else json.loads(lines.readline())
+        run = first["run"].replace(os.sep, "-")
     names = itertools.chain([run], (f"{run}.{number}" for number in itertools.count(1)))
     folder = next(each for name in names if not (each := path.parent / f"earlier-{name}").joinpath(path.name).exists())
     folder.mkdir(exist_ok=True)

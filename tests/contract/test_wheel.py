@@ -25,7 +25,7 @@ with lockstep.init(device="cpu") as world:
     world.print(world.backend, total.item(), lockstep.__file__)
 """
 NO_LIBRARY = (
-    "Gloo serves this job, which is slower than shared memory: its C library was not built when lockstep was "
+    "this job uses Gloo, which is slower than shared memory: its C library was not built when lockstep was "
     "installed; install a C compiler and lockstep again."
 )
 

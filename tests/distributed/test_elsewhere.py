@@ -52,11 +52,12 @@ def run(tmp_path):
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_all_machines_name_the_rank_that_failed_first(run, rank):
     codes, told = run("fail", str(rank))
-    head = rf"lockstep: Rank {rank} failed: ValueError: boom\nAt \S+train.py:5, on {socket.gethostname()}\.\n"
+    head = rf"lockstep: Rank {rank} failed: ValueError: boom\nAt \S+train.py:5, on {socket.gethostname()}, PID \d+\.\n"
     assert codes == [1, 1]
     assert re.match(rf"{head}\nTraceback ", told[rank])
     assert re.match(
-        rf"{head}The report of that machine has more\.\n\nrank {1 - rank}: ConnectionResetError: ", told[1 - rank]
+        rf"{head}The report of that machine has more\.\n\nrank {1 - rank} \(PID \d+\): ConnectionResetError: ",
+        told[1 - rank],
     )
 
 

@@ -101,7 +101,8 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_fresh_one_keeps_them_aside(ran
         fit(world, tmp_path / "run", checkpoint=tmp_path / "kept", steps=steps)
 
     ranks(2)(train, 6)
-    (tmp_path / "run" / "rank-7.jsonl").write_text("{}\n")
+    zero = (tmp_path / "run" / "rank-0.jsonl").read_text()
+    (tmp_path / "run" / "rank-7.jsonl").write_text(zero[: zero.index("\n") + 1])
     ranks(2)(train, 9)
     run = read_run(tmp_path / "run")
     assert [[step.step for step in record.steps] for record in run.ranks.values()] == [list(range(9))] * 2

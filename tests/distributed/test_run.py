@@ -167,6 +167,97 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed(script):
     assert (len(report), done.code) == (9, 1)
 
 
+EARLY = """\
+import os, sys
+import torch, torch.distributed as dist
+import lockstep
+how, backend, engine = sys.argv[1:]
+if engine == "torch":
+    dist.init_process_group(backend)
+    rank, DDP = dist.get_rank(), torch.nn.parallel.DistributedDataParallel
+else:
+    world = lockstep.init(backend=backend)
+    rank, DDP = world.rank, lockstep.DistributedDataParallel
+model = DDP(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(60):
+    if rank == 1 and step == 50:
+        if how == "break": break
+        sys.exit(0)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "backend", "engine"),
+    [
+        ([], "break", "shm", "ours"),
+        (["--watchdog", "0"], "exit", "gloo", "ours"),
+        (["--watchdog", "5"], "break", "gloo", "torch"),
+        (["--adopt"], "exit", "gloo", "torch"),
+    ],
+)
+def test_a_rank_that_leaves_its_loop_early_is_named_and_not_the_one_that_noticed(script, options, how, backend, engine):
+    path = script(EARLY)
+    done = lockstep("run", "--devices", "2", *options, path, how, backend, engine)
+    report = re.sub(r"PID \d+", "PID N", done.err[done.err.index("lockstep: Rank") :])
+    where = f"At {path}:16, on" if how == "exit" else "On"
+    head, noticed = report.split("\n\n")
+    assert head == (
+        f"lockstep: Rank 1 ended normally after 50 optimizer steps while rank 0 was still training ({path}:17).\n"
+        "Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same number of"
+        f"\nbatches, or train within `with model.join()`.\n{where} {socket.gethostname()}, PID N."
+    )
+    assert re.fullmatch(rf"rank 0 \(PID N\): .* \({path}:17\)\n", noticed)
+    assert done.code == 1
+
+
+ALONE = """\
+import os, sys, time
+import torch, torch.distributed as dist
+how, rank = sys.argv[1], os.environ["RANK"]
+def join():
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+if how == "joins first": join()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(90 if how == "joins late" else 200):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.015)
+if how == "joins late": join()
+if how == "fails": raise ValueError("boom")
+sys.exit(0)
+"""
+JOIN = (
+    "To train one model on all of them, call lockstep.init() and wrap the model in lockstep.DistributedDataParallel; "
+    "if each is to run alone, nothing is wrong.\n"
+)
+SO_FAR = f"lockstep: no rank has joined a process group so far: each of 2 processes trains alone.\n{JOIN}"
+AT_THE_END = f"lockstep: no rank joined a process group: each of 2 processes ran the whole script alone.\n{JOIN}"
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "notes"),
+    [
+        ([], "trains alone", SO_FAR + AT_THE_END),
+        (["--adopt", "--watchdog", "0"], "trains alone", AT_THE_END),
+        (["--quiet"], "trains alone", ""),
+        ([], "joins first", ""),
+        ([], "joins late", ""),
+    ],
+)
+def test_ranks_that_never_join_a_group_are_told_so(script, options, how, notes):
+    done = lockstep("run", "--devices", "2", *options, script(ALONE), how)
+    assert "".join(line for line in done.err.splitlines(True) if not line.startswith(OMP_NOTE)) == notes
+    assert done.code == 0
+    if how == "trains alone" and not options:
+        assert "no rank" not in lockstep("run", "--devices", "2", script(ALONE), "fails").err.partition("failed")[2]
+        assert "no rank" not in lockstep("run", "--devices", "1", script(ALONE), how).err
+
+
 def test_a_crash_in_native_code_shows_the_python_stack(script):
     path = script("import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()\n")
     done = lockstep("run", "--devices", "1", path)
@@ -235,7 +326,9 @@ def test_a_restart_names_the_rank_that_was_killed(script):
     )
     done = lockstep("run", "--devices", "2", "--max-restarts", "1", path)
     assert (done.code, done.out) == (0, "again\n")
-    assert done.err.endswith("lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 1\n"), done.err
+    assert done.err.endswith(f"lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 1\n{AT_THE_END}"), (
+        done.err
+    )
 
 
 def test_of_ranks_killed_within_one_poll_of_torchs_the_first_is_named(script):
@@ -256,7 +349,7 @@ def test_of_ranks_killed_within_one_poll_of_torchs_the_first_is_named(script):
     )
     done = lockstep("run", "--devices", "4", "--max-restarts", "1", "--watchdog", "0", path)
     assert done.code == 0, done.err
-    assert done.err.endswith("lockstep: rank 3 was killed by SIGKILL (signal 9); restart 1 of 1\n"), done.err
+    assert "\nlockstep: rank 3 was killed by SIGKILL (signal 9); restart 1 of 1\n" in done.err, done.err
 
 
 def test_logs_go_where_torchrun_puts_them(script, tmp_path):

@@ -1,6 +1,8 @@
 """What ranks write: one merged stream on the terminal, files beside it; of `lockstep run`, `train` and `launch`."""
 
 import os
+import re
+from unittest import mock
 
 import pytest
 
@@ -8,6 +10,7 @@ from lockstep import launch
 from lockstep.cli import main
 from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
+from lockstep.run_folder import open_locked
 from lockstep.telemetry.sinks import WandbRun
 from tests.distributed.commands import lockstep
 
@@ -34,9 +37,43 @@ def test_lines_are_merged_and_kept(script, tmp_path):
     lines = done.out.splitlines()
     assert lines[:2] == ["all", "mine is 0"]
     assert sorted(lines[2:]) == ["[rank 1] mine is 1", "[rank 1] without an end", "[rank 2] mine is 2"]
-    assert [line for line in done.err.splitlines() if not line.startswith("lockstep:")] == ["careful"]
+    alone = "lockstep: no rank joined a process group: each of 3 processes ran the whole script alone."
+    assert [line for line in done.err.splitlines() if "OMP_NUM_THREADS" not in line][:2] == ["careful", alone]
     kept = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
     assert sorted(kept) == ["all", "careful", "mine is 1", "without an end"]
+
+
+def test_logs_hold_tracebacks_and_a_file_for_a_silent_rank_and_are_never_erased(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': raise ValueError('boom')\n"
+        "if os.environ['RANK'] == '2': print('hello')\n"
+        "time.sleep(60)\n"
+    )
+    for _ in range(2):
+        done = lockstep("run", "--devices", "3", "--log-dir", "logs", str(path), cwd=tmp_path)
+        assert done.code == 1
+    silent, failed, _ = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(3))
+    assert silent == ""
+    traces = re.split(r"--- another run, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---\n", failed)
+    head = f'Traceback (most recent call last):\n  File "{path}", line 2, in <module>\n'
+    assert [trace.startswith(head) and trace.endswith("\nValueError: boom\n") for trace in traces] == [True, True]
+
+
+def test_logs_that_another_run_writes_are_refused(script, tmp_path):
+    other = open_locked(tmp_path / "rank-1.log")
+    with (
+        mock.patch.object(open_locked, "__kwdefaults__", {"wait_s": 0.1}),
+        pytest.raises(ConfigurationError) as caught,
+    ):
+        start(["--devices", "2", "--log-dir", str(tmp_path), script])
+    assert str(caught.value) == (
+        f"{tmp_path}/rank-1.log cannot be written: another run, which has not ended, writes there.\n"
+        "Name another place with --log-dir."
+    )
+    os.close(other)
+    os.close(open_locked(tmp_path / "rank-0.log", wait_s=0))  # what was opened is closed again
 
 
 def test_quiet_shows_none_of_it(script, tmp_path):

@@ -70,9 +70,9 @@ if mode == "reproducible":
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     lockstep.fit(task, strategy="ddp", reproducible=2, steps=50, quiet=True)
-if mode == "exits" and rank == 1:
+if mode in ("exits", "leaves") and rank == 1:
     atexit.register(time.sleep, 90)
-    raise KeyError("boom")
+    raise KeyError("boom") if mode == "exits" else SystemExit(3)
 dist.barrier()
 """
 
@@ -94,12 +94,12 @@ EXPECTED = {
     f"(gradient exchange: all_reduce of 4160 elements, number N, scheduled) ({at('autograd.backward')}) for N s "
     "[after 8 optimizer steps]\n",
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} [step 5, backward]; "
-    f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [step 5, loader]\n",
+    f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [step 5, communication]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
     f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n",
 }
 PATIENCE = {"asleep": "0.7", "busy": "1.5"}
-RUNS = ["ours", "exits"]
+RUNS = ["ours", "exits", "leaves"]
 SOAK_RUNS = ["torch", "reproducible", "stop", "alone", "gil", "busy", "download", "asleep"]
 
 
@@ -197,8 +197,15 @@ def test_ranks_that_all_do_nothing_are_noticed_though_none_waits(soak_outcomes):
 
 
 @pytest.mark.timeout(240)
-def test_a_rank_that_fails_and_does_not_end_is_ended_at_once(outcomes):
-    done = outcomes["exits"]
-    assert "lockstep: Rank 1 failed: KeyError: 'boom'\nAt " in done.err
+@pytest.mark.parametrize(
+    ("mode", "head"),
+    [
+        ("exits", "Rank 1 failed: KeyError: 'boom'\nAt "),
+        ("leaves", rf"Rank 1 left \(SystemExit: 3 at \S*{at('SystemExit(3)')}\)\.\nAt "),
+    ],
+)
+def test_a_rank_that_fails_and_does_not_end_is_ended_at_once(outcomes, mode, head):
+    done = outcomes[mode]
+    assert re.search(f"lockstep: {head}", done.err)
     assert "The job" not in done.err
     assert done.code == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import accelerator, activity
-from lockstep.telemetry.heartbeat import recorded_calls
+from lockstep.telemetry.heartbeat import recorded_call
 
 
 def current_device_of_a_thread(world):
@@ -41,7 +41,7 @@ def read_the_record(world):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
-        thread = threading.Thread(target=recorded_calls)
+        thread = threading.Thread(target=recorded_call)
         thread.start()
         thread.join()
     assert len(asked) == 1

@@ -143,6 +143,7 @@ def test_a_store_that_is_gone_holds_up_nobody(launchers, clock, monkeypatch):
 ECHO = NodeFailure(0, is_consequence=True, text="Rank 0 failed: Connection closed by peer")
 CAUSE = NodeFailure(5, is_consequence=False, text="Rank 5 failed: ValueError: boom\nAt a.py:3, on host1.")
 LATER = NodeFailure(6, is_consequence=False, text="Rank 6 failed: ValueError: boom")
+EARLY = NodeFailure(1, is_consequence=False, text="Rank 1 ended normally ...", is_normal=True)
 HANG = NodeFailure(7, is_consequence=True, text="Rank 7 ...", hang="The job hangs: ...")
 
 
@@ -153,6 +154,8 @@ HANG = NodeFailure(7, is_consequence=True, text="Rank 7 ...", hang="The job hang
         ([ECHO, CAUSE, ECHO], [CAUSE, CAUSE, CAUSE]),
         ([ECHO, LATER, CAUSE, HANG], [HANG, LATER, CAUSE, HANG]),
         ([*[ECHO] * 8, CAUSE, LATER], [*[CAUSE] * 9, LATER]),
+        ([ECHO, EARLY], [EARLY, EARLY]),
+        ([EARLY, CAUSE], [CAUSE, CAUSE]),  # it left because of that
     ],
 )
 def test_all_machines_name_the_cause_by_as_many_requests_on_any_number_of_them(launchers, monkeypatch, ends, causes):

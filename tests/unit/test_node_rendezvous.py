@@ -23,6 +23,8 @@ from lockstep.launcher import node_rendezvous
 from lockstep.launcher.cli import parse_arguments
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND, RendezvousPerRestart, choose_rendezvous, rendezvous_of
 
+CONFIG = LaunchConfig(2, 2, 1, run_id="job", rdzv_backend="c10d")
+
 
 class Meeting(RendezvousHandler):
     """One of two machines, which meet without ado."""
@@ -63,7 +65,7 @@ def together():
 
 def test_each_round_has_a_store_of_its_own_and_one_number(together):
     shared = HashStore()
-    sides = [RendezvousPerRestart("job", Meeting(shared, rank)) for rank in range(2)]
+    sides = [RendezvousPerRestart(CONFIG, Meeting(shared, rank)) for rank in range(2)]
     places = []
     for known in ((0, 0), (3, 0)):  # the second one is new in the second round
         found = together(lambda side: side.next_rendezvous().bootstrap_store_info, sides)
@@ -78,7 +80,7 @@ def test_each_round_has_a_store_of_its_own_and_one_number(together):
 
 def test_a_machine_that_was_told_to_end_takes_up_no_other_and_does_not_end_the_job(tmp_path):
     inner = Meeting(HashStore(), 0)
-    side = RendezvousPerRestart("job", inner, lambda: run_folder.is_stopped_by_signal(tmp_path))
+    side = RendezvousPerRestart(CONFIG, inner, lambda: run_folder.is_stopped_by_signal(tmp_path))
     run_folder.request_stop(tmp_path, run_folder.ANOTHER_MACHINE)
     assert side.num_nodes_waiting() == 1
     run_folder.request_stop(tmp_path, "SIGTERM")

@@ -1,10 +1,12 @@
 """``lockstep run``: hand the arguments to the launcher."""
 
 import os
+import signal
 from collections.abc import Sequence
 
 import click
 
+from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
 
 
@@ -14,10 +16,10 @@ from lockstep.run_folder import hide_secrets
     add_help_option=False,
 )
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+# Until ranks start, Ctrl-C ends this process at once: KeyboardInterrupt may be lost in the imports, and comes late.
+@fork_server.signal_handlers((signal.SIGINT,), signal.SIG_DFL)
 def run(args: tuple[str, ...]) -> None:
     """Start a script on every device, as torchrun does."""
-    from lockstep.launcher import fork_server
-
     fork_server.start()
     if "--no-python" not in args:
         fork_server.preload("lockstep.comm.world", "lockstep.parallel.ddp.wrapper")

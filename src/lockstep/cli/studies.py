@@ -461,4 +461,4 @@ def rehearse(
     started = [sys.executable, "-m", "lockstep", *command]
     rehearsal = runner.rehearse(started, rules, num_ranks=devices, records=records, shows=not quiet)
     console().print(runner.render(rehearsal))
-    return 0 if rehearsal.passed else 1
+    return 1 if rehearsal.failed else 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch.distributed as dist
+from torch.distributed import HashStore as HashStore
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.env import is_loopback

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from lockstep.containers import as_it_is
 from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
@@ -168,6 +167,11 @@ class LoadOptions:
             worker_init_fn=partial(_init_worker, self.threads),
             generator=torch.Generator(),  # otherwise it would draw from the default generator
         )
+
+
+def as_it_is(value: Any) -> Any:
+    """Return ``value``, such as a batch that is collated already."""
+    return value
 
 
 def _init_worker(num_threads: int | None, _worker: int) -> None:

@@ -27,6 +27,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from lockstep import activity
+from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, FailureRecord, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
@@ -61,7 +62,9 @@ def main(argv: list[str]) -> None:
     set_title(title)
     os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
     sys.argv = [target, *args]
-    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"])
+    # A function of `lockstep.launch` may be meant to run alone.
+    num_peers = int(os.environ["WORLD_SIZE"]) if mode != "call" else 1
+    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"], num_peers=num_peers)
 
     def on_failure(error: BaseException) -> None:
         record_end(error)
@@ -257,7 +260,10 @@ def run_recorded(program: Callable[[], None]) -> None:
             record_end(error, is_failure=False)
             raise
         trace = error.__traceback__ = own_frames_removed(error.__traceback__)
-        activity.now.fail(error)  # calls `record_end`
+        if code == RESUME_EXIT_CODE:
+            record_end(error)  # not failed: it has stopped when it was asked to, and nobody waits for it
+        else:
+            activity.now.fail(error)  # calls `record_end`
         _exit_codes.append(code & 0xFF if isinstance(code, int) else 1)
         if isinstance(error, SystemExit):
             raise  # the interpreter prints and exits as usual

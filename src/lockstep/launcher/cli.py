@@ -266,13 +266,14 @@ def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -
 
 def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
     """Return notes on flags after the script that resemble ours and that the script's text does not have."""
-    path, parser, notes = Path(args.training_script), build_parser(), []
-    text = path.read_text("latin-1").replace("-", "_") if path.is_file() else None
-    for flag in {word.partition("=")[0] for word in args.training_script_args}:
-        near = parser.nearest(flag)
-        if text is not None and near not in (None, flag) and flag.strip("-").replace("-", "_") not in text:
-            notes.append(f"{path.name} is given {flag}; did you mean `lockstep run {near} {path.name}`?")
-    return notes
+    flags = dict.fromkeys(word.partition("=")[0] for word in args.training_script_args if word.startswith("--"))
+    path = Path(args.training_script)
+    if not flags or not path.is_file():
+        return []
+    text, parser = path.read_text("latin-1").replace("-", "_"), build_parser()
+    near = {flag: parser.nearest(flag) for flag in flags if flag.strip("-").replace("-", "_") not in text}
+    note = f"{path.name} is given {{}}; did you mean `lockstep run {{}} {path.name}`?"
+    return [note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)]
 
 
 def _print(args: argparse.Namespace, text: str) -> None:

@@ -377,7 +377,8 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
         still = f"while rank {missed.rank} was still training ({missed.record.where})"
         return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_EARLY}"
     if record.error_type == "SystemExit":
-        return f"{name} left with exit code {code} ({record.message} at {record.where})."
+        status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
+        return f"{name} left{status} ({record.message} at {record.where})."
     if record.message:  # the rest of a long message is in the traceback below
         cause = "a GPU is needed, but torch finds none here: " * any(mark in record.message for mark in _NO_GPU)
         return f"{name} failed: {cause}{_first_line(record.message)}"
@@ -433,94 +434,76 @@ _NO_GPU = (
     "torch.cuda.is_available() is False",
 )
 
-# Texts in an error, what they mean, and what to do about it.
-ERROR_HINTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (
-        ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"),
-        "Another rank's process has ended, or the network has dropped the connection to it.",
-        "Look for the rank that failed first, here or on another machine.",
+# Texts in an error; what they mean, and what to do about it.
+ERROR_HINTS: dict[tuple[str, ...], str] = {
+    ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"): (
+        "Another rank's process has ended, or the network has dropped the connection to it.\n"
+        "Look for the rank that failed first, here or on another machine."
     ),
-    (
-        ("Duplicate GPU detected",),
-        "Two ranks use the same GPU.",
-        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU.",
+    ("Duplicate GPU detected",): (
+        "Two ranks use the same GPU.\n"
+        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU."
     ),
-    (
-        ("unhandled system error", "ncclSystemError"),
-        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.",
-        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME.",
+    ("unhandled system error", "ncclSystemError"): (
+        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.\n"
+        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME."
     ),
-    (
-        ("unhandled cuda error", "ncclUnhandledCudaError"),
-        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.",
-        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link.",
+    ("unhandled cuda error", "ncclUnhandledCudaError"): (
+        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.\n"
+        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link."
     ),
-    (
-        ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"),
-        "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.",
-        "Look for code under `if rank == 0`, and for shapes that depend on a rank's own data.",
+    ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"): (
+        "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.\n"
+        "Look for code under `if rank == 0`, and for shapes that depend on a rank's own data."
     ),
-    (
-        ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"),
-        "A rank or the store did not answer in time: it never started, has died, or is stuck.",
-        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.",
+    ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"): (
+        "A rank or the store did not answer in time: it never started, has died, or is stuck.\n"
+        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT."
     ),
-    (
-        ("no socket interface found", "Unable to find interface", "Unable to find address for"),
-        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.",
-        "Take the name from `ip -brief address`, or unset the variable.",
+    ("no socket interface found", "Unable to find interface", "Unable to find address for"): (
+        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.\n"
+        "Take the name from `ip -brief address`, or unset the variable."
     ),
-    (
-        ("No route to host", "Network is unreachable", "Connection timed out"),
-        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.",
-        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR.",
+    ("No route to host", "Network is unreachable", "Connection timed out"): (
+        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.\n"
+        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR."
     ),
-    (
-        ("Connection refused",),
-        "Nothing listens at that address: rank zero has not started, has ended, or has another address.",
-        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs.",
+    ("Connection refused",): (
+        "Nothing listens at that address: rank zero has not started, has ended, or has another address.\n"
+        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs."
     ),
-    (
-        ("Address already in use", "EADDRINUSE"),
-        "Another program, maybe an earlier run of this one, listens on that port.",
-        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one.",
+    ("Address already in use", "EADDRINUSE"): (
+        "Another program, maybe an earlier run of this one, listens on that port.\n"
+        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one."
     ),
-    (
-        ("device-side assert", "illegal memory access"),
-        "A GPU kernel failed earlier; the line above is only where the error was reported.",
-        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range.",
+    ("device-side assert", "illegal memory access"): (
+        "A GPU kernel failed earlier; the line above is only where the error was reported.\n"
+        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range."
     ),
-    (
-        _NO_GPU,
-        "The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.",
-        "Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver.",
+    _NO_GPU: (
+        "The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.\n"
+        "Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver."
     ),
-    (
-        ("Too many open files",),
-        "This process may not open more files: mostly many DataLoader workers that share tensors.",
-        "Raise the limit with `ulimit -n 65536`, or use fewer workers.",
+    ("Too many open files",): (
+        "This process may not open more files: mostly many DataLoader workers that share tensors.\n"
+        "Raise the limit with `ulimit -n 65536`, or use fewer workers."
     ),
-    (
-        ("No space left on device",),
-        "A disk, or shared memory, is full.",
-        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).",
+    ("No space left on device",): (
+        "A disk, or shared memory, is full.\n"
+        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g)."
     ),
-    (
-        ("could not create a primitive descriptor for the LSTM",),
-        "torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.",
-        "Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False).",
+    ("could not create a primitive descriptor for the LSTM",): (
+        "torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.\n"
+        "Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False)."
     ),
-    (
-        ("Expected to have finished reduction in the prior iteration",),
-        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.",
-        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.",
+    ("Expected to have finished reduction in the prior iteration",): (
+        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.\n"
+        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True."
     ),
-)
+}
 
 
 def hint_for(error: str) -> str:
     """Return what the text of an error means and what to do, in two lines; empty if no hint matches."""
-    for marks, means, advice in ERROR_HINTS:
-        if any(mark in error for mark in marks):
-            return f"What that means: {means}\n{advice}"
-    return ""
+    found = (hint for marks, hint in ERROR_HINTS.items() if any(mark in error for mark in marks))
+    return next((f"What that means: {hint}" for hint in found), "")

@@ -36,10 +36,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from lockstep.env import usable_cores
@@ -160,6 +161,24 @@ class ForkServer:
 
 _server: ForkServer | None = None
 
+_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def signal_handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
+    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+
 
 def start() -> None:
     """Import torch and fork the server from this process, if it is the command ``lockstep`` at its start.
@@ -170,7 +189,8 @@ def start() -> None:
     if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
         return  # programs that call it from Python use the server of `launch`
     gc.disable()  # a collection would visit all of torch's objects for nothing
-    import torch  # noqa: F401
+    with signal_handlers((signal.SIGINT,), signal.SIG_DFL):  # Ctrl-C ends this process at once, not after the import
+        import torch  # noqa: F401
 
     gc.freeze()  # collections no longer write to these objects, so they stay shared; and this process ends sooner
     gc.enable()
@@ -278,7 +298,7 @@ def serve(connection: socket.socket) -> list[str]:
             for number, handler in handlers.items():
                 is_lost = handler == signal.SIG_IGN and number in _CAUGHT  # a new interpreter would not ignore it
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, default if is_lost else handler)
+                signal.signal(number, default if is_lost or handler == signal.SIG_DFL else handler)
             if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
                 _set_num_threads(threads)
             os.write(reply, str(os.getpid()).encode())

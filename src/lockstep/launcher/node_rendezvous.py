@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed import HashStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -27,7 +26,7 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from lockstep import torch_internals
 from lockstep.comm.network import GLOO_INTERFACE, gloo_interface, is_local, reachable_address
-from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, start_store_server
+from lockstep.comm.store import DEFAULT_STORE_PORT, LOOPBACK, HashStore, start_store_server
 from lockstep.env import DEFAULT_MASTER_PORT, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, LockstepError
 
@@ -72,28 +71,28 @@ class RendezvousPerRestart(RendezvousHandler):
     start again.
 
     Args:
-        run_id: The name of the job.
+        config: Of the rendezvous; also to create another handler after its store was lost.
         inner: torch's handler of the rendezvous; ``None`` on a single machine, which needs none. There torch's own
             handler would also host a store, which listens at every address of the machine.
         is_ending: Returns whether the ranks have been requested to end, so that no machine can join any more.
-        config: The configuration of ``inner``, to create another one after its store was lost.
     """
 
     def __init__(
         self,
-        run_id: str,
+        config: LaunchConfig,
         inner: RendezvousHandler | None = None,
         is_ending: Callable[[], bool] = lambda: False,
-        config: LaunchConfig | None = None,
     ) -> None:
-        self._run_id, self._inner, self._is_ending, self._config = run_id, inner, is_ending, config
-        self._current: RendezvousInfo | None = None
-        self._hosted: Store | None = None
+        self._config, self._inner, self._is_ending = config, inner, is_ending
+        self._current = RendezvousInfo(HashStore(), 0, 1, _LOCAL)
+        # Of the store for the ranks that are started now, and that store, if it is hosted here.
+        self.store_address = LOOPBACK, 0
+        self._hosted: object = None
         self._is_lost, self._next_try_s = False, 0.0
 
     def get_backend(self) -> str:
         """Return the name of the kind of rendezvous."""
-        return LOCAL_BACKEND if self._inner is None else self._inner.get_backend()
+        return self._config.rdzv_backend
 
     @property
     def use_agent_store(self) -> bool:
@@ -109,9 +108,10 @@ class RendezvousPerRestart(RendezvousHandler):
         if found.rank == 0:
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
             found.store.set("lockstep/port", str(port))
-        else:
-            port = int(found.store.get("lockstep/port"))
-        self._current = RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(host, port))
+        self.store_address = host, int(found.store.get("lockstep/port"))
+        self._current = RendezvousInfo(
+            found.store, found.rank, found.world_size, RendezvousStoreInfo(*self.store_address)
+        )
         return self._current
 
     def _meet(self, inner: RendezvousHandler) -> RendezvousInfo:
@@ -120,26 +120,18 @@ class RendezvousPerRestart(RendezvousHandler):
                 return inner.next_rendezvous()
         except RendezvousConnectionError:
             self._note_loss()
-        assert self._config is not None
         self._inner = _reopen(self._config)
         self._is_lost = False
         return self._inner.next_rendezvous()
 
     def agree_on_restarts(self, number: int) -> int:
         """Return the largest ``number`` of any machine. Blocks until all of this rendezvous have written one."""
-        assert self._current is not None
         store, size = self._current.store, self._current.world_size
         store.set(f"lockstep/restarts/{self._current.rank}", str(number))
         if self._current.rank == 0:
             numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(size)])
             store.set("lockstep/restarts", str(max(map(int, numbers))))
         return int(store.get("lockstep/restarts"))
-
-    @property
-    def store_address(self) -> tuple[str, int]:
-        """The address of the store for the ranks that are started now."""
-        assert self._current is not None and self._current.bootstrap_store_info is not None
-        return self._current.bootstrap_store_info.master_addr, self._current.bootstrap_store_info.master_port
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join, including this one if it needs a new rendezvous."""
@@ -156,16 +148,12 @@ class RendezvousPerRestart(RendezvousHandler):
         return int(self._is_back())
 
     def _note_loss(self) -> None:
-        assert self._config is not None
         self._is_lost = True
         torch_internals.stop_heartbeats(self._inner)  # torch's client would log every heartbeat that fails
-        text = (
-            f"lockstep: the store at {self._config.rdzv_endpoint}, where the machines meet, does not respond any more"
-        )
-        print(text, file=sys.stderr, flush=True)
+        where = f"the store at {self._config.rdzv_endpoint}, where the machines meet,"
+        print(f"lockstep: {where} does not respond any more", file=sys.stderr, flush=True)
 
     def _is_back(self) -> bool:
-        assert self._config is not None
         if time.monotonic() < self._next_try_s:
             return False
         self._next_try_s = time.monotonic() + _TRY_PERIOD_S
@@ -184,7 +172,7 @@ class RendezvousPerRestart(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """Return the name of the job."""
-        return self._run_id
+        return self._config.run_id
 
     def shutdown(self) -> bool:
         """Leave permanently, and end the job, unless only this machine was requested to end."""
@@ -194,12 +182,12 @@ class RendezvousPerRestart(RendezvousHandler):
 def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> RendezvousHandler:
     """Return torch's handler for ``config``, in a `RendezvousPerRestart` if machines may come and go."""
     if config.rdzv_backend == LOCAL_BACKEND:
-        return RendezvousPerRestart(config.run_id)
+        return RendezvousPerRestart(config)
     handler = _new_handler(config)
     if not isinstance(handler, DynamicRendezvousHandler):
         return handler
     os.environ[_NO_SHARING] = "1"  # for this run: the launcher restores its environment
-    return RendezvousPerRestart(handler.get_run_id(), handler, is_ending, config)
+    return RendezvousPerRestart(config, handler, is_ending)
 
 
 def _address(config: LaunchConfig) -> tuple[str, int]:

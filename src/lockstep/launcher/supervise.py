@@ -12,9 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from string import Template
 from types import FrameType
@@ -39,11 +40,12 @@ from lockstep.comm.store import InterNodeStore
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
-from lockstep.launcher.fork_server import ForkServer, server_for
+from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.telemetry.heartbeat import read_step_counter
+from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
@@ -107,6 +109,7 @@ def supervise(
     has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
     store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
     job = Job(reaper, range(config.nproc_per_node), log_tail, min_ranks, config.min_nodes < config.max_nodes, store)
+    job.is_command = mode != "call"
     on_hang = _HangPolicy(job, watchdog_action)
     watchdog = Watchdog(
         reaper.run_dir,
@@ -121,7 +124,9 @@ def supervise(
     with stop.handling(config):
         try:
             with server_for(mode, target, config.nproc_per_node) as server, elastic_quiet(), watchdog:
-                failures = _Agent(job, config, (python, *command), server).run().failures
+                # Kept to the end of this function: it has the store, in which `job_error` meets the other launchers.
+                agent = _Agent(job, config, (python, *command), server)
+                failures = agent.run().failures
         except SignalException as error:
             # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
             stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
@@ -237,6 +242,8 @@ class Job:
         store: The store in which the launchers of several machines exchange notes.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
+        is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
+        has_started: Whether ranks were started.
         stop_by: Until when they must have stopped gracefully, and the signal for which they were requested to.
         stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
         ended_at_ns: When each process ended.
@@ -250,6 +257,8 @@ class Job:
     store: InterNodeStore | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
+    is_command: bool = False
+    has_started: bool = False
     stop_by: tuple[float, signal.Signals] | None = None
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
     ended_at_ns: Mapping[int, int] = field(default_factory=dict)
@@ -287,12 +296,10 @@ class GracefulShutdown:
         self._num_signals = 0
         self._requested_for: signal.Signals | None = None
 
-    @contextmanager
-    def handling(self, config: LaunchConfig) -> Iterator[None]:
-        """Handle the signals that torch elastic would. Works in the main thread only."""
+    def handling(self, config: LaunchConfig) -> AbstractContextManager[None]:
+        """Handle the signals that torch elastic would, inside the block. Works in the main thread only."""
         names = config.signals_to_handle + ",SIGUSR1" * (config.signals_to_handle == _SIGNALS_OF_ELASTIC)
-        with _handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal):
-            yield
+        return signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal)
 
     def outcome(self, exit_codes: set[int]) -> Stopped | None:
         """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
@@ -307,6 +314,10 @@ class GracefulShutdown:
         sigval = signal.Signals(number)
         # Interrupts the main thread, possibly while it prints: so this function must not print.
         self._num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
+        if self._job.is_command and not self._job.has_started:
+            # An exception could be lost: what torch does at a start catches some. The reaper removes what is left.
+            signal.signal(sigval, signal.SIG_DFL)
+            signal.raise_signal(sigval)
         if self._requested_for is None and number in run_folder.STOP_SIGNALS and self._can_stop():
             self._requested_for = sigval
             if sigval is signal.SIGINT and self._job.log_tail is not None:
@@ -325,25 +336,6 @@ class GracefulShutdown:
         """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
         counts = run_folder.num_graceful_ranks(self._job.folder), len(run_folder.stop_reports(self._job.folder))
         return len(self._job.ranks) in counts
-
-
-_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
-
-
-@contextmanager
-def _handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
-    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in before:
-            signal.signal(number, handler)
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 # torch elastic's agent, extended.
@@ -375,8 +367,9 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...], server: ForkServer | None) -> None:
         self.job, self.server, self.config = job, server, config
-        # How often the ranks of the job have been started again, for any reason; the same on all machines.
-        self.num_restarts = -1
+        # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
+        # often because a rank of this machine failed.
+        self.num_restarts, self.num_failures = -1, 0
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -392,7 +385,7 @@ class _Agent(LocalElasticAgent):
 
         While it waits for other machines in torch's C++ code, no handler in Python would run.
         """
-        return _handlers(_SIGNALS if self.config.max_nodes > 1 else (), signal.SIG_DFL)
+        return signal_handlers(_SIGNALS if self.job.is_command else (), signal.SIG_DFL)
 
     def run(self, *args: Any) -> RunResult:
         """Run until all ranks have ended, as torch's ``launch_agent`` does."""
@@ -429,18 +422,17 @@ class _Agent(LocalElasticAgent):
         # Before the lines of each rank, with --tee.
         prefix = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
         names = {"role_name": spec.role, "hostname": socket.gethostname()}
-        prefixes = {
-            each.local_rank: prefix.safe_substitute(names, rank=each.global_rank, local_rank=each.local_rank)
-            for each in workers
-        }
+        numbers = {each.local_rank: {"rank": each.global_rank, "local_rank": each.local_rank} for each in workers}
+        prefixes = {rank: prefix.safe_substitute(names, **numbers[rank]) for rank in envs}
         # torchrun's placeholder in arguments: ${local_rank}.
         args = {rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs}
         where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), prefixes
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
         ranks = self._pcontext = _RankProcesses(*where, spec.numa_options, *filters)
         ranks.job, ranks.server, ranks.numa_options = self.job, self.server, spec.numa_options
+        self.job.has_started = True
         ranks.start()
-        return self._pcontext.pids()
+        return ranks.pids()
 
     def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
         """Return the variables that torchrun sets for each rank, by its number on this machine."""
@@ -472,7 +464,7 @@ class _Agent(LocalElasticAgent):
         set_keepalive()  # for connections to the launchers of other machines
         first = worker_group.workers[0].global_rank
         self.job.ranks = range(first, first + len(worker_group.workers))
-        self.job.num_restarts_left = self._remaining_restarts
+        self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
@@ -494,11 +486,8 @@ class _Agent(LocalElasticAgent):
         if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
             return
         # A signal may have been sent to all machines, and arrive here a moment later.
-        poll_until(
-            lambda: run_folder.is_stopped_by_signal(self.job.folder) or handler.num_nodes_waiting() > 0,
-            _NOTICED_S,
-            _POLL_S,
-        )
+        is_signalled = partial(run_folder.is_stopped_by_signal, self.job.folder)
+        poll_until(lambda: is_signalled() or handler.num_nodes_waiting() > 0, _NOTICED_S, _POLL_S)
         self._raise_if_signalled()
         if self.job.may_shrink or handler.num_nodes_waiting() > 0:
             self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
@@ -523,13 +512,13 @@ class _Agent(LocalElasticAgent):
             _hide_device(failures[first.rank].local_rank, spec.local_world_size)
             spec.local_world_size -= 1
         fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
-        number = spec.max_restarts - self._remaining_restarts
+        self.num_failures += bool(failures)
         text = "lockstep: machines joined or left; the ranks start again"
         if first is not None:
             # Our loops count a step from 0 while it runs; other loops count the steps that are done.
             step, num_steps = read_step_counter(self.job.folder, first.rank)
             step = step if step is not None else num_steps or None
-            restart = f"restart {number} of {spec.max_restarts}{fewer}"
+            restart = f"restart {self.num_failures} of {spec.max_restarts}{fewer}"
             text = restart_report(first, None if step is None else step + 1, restart)
         run_folder.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)
@@ -594,8 +583,9 @@ class _RankProcesses(SubprocessContext):
         torch calls this during the poll that has found the first failed rank: only at this moment can failed ranks be
         distinguished from ranks that are stopped because of the failure.
         """
-        for pid in filter(_runs, self.pids().values()):
-            self.job.stopped_at_ns[pid] = time.time_ns()
+        for pid in self.pids().values():
+            if process_state(pid)[0] not in ("", "Z", "X"):
+                self.job.stopped_at_ns[pid] = time.time_ns()
         super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
         if self.watcher is not None:
             self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
@@ -623,14 +613,6 @@ def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread
     watcher = threading.Thread(target=watch, name="lockstep-rank-ends", daemon=True)
     watcher.start()
     return ended_at_ns, watcher
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a child of this process still runs; does not consume its exit status, which torch reads."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # its status has already been read
-        return False
 
 
 def _hide_device(index: int, num_ranks: int) -> None:

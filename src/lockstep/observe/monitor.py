@@ -266,7 +266,7 @@ def monitor(
         loader: The DataLoader (or several) whose waiting is recorded; by default, all of the process. For other
             iterables, see `Watch.batches`.
         run_dir: The folder for the record, created if it does not exist; by default ``runs/`` and the name of the
-            script. An earlier record in it is overwritten, unless ``first_step`` is given.
+            script. An earlier record in it is moved to ``earlier-...`` within it, or continued with ``first_step``.
         first_step: Number of steps done before, in a script that resumes from a checkpoint.
         view: The display of progress on rank zero, as for `fit`; the loss in it is the one given to `Watch.loss`.
         log_to: Sinks for metrics, as for `fit`, such as ``tensorboard:runs/mine``.

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -39,6 +38,12 @@ _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
 # After this share of the patience at one place, a rank reads once which collective torch recorded last.
 _RECORDED_AFTER = 0.5
+# No program trains alone for so many steps before it joins a process group.
+_SURE_STEPS = 100
+_HOW_TO_JOIN = (
+    "To train one model on all of them, call lockstep.init() and wrap the model in lockstep.DistributedDataParallel; "
+    "if each is to run alone, nothing is wrong."
+)
 
 
 def imported(name: str) -> Any:
@@ -90,16 +95,18 @@ class Heartbeat:
         run_dir: The run's folder.
         rank: Of this process.
         patience_s: After how long the launcher asks what the rank waits for; zero: nobody reads the heartbeats.
+        num_peers: The number of processes that are to train together; rank zero says if they do not.
     """
 
-    def __init__(self, run_dir: str, rank: int, *, patience_s: float) -> None:
+    def __init__(self, run_dir: str, rank: int, *, patience_s: float, num_peers: int = 1) -> None:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
-        # Kept open, as a signal handler cannot open it.
-        self._stacks = rank_file(run_dir, STACKS, rank).open("w")
+        # Kept open, as a signal handler cannot open it; for appending, as the launcher empties it.
+        self._stacks = rank_file(run_dir, STACKS, rank).open("a")
         activity.now.step_counter = make_step_counter(run_dir, rank)
         self._num_bytes = 0
         self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9
         self._counts_steps = False
+        self._num_peers, self._has_warned = num_peers if rank == 0 else 1, False
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._devices: list[str] = []
@@ -112,6 +119,7 @@ class Heartbeat:
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
         self._count_steps()
+        atexit.register(self._warn_if_alone, is_over=True)
         if not self._is_read:
             return
         self.write()
@@ -139,7 +147,7 @@ class Heartbeat:
         if place != self._last:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
-            self._recorded_call = awaited(recorded_calls())
+            self._recorded_call = recorded_call()
         bucket = now.bucket
         content = {
             "pid": os.getpid(),
@@ -149,7 +157,7 @@ class Heartbeat:
             "step": now.step,
             "phase": now.phase,
             "num_steps": now.num_steps,
-            "num_calls": calls,
+            "has_trained": calls > 0 or now.num_steps > 0,
             "bucket": "" if bucket is None else f"bucket {bucket[0]} ({name_of_bucket(bucket[1])})",
             "collective": now.collective,
             "recorded_call": self._recorded_call or "",
@@ -167,25 +175,36 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, ends_children = 0.0, False
-        has_peers, known_groups = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1, set[int]()
+        is_with_others = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
         while True:
             self._count_steps()
+            if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
+                self._warn_if_alone(is_over=False)
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
-            groups = {id(group) for group in _process_groups()} if has_peers else set[int]()
-            if is_due := time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
+            if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
-            if groups - known_groups or (groups and is_due):
-                # A new process group has connections to other machines: let the kernel probe them. Those of NCCL are
-                # opened later, when a collective first needs them.
-                from lockstep.comm.network import set_keepalive
+                if is_with_others and _process_groups():
+                    # Let the kernel probe the connections to other machines. Those of NCCL are opened later than the
+                    # group, when a collective first needs them.
+                    from lockstep.comm.network import set_keepalive
 
-                set_keepalive()
-            known_groups = groups
+                    set_keepalive()
             self.write()
             if self._ends.wait(_PERIOD_S):
                 return
+
+    def _warn_if_alone(self, *, is_over: bool) -> None:
+        """Print on rank zero that no rank has joined a process group; without it, the others cannot have."""
+        if self._num_peers == 1 or os.getpid() != self._pid or activity.now.failure or has_joined():
+            return
+        self._has_warned = True
+        each = f"each of {self._num_peers} processes"
+        text = f"no rank has joined a process group so far: {each} trains alone"
+        if is_over:
+            text = f"no rank joined a process group: {each} ran the whole script alone"
+        print(f"lockstep: {text}.\n{_HOW_TO_JOIN}", file=sys.stderr, flush=True)
 
     def _count_steps(self) -> None:
         # Modules are not imported here: that could change the program's measurements, and may fail while another
@@ -277,12 +296,12 @@ def device_memory() -> list[str]:
 # --- torch's flight recorder ------------------------------------------------------------------------------------------
 
 
-# A call such as ``all_reduce of 8 elements, number 3, scheduled``, and whether it has completed.
-Call = tuple[str, bool]
+def recorded_call() -> str:
+    """Return the collective of this process in torch's record that it waits for; empty without a record.
 
-
-def recorded_calls() -> list[Call]:
-    """Return the collectives of this process in torch's record, oldest first; none without a record."""
+    This is the first one after the last completed one, such as ``all_reduce of 8 elements, number 3, scheduled``. If
+    torch did not record which have completed, or if all have, it is the last one.
+    """
     with contextlib.suppress(Exception):  # torch is not imported, or its record has another format
         if activity.now.device is not None:
             # The record queries events: see [Note: streams and threads] in accelerator.py.
@@ -290,25 +309,14 @@ def recorded_calls() -> list[Call]:
         for text in internals().flight_records():
             entries = [entry for entry in json.loads(text).get("entries", ()) if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
+            ended = [place for place, entry in enumerate(entries) if _is_over(entry)]
             if entries:
-                return [_call(entry) for entry in entries]
-    return []
+                entry = entries[min(ended[-1] + 1, len(entries) - 1) if ended else -1]
+                name, numel = entry["profiling_name"].rpartition(":")[2], sum(map(math.prod, entry["input_sizes"]))
+                state = "completed" if _is_over(entry) else entry.get("state")
+                return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}"
+    return ""
 
 
-def _call(entry: dict[str, Any]) -> Call:
-    name, numel = entry["profiling_name"].rpartition(":")[2], sum(math.prod(size) for size in entry["input_sizes"])
-    # Gloo sets the first, NCCL both.
-    is_over = bool(entry.get("retired")) or entry.get("state") == "completed"
-    state = "completed" if is_over else entry.get("state")
-    return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}", is_over
-
-
-def awaited(calls: Sequence[Call]) -> str:
-    """Return the first collective after the last completed one; empty if there are no calls.
-
-    If torch did not record which have completed, or if all have, return the last one.
-    """
-    if not calls:
-        return ""
-    ended = [place for place, (_, is_over) in enumerate(calls) if is_over]
-    return calls[min(ended[-1] + 1, len(calls) - 1) if ended else -1][0]
+def _is_over(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo sets the first, NCCL both

@@ -301,7 +301,7 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
 def place(seen: RankState) -> str:
     """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``."""
     if seen.has_left:
-        return "has already finished"
+        return "ended normally"  # a rank that failed would have ended the job
     file, line, function = user_frame(seen.frames)
     where = where_of(file, line)
     if seen.is_stopped:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
@@ -175,8 +175,6 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
 
 
 def _step(seen: RankState) -> str:
-    if seen.has_left:
-        return ""
     if seen.step is None:
         return f" [after {seen.num_steps} optimizer step{'s' * (seen.num_steps != 1)}]" if seen.num_steps else ""
     return f" [step {seen.step + 1}{f', {seen.phase}' if seen.phase else ''}]"
@@ -338,26 +336,23 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
     """
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
     files = {rank: rank_file(run_dir, STACKS, rank) for rank in pids}
-    starts = {rank: len(_text_of(files[rank])) for rank in pids}
-    for pid in pids.values():
-        _request_stacks(pid)
+    for rank, pid in pids.items():
+        _request_stacks(pid, files[rank])
     deadline = time.monotonic() + _RANK_S
-    while time.monotonic() < deadline and any(len(_text_of(files[rank])) == starts[rank] for rank in pids):
+    while time.monotonic() < deadline and not all(map(_text_of, files.values())):
         time.sleep(_PAUSE_S)
     time.sleep(5 * _PAUSE_S)  # until they have written all
     for rank, pid in pids.items():
-        text = _text_of(files[rank])[starts[rank] :]
-        (folder / f"rank-{rank}.txt").write_text(text or _last_frames(run_dir, rank))
+        (folder / f"rank-{rank}.txt").write_text(_text_of(files[rank]) or _last_frames(run_dir, rank))
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
         for child in sorted(set(rank_state.process_tree(pid)) - {pid}):
-            start, text = len(_text_of(files[rank])), ""
+            found = folder / f"rank-{rank}-process-{child}.txt"
             if rank_state.process_state(child)[0] in STOPPED:
-                text = _STOPPED_TEXT
-            elif _request_stacks(child):
+                found.write_text(_STOPPED_TEXT)
+            elif _request_stacks(child, files[rank]):
                 time.sleep(_WORKER_S)
-                text = _text_of(files[rank])[start:]
-            if text:
-                (folder / f"rank-{rank}-process-{child}.txt").write_text(text)
+                if text := _text_of(files[rank]):
+                    found.write_text(text)
     return str(folder)
 
 
@@ -384,12 +379,13 @@ def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
     return found
 
 
-def _request_stacks(pid: int) -> bool:
-    """Send the signal for stacks to a process if that handles it; it would kill other processes."""
+def _request_stacks(pid: int, file: Path) -> bool:
+    """Empty the file and send the signal for stacks to a process if that handles it; it would kill other processes."""
     number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1:
+                file.write_text("")
                 os.kill(pid, number)
                 return True
     return False
@@ -527,7 +523,8 @@ class Watchdog:
         awaited = {each.rank for each in seen if found.all_wait or operation(each) is None}
         workers = busy_workers(folder, sorted(awaited & set(pids)))
         stacks = f"The Python stacks of {'all' if self._num_nodes == 1 else 'the'} ranks are in {folder}."
-        text = "\n".join([found.text, *workers, stacks])
+        processes = f"Their PIDs: {', '.join(f'{pid} (rank {rank})' for rank, pid in pids.items())}."
+        text = "\n".join([found.text, *workers, stacks, processes])
         return self._on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _end_failed(self, seen: Sequence[RankState], pids: Mapping[int, int]) -> None:
@@ -560,7 +557,7 @@ class Watchdog:
                 pids[rank] = pid
                 self._resources.devices[rank] = heartbeat["devices"]
             if has_ended or (heartbeat["collective"] == CLOSE and state not in STOPPED):
-                found.append(RankState(rank, has_left=True, has_trained=_has_trained(heartbeat)))
+                found.append(RankState(rank, has_left=True, **_reported(heartbeat)))
             else:
                 found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
         return found, pids
@@ -573,7 +570,6 @@ class Watchdog:
             liveness.clear()
         else:
             liveness.add(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
-        names = ("frames", "step", "phase", "num_steps", "bucket", "collective", "recorded_call", "handles", "failure")
         return RankState(
             rank,
             still_s=still_s,
@@ -581,11 +577,10 @@ class Watchdog:
             is_busy=liveness.is_busy,
             life=liveness.signs() or rank_state.waits_outside(heartbeat["frames"]),
             is_stopped=is_stopped,
-            has_trained=_has_trained(heartbeat),
-            uses_gpu=heartbeat["uses_gpu"],
-            **{name: heartbeat[name] for name in names},
+            **_reported(heartbeat),
         )
 
 
-def _has_trained(heartbeat: Mapping[str, Any]) -> bool:
-    return bool(heartbeat["num_calls"] > 0 or heartbeat["num_steps"] > 0)
+def _reported(heartbeat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank reports itself of its state."""
+    return {each.name: heartbeat[each.name] for each in fields(RankState) if each.name in heartbeat}

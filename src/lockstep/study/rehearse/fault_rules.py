@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object
@@ -28,7 +29,6 @@ class Kind:
         example: An example of a rule.
         defaults: Optional keys with their defaults, written as in a rule; the other keys of the example are required.
         places: Where in a step it may strike; if empty, only at the place in ``defaults``.
-        is_silent: Whether it does harm without an error: then a job that continues has not survived it.
     """
 
     what: str
@@ -36,7 +36,6 @@ class Kind:
     # Every script has a forward, but not all have a loader or an optimizer of torch.
     defaults: str = "in=forward"
     places: tuple[str, ...] = ()
-    is_silent: bool = False
 
 
 KINDS = {
@@ -45,15 +44,11 @@ KINDS = {
         "the rank stops forever, or for this time", "hang:rank=1,step=5,in=loader", "in=forward,seconds=inf", PLACES
     ),
     "straggler": Kind(
-        "the rank is this much slower in every step",
-        "straggler:rank=3,ms=50,in=backward",
-        "in=forward,step=1",
-        PLACES[:4],
-        is_silent=True,
+        "the rank is so much slower in each step", "straggler:rank=3,ms=50,in=backward", "in=forward,step=1", PLACES[:4]
     ),
-    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", "in=backward", is_silent=True),
+    "nan": Kind("the rank's gradient of one parameter is NaN", "nan:rank=0,step=7", "in=backward"),
     # After the update: a bit that flips before it would be shared between the ranks again.
-    "bitflip": Kind("one bit of a parameter of the rank flips", "bitflip:rank=1,step=9", "in=update", is_silent=True),
+    "bitflip": Kind("one bit of a parameter of the rank flips", "bitflip:rank=1,step=9", "in=update"),
     "oom": Kind("the rank runs out of device memory", "oom:rank=1,step=3", "in=forward,step=3", PLACES[1:4]),
     "slowlink": Kind("messages take as long as over a link of this rate", "slowlink:mbit=100", "step=1,in=collective"),
     "drop": Kind("no message of the rank passes for this time", "drop:rank=2,seconds=5", "step=3,in=collective"),
@@ -157,8 +152,7 @@ def describe_kinds() -> str:
 # The ranks' notes about faults that struck, which the command reads; a file for each rule.
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """When and where a fault struck for the first time."""
 
     rank: int
@@ -174,7 +168,7 @@ def write(folder: Path, rule: Rule, *, rank: int, step: int) -> bool:
     try:
         # Exclusively: only one of several ranks or threads may be the first.
         with open(_path(folder, rule), "x") as file:
-            json.dump(asdict(Note(rank, step, time.time_ns())), file)
+            json.dump(Note(rank, step, time.time_ns())._asdict(), file)
     except FileExistsError:
         return False
     return True

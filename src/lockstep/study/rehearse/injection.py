@@ -29,8 +29,6 @@ from lockstep.telemetry.instrument import Instrument
 from lockstep.torch_internals import LoaderIters
 from lockstep.train.trainer import Trainer
 
-OOM_TEXT = "Tried to allocate 20.00 GiB: out of memory (made up by lockstep rehearse)."
-
 
 class FaultInjector:
     """Follows the training steps of a task or of any script, and makes the faults of this rank strike in them.
@@ -51,7 +49,7 @@ class FaultInjector:
         self._is_in_fit_step = False
         self._num_updates: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # The outermost module of the step's first forward that has parameters to train.
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._model_step = 0
         # By rule, the last step in which it struck, or is prepared to strike.
         self._last_step: dict[Rule, int] = {}
@@ -99,7 +97,7 @@ class FaultInjector:
 
     def _on_forward_end(self, module: nn.Module, _args: Any, _output: Any) -> None:
         """Prepare faults that strike during backward, when the gradient of one parameter is computed."""
-        model = self._model() if self._model is not None else None
+        model = self._model()
         if model is None or not torch.is_grad_enabled():
             return
         for rule in self._due("backward"):
@@ -151,10 +149,9 @@ class FaultInjector:
     def _reach(self, place: str) -> None:
         for rule in self._due(place):
             self._last_step[rule] = self._step
-            model = self._model() if self._model is not None else None
             if rule.kind != "bitflip":
                 self._act(rule)
-            elif model is not None:
+            elif (model := self._model()) is not None:
                 self._act(rule, flip_bit(model))
 
     def _act(self, rule: Rule, detail: str = "") -> None:
@@ -162,7 +159,7 @@ class FaultInjector:
         if rule.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
         if rule.kind == "oom":
-            raise torch.OutOfMemoryError(OOM_TEXT)
+            raise torch.OutOfMemoryError("Tried to allocate 20 GiB: out of memory (made up by lockstep rehearse).")
         seconds = rule.amount / 1000 if rule.kind == "straggler" else rule.amount
         time.sleep(min(seconds, 1e6))  # not infinity, which sleep refuses
 
@@ -172,8 +169,10 @@ class FaultInjector:
                 continue
             if rule.kind == "slowlink":
                 self._note(rule)
+                # The largest argument: for an all-gather, that is the result.
+                sizes = [sum(each.nbytes for each in find_tensors(given)) for given in (*args, *kwargs.values())]
                 # An all-reduce sends the data twice, except for a rank's own share; other collectives once.
-                num_bits = 8 * _num_bytes((*args, *kwargs.values())) * (2 if name.startswith("allreduce") else 1)
+                num_bits = 8 * max(sizes, default=0) * (2 if name.startswith("allreduce") else 1)
                 time.sleep(num_bits * (group.size() - 1) / group.size() / (rule.amount * 1e6))
             elif not fault_rules.is_spent(self._folder, rule):
                 self._act(rule, name)
@@ -184,12 +183,10 @@ class FaultInjector:
         return self._step >= rule.step
 
     def _note(self, rule: Rule, detail: str = "") -> None:
-        step = self._step
         # Logged only the first time: a straggler, or a full disk, would be logged in every step.
-        if fault_rules.write(self._folder, rule, rank=self._rank, step=step):
-            where = f" ({detail})" if detail else ""
-            place = f", {rule.place}" if rule.place else ""
-            text = f"rehearse: {rule.text} strikes rank {self._rank} in step {step}{place}{where}"
+        if fault_rules.write(self._folder, rule, rank=self._rank, step=self._step):
+            where = (f", {rule.place}" if rule.place else "") + (f" ({detail})" if detail else "")
+            text = f"rehearse: {rule.text} strikes rank {self._rank} in step {self._step}{where}"
             print(text, file=sys.stderr, flush=True)  # the next thing may be SIGKILL
 
 
@@ -211,11 +208,8 @@ def flip_bit(model: nn.Module) -> str:
     owner, name, full_name = middle_parameter(model)
     parameter = getattr(owner, name)
     numbers = (parameter.to_local() if _is_sharded(parameter) else parameter).detach()
-    first = (0,) * numbers.ndim
-    changed = numbers[first].clone().reshape(1)
-    # Of the second most significant byte: large enough to see, far too small to become infinite.
-    changed.view(torch.uint8)[-2] ^= 0b0100_0000
-    numbers[first] = changed[0]
+    # Of the first number's second most significant byte: large enough to see, far too small to become infinite.
+    numbers.as_strided((1,), (1,)).view(torch.uint8)[-2] ^= 0b0100_0000
     return full_name
 
 
@@ -261,8 +255,3 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
 def _writes_to_disk(descriptor: int) -> bool:
     writes = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE and stat.S_ISREG(os.fstat(descriptor).st_mode)
     return bool(writes) and not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SPARED)
-
-
-def _num_bytes(args: Any) -> int:
-    """Return the size of the largest argument: for an all-gather, that is the result."""
-    return max((sum(tensor.nbytes for tensor in find_tensors(each)) for each in args), default=0)

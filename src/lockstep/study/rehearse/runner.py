@@ -26,7 +26,7 @@ from lockstep.launcher.cli import defines_task
 from lockstep.launcher.reaper import Reaper
 from lockstep.study.common import Table
 from lockstep.study.rehearse import fault_rules
-from lockstep.study.rehearse.fault_rules import KINDS, Note, Rule
+from lockstep.study.rehearse.fault_rules import Note, Rule
 from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.record import read_run
 
@@ -74,9 +74,9 @@ class Rehearsal:
     seconds: float
 
     @property
-    def passed(self) -> bool:
-        """Whether every fault struck, and was reported or survived."""
-        return all(finding.is_good for finding in self.findings)
+    def failed(self) -> list[str]:
+        """The faults that did not strike, or that were neither reported nor survived."""
+        return [finding.rule.text for finding in self.findings if not finding.is_good]
 
 
 def rehearse(
@@ -158,14 +158,13 @@ def _run(command: Sequence[str], environ: Mapping[str, str], *, shows: bool) -> 
         reader = threading.Thread(target=read, args=(process.stdout,), daemon=True)
         reader.start()
         try:
-            code = process.wait()
-        except BaseException:
+            process.wait()
+        finally:  # of an exception; otherwise it has ended
             with contextlib.suppress(TimeoutExpired, KeyboardInterrupt):
                 process.wait(_SHUTDOWN_S)
             process.kill()  # its reaper ends the ranks
-            raise
         reader.join(_SHUTDOWN_S)
-    return code, lines
+    return process.returncode, lines
 
 
 # The outcome of a fault: pure functions of the time when it struck, the job's log, and its exit code.
@@ -182,6 +181,8 @@ _SIGNS = {
     "drop": r"waits? |waited|hang|slow|drop|timed out|unreachable",
     "disk-full": r"No space left|disk is full|no room",
 }
+# What does harm without an error: a job that goes on has not survived it.
+_SILENT = ("straggler", "nan", "bitflip")
 # These reports name the ranks below their first line; this many lines may be in between.
 _NUM_HEADLINES = {"hang": 4, "drop": 4, "bitflip": 4}
 
@@ -231,7 +232,7 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
     elif any(_RESTART.search(line.text) for line in after):
         outcome = "recovered by a restart"
     elif report is None:
-        is_good = not KINDS[rule.kind].is_silent
+        is_good = rule.kind not in _SILENT
         outcome = "survived" if is_good else "not noticed"
     noticed_s = None if report is None else (report.time_ns - note.time_ns) / 1e9
     message = "" if report is None else report.text.strip().removeprefix("lockstep: ")
@@ -273,11 +274,10 @@ def render(rehearsal: Rehearsal) -> RenderableType:
         outcome = Text(finding.outcome, style="" if finding.is_good else "bold red")
         rule = finding.rule.text.replace(",in=", ",\nin=")  # long rules are not broken within a word
         rows.append([f"{rule}{where}", after, finding.message, outcome])
-    bad = [finding.rule.text for finding in rehearsal.findings if not finding.is_good]
     count = len(rehearsal.findings)
     verdict = f"{'The fault was' if count == 1 else f'All {count} faults were'} noticed or survived"
-    if bad:
-        verdict = f"Not noticed or not injected: {', '.join(bad)}"
+    if rehearsal.failed:
+        verdict = f"Not noticed or not injected: {', '.join(rehearsal.failed)}"
     end = f"the job ended with code {rehearsal.exit_code} after {rehearsal.seconds:.1f} s"
     table = Table("Rehearsal", ["injected", "noticed after", "message", "outcome"], rows)
     return Group(table.rich(), Text(f"{verdict}; {end}."))

@@ -162,10 +162,8 @@ def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]
     views = [view] if baseline is None else [view, baseline.view]
     columns = ["", "this run", *([] if baseline is None else [baseline.name])]
     found = []
-    for heading, facts in (
-        ("Settings", [_plain(each.run.settings) for each in views]),
-        ("Machine and versions", [_machine_facts(each) for each in views]),
-    ):
+    settings, machines = [_plain(each.run.settings) for each in views], [_machine_facts(each) for each in views]
+    for heading, facts in (("Settings", settings), ("Machine and versions", machines)):
         names = dict.fromkeys(name for each in facts for name in each)
         rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
         differs = [row[0] for row in rows if len(set(row[1:])) > 1]

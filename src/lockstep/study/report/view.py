@@ -149,10 +149,8 @@ def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[s
             "The parts of a step are unknown.",
             "Record a run with more steps.",
         )
-    first = "No change is predicted to gain more than 3%."
-    if view.advice:
-        first = f"Change first: {view.advice[0].text}"
-    return _how_fast(view, figures, baseline), _where(view, figures), first
+    change = f"Change first: {view.advice[0].text}" if view.advice else "No change is predicted to gain more than 3%."
+    return _how_fast(view, figures, baseline), _where(view, figures), change
 
 
 def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:

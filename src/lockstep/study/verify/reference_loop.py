@@ -205,7 +205,6 @@ def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: boo
 
 # Kinds of loss, in the order in which they are preferred if several fit all steps:
 #   right    the engine's weights are correct
-#   state    the same forward gives another loss the second time
 #   clamped  a loss that is not zero has no gradient, while others have one
 #   sum      the sum over the shares, with or without a term that does not depend on the samples
 #   single   the loss of one of the shares, as with a maximum over the batch
@@ -213,7 +212,9 @@ def choose_steps(num_steps: int, sizes: dict[str, int | None], *, drop_last: boo
 #   clipped  each share is scaled by itself, or the losses add up and the gradients do not
 #   term     the mean over samples, and a term that depends on their number only
 #   coupled  anything else: samples depend on each other
-KINDS = ("right", "state", "clamped", "sum", "single", "mean", "clipped", "term", "coupled")
+#
+# One is measured in a single step: ``state``, if the same forward gives another loss the second time.
+KINDS = ("right", "clamped", "sum", "single", "mean", "clipped", "term", "coupled")
 
 
 @dataclass(frozen=True)
@@ -237,9 +238,11 @@ class StepWeights:
 
 
 def explain(steps: Sequence[StepWeights]) -> tuple[str, StepWeights]:
-    """Return the first kind of loss that fits all steps, or an empty string, and the first step that differs."""
-    common = frozenset.intersection(*(step.fits for step in steps))
+    """Return the first kind of loss that fits all steps, or an empty string, and a step that differs."""
     differing = [step for step in steps if "right" not in step.fits]
+    if stateful := [step for step in differing if "state" in step.fits]:
+        return "state", stateful[0]  # measured, whatever the other steps look like
+    common = frozenset.intersection(*(step.fits for step in steps))
     return next((kind for kind in KINDS if kind in common), ""), [*differing, steps[0]][0]
 
 
@@ -254,13 +257,13 @@ def measure_weights(subject: Subject, given: Given, off: Off, device: torch.devi
             # As many others, or the same in other shares.
             others = [*given.samples[following], *samples][1 : len(samples) + 1]
             with sandbox.step(step):
-                # The whole batch, each share, and the whole batch again.
-                measured, other = [
-                    [_measure(loop.shares[0], part, step) for part in (each, *divide(each, subject.num_devices), each)]
+                measured, other = (
+                    [_measure(loop.shares[0], part, step) for part in (each, *divide(each, subject.num_devices))]
                     for each in (samples, others)
-                ]
+                )
+                again = _measure(loop.shares[0], samples, step)
                 loop.step(step)
-            found.append(_solve(step, 1e-7 if subject.double else 3e-3, measured, other))
+            found.append(_solve(step, 1e-7 if subject.double else 3e-3, measured, other, again))
     return found
 
 
@@ -324,16 +327,19 @@ class _Division:
         return found.flatten()
 
 
-def _solve(step: int, limit: float, measured: Sequence[_Measured], others: Sequence[_Measured]) -> StepWeights:
+def _solve(
+    step: int, limit: float, measured: Sequence[_Measured], others: Sequence[_Measured], again: _Measured
+) -> StepWeights:
     """Find the weights with which the shares add up to the whole, and the kinds of loss that fit.
 
     Args:
         step: The step.
         limit: The largest difference that counts as rounding.
-        measured: Of its samples: the whole batch, each share, and the whole batch again.
+        measured: Of its samples: the whole batch, and each share.
         others: The same of other samples.
+        again: Of the whole batch, after all others.
     """
-    whole, *parts, again = measured
+    whole, *parts = measured
     total = sum(part.out_of for part in parts)
     counted = [part.out_of / total if total else 0.0 for part in parts]
     sizes = tuple(part.size for part in parts)
@@ -372,7 +378,7 @@ def _kinds_of(found: Sequence[Tensor], counted: Tensor, slack: float) -> set[str
     """Return the kinds of loss that fit, by the weights with which the shares add up to the whole."""
     kinds = {"sum"} if any(bool((weights == 1).all()) for weights in found) else set()
     if found[0] is counted:  # also other kinds may look right in a step, but not a sum
-        return kinds | {"right", "state", "clamped", "mean", "clipped"} | ({"single"} if len(counted) == 1 else set())
+        return kinds | {"right", "clamped", "mean", "clipped"} | ({"single"} if len(counted) == 1 else set())
     for weights in found:
         ratios = weights / counted
         if float(weights.max()) > 1 - slack and float(weights.abs().sum()) < 1 + slack:
