@@ -78,8 +78,7 @@ def mine(tmp_path, monkeypatch):
         (
             ["mine.py", "--strategy", "dp", "--max-restarts", "2", "--watchdog", "9"],
             "--max-restarts and --watchdog is for ranks that this command starts, but it starts none.\n"
-            "Pass it to the command that starts them; strategy dp in one process has none, and its output can be "
-            "redirected.",
+            "Pass it to the command that starts them; the output of strategy dp in one process can be redirected.",
         ),
         (
             ["mine.py", "--eval-every", "2"],

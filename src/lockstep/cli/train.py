@@ -192,8 +192,8 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
         if flags:
             raise ConfigurationError(
                 f"{flags} is for ranks that this command starts, but it starts none.\n"
-                f"Pass it to the command that starts them; strategy {settings.strategy} in one process has none, and "
-                "its output can be redirected."
+                f"Pass it to the command that starts them; the output of strategy {settings.strategy} in one "
+                "process can be redirected."
             )
         return _train_here(task_file, settings)
     # Imported late: it takes as long as all else, and a rank of another launcher does not need it.
