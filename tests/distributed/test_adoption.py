@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.adopting import adopted
+from tests.unit.test_adoption import adopted
 
 
 def network(dropout=0.0):

@@ -14,8 +14,8 @@ import pytest
 import lockstep
 from lockstep.comm.store import StatusKeys
 from tests.distributed import commands
-from tests.screen import Screen
 from tests.training import make_task, mean_loss
+from tests.unit.test_live_picture import Screen
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 

@@ -16,8 +16,8 @@ from lockstep.comm.shm import process_group, segment
 from lockstep.comm.shm.process_group import ShmProcessGroup
 from lockstep.comm.shm.segment import NoSharedMemory
 from lockstep.comm.world import World
-from tests.requests import CountedStore
 from tests.shm import shm_group
+from tests.unit.test_membership import CountedStore
 
 
 def test_one_rank_that_cannot_map_puts_all_on_gloo(ranks):

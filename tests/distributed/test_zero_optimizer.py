@@ -8,7 +8,17 @@ import lockstep
 from lockstep import DistributedDataParallel, ZeroRedundancyOptimizer
 from lockstep.comm.collectives import Join, all_reduce
 from lockstep.errors import ConfigurationError, LockstepError, ModelMismatch
-from tests.zero import assert_same, assert_same_state, bare, batch, groups_of, loss_of, make, net, train
+from tests.distributed.test_zero_parity import (
+    assert_same,
+    assert_same_state,
+    bare,
+    batch,
+    groups_of,
+    loss_of,
+    make,
+    net,
+    train,
+)
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
 BOTH = pytest.mark.parametrize("shard_gradients", [False, True])

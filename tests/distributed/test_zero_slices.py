@@ -12,9 +12,9 @@ import lockstep
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.network import sent_to
 from lockstep.errors import ConfigurationError
+from tests.distributed.test_zero_parity import loss_of, net
 from tests.models import relative_error
 from tests.shm import shm_group
-from tests.zero import loss_of, net
 
 SLICES = "slices"
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 import lockstep
-from tests.zero import assert_same, assert_same_state, bare, groups_of, loss_of, make, net, train
+from tests.distributed.test_zero_parity import (
+    assert_same,
+    assert_same_state,
+    bare,
+    groups_of,
+    loss_of,
+    make,
+    net,
+    train,
+)
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from tests.distributed.test_zero_parity import batch, groups_of, loss_of, net
 from tests.models import relative_error
-from tests.zero import batch, groups_of, loss_of, net
 
 
 def loss_on_gpu(model, step, rank, size):

@@ -9,9 +9,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import lockstep
 from tests.batchnorm import errors_of_steps
+from tests.distributed.test_zero_parity import bare, make, net
+from tests.distributed.test_zero_parity import batch as batch_of_step
 from tests.models import FAMILIES, build, global_batch, relative_error, share, soak
-from tests.zero import bare, make, net
-from tests.zero import batch as batch_of_step
 
 TOLERANCE = 1e-11
 # Without those that torch itself cannot run on a device without kernels of its own (group norm in channels last, LSTM).

@@ -24,8 +24,8 @@ from lockstep.train.checkpoints.checkpoint import (
 from lockstep.train.checkpoints.checkpoint_storage import plan_slabs
 from lockstep.train.checkpoints.model_state import read_tensors, whole_file
 from lockstep.train.checkpoints.object_store import place_of
-from tests.killing import kill_everywhere
 from tests.training import read_state
+from tests.unit.test_save_load import kill_everywhere
 
 pytestmark = pytest.mark.timeout(60)
 

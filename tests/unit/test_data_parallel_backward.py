@@ -12,7 +12,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import sum_in_tree
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import FAMILIES, build, global_batch
-from tests.unit.data_parallel_cases import assert_same_gradients, gradients, wrap
+from tests.unit.test_data_parallel import assert_same_gradients, gradients, wrap
 
 
 def cut(batch, lengths):

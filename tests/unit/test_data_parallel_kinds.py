@@ -9,7 +9,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import coalesced_copies
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
-from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
+from tests.unit.test_data_parallel import KINDS, assert_same_gradients, wrap
 
 CPU = torch.device("cpu")
 

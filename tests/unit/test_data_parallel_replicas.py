@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.parallel.dp.wrapper import DataParallel
 from tests.models import build, global_batch
-from tests.unit.data_parallel_cases import KINDS, assert_same_gradients, wrap
+from tests.unit.test_data_parallel import KINDS, assert_same_gradients, wrap
 
 
 def outputs_of(model, batch):

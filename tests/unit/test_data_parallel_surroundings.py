@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.parallel.dp.wrapper import DataParallel, data_parallel
 from tests.models import build, global_batch
-from tests.unit.data_parallel_cases import close
+from tests.unit.test_data_parallel import close
 
 
 def test_modes_of_the_caller_hold_in_the_replicas():

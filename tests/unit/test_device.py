@@ -10,7 +10,7 @@ import torch
 from lockstep.containers import map_tensors
 from lockstep.data.batch_iterator import to_device
 from lockstep.data.loader import MicroBatch
-from tests.containers import KINDS, assert_alike, value_in
+from tests.unit.test_outputs import KINDS, assert_alike, value_in
 
 Pair = namedtuple("Pair", "first second")
 

@@ -18,9 +18,9 @@ from lockstep.train.checkpoints import checkpoint, object_store
 from lockstep.train.checkpoints.checkpoint import Checkpoints
 from lockstep.train.checkpoints.object_store import Lease, place_of
 from lockstep.train.settings import FitSettings
-from tests.killing import Killed
 from tests.object_store import folder_store
 from tests.unit.test_checkpoint import load, names, save, state_of
+from tests.unit.test_save_load import Killed
 
 pytestmark = pytest.mark.timeout(60)
 

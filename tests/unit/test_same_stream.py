@@ -8,7 +8,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.data.stream import checksum, is_checked
-from tests.containers import Counted, Frozen
+from tests.unit.test_outputs import Counted, Frozen
 
 
 def test_the_same_samples_have_the_same_checksum_whatever_objects_they_are():

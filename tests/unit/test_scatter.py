@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.wrapper import as_device, gather, scatter, scatter_kwargs
-from tests.containers import KINDS, assert_alike, value_in
+from tests.unit.test_outputs import KINDS, assert_alike, value_in
 
 CPU = torch.device("cpu")
 
