@@ -140,6 +140,7 @@ def run(words):
 def prepare_children():
     """Have what this process starts forked off a copy of it; the copy, and what is forked off it, do not return."""
     server = fork_server.fork_here(run)
+    atexit.unregister(server.close)  # it ends with this process; what this forks has no such connection
     install(lambda _: server._connection)
 
 

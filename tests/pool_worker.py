@@ -90,6 +90,7 @@ def tear_down() -> None:
     # Gloo closes its sockets when nothing refers to the group any more, and only then.
     gc.collect()
     backends.clear()
+    torch._dynamo.utils.counters.clear()  # some code asks whether this process has compiled anything
 
 
 def work(connection: Connection) -> None:

@@ -22,7 +22,7 @@ def test_each_rank_has_a_line(tmp_path):
     assert done.code == 1
     said = done.err[done.err.index("lockstep: Rank 1 failed") :].splitlines()
     assert said[0] == "lockstep: Rank 1 failed: MemoryError: no room for 8 GiB"
-    assert re.fullmatch(r"At .*train\.py:4, on \S+\.", said[1])
+    assert re.fullmatch(r"At .*train\.py:4, on \S+, PID \d+\.", said[1])
     assert said[2] == "Last known memory of the ranks of this machine:"
     size = r"(\d+ MiB|\d+\.\d GiB)"
     for rank in range(2):
