@@ -78,8 +78,8 @@ def test_only_steps_that_all_ranks_have_count(tmp_path):
 
 
 def test_pauses_are_summed_by_event(tmp_path):
-    events = [event_line("checkpoint", "", 5, 0.1), event_line("checkpoint", "", 9, 0.2), event_line("spike", "", 9)]
-    assert figures(tmp_path, [*steps(), *events]).paused_s == pytest.approx({"checkpoint": 0.3})
+    events = [event_line("checkpoint", "", 5, 0.1), event_line("checkpoint", "", 9, 0.2), event_line("skipped", "", 9)]
+    assert figures(tmp_path, [*steps(), *events]).paused_s == pytest.approx({"checkpoint": 0.3, "evaluation": 0.0})
 
 
 def test_a_window_has_steps_that_follow_each_other_on_one_clock(tmp_path):

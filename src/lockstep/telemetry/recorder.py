@@ -10,6 +10,8 @@ a service hangs.
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import threading
 import time
@@ -20,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,10 +30,24 @@ from lockstep.accelerator import start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for
 from lockstep.comm.store import StatusKeys
+from lockstep.errors import ConfigurationError
+from lockstep.run_folder import keep_rest_aside, read_object, replace_file
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
-from lockstep.telemetry.record import Downsampler, Event, Line, RunFolder, StepLine, Timeline, guarded, num_restarts
+from lockstep.telemetry.record import (
+    RUN_FILE,
+    VERSION,
+    Downsampler,
+    Event,
+    Line,
+    LineWriter,
+    StepLine,
+    Timeline,
+    guarded,
+    how_called,
+    num_restarts,
+)
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
+from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, seconds_between
 
 PERIOD_S = 1.0
 # Until the first beat, as a run may be short.
@@ -154,9 +170,8 @@ class RankMeans:
     def __init__(self, rank: int, device: str, first_step: int = 0) -> None:
         self.num_done = self._sampled_at = first_step
         self._who: dict[str, Any] = {"rank": rank, "host": platform.node(), "device": device}
-        # The times of the steps since the last `read`; their seconds, samples and counts. Not the marks, whose events
-        # would serve again later.
-        self._new: list[tuple[StepTimes, float, int, float | None]] = []
+        # The steps since the last `read`. Not their marks, whose events would serve again later.
+        self._new: list[StepLine] = []
         self._values: dict[str, Any] = {}
         self._machine: Line = {}
         self._step_sent: float | None = None
@@ -164,17 +179,14 @@ class RankMeans:
         # Over all steps but the first, which allocates and compiles, and counts only until there is another.
         self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
 
-    def add(self, step: StepMarks, times: StepTimes) -> None:
+    def add(self, line: StepLine) -> None:
         """Add a step."""
-        self.num_done = step.number + 1
+        self.num_done = line.step + 1
         if self._is_first and (self._new or self._num_steps):
             self._new, self._num_steps, self._is_first = [], 0, False
-        counted = None if step.counted is None else float(step.counted)
-        lasted_s = times.total_s if step.interval_s is None else step.interval_s
-        self._new.append((times, lasted_s, step.samples, counted))
-        if (loss := step.loss) is not None:
-            norm = None if step.grad_norm is None else float(step.grad_norm)
-            self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
+        self._new.append(line)
+        if line.loss is not None:
+            self._last |= {"loss": line.loss, "learning_rate": line.learning_rate, "grad_norm": line.grad_norm}
 
     def machine(self, line: Line) -> None:
         """Set the figures of the machine to those of a line of kind ``machine``."""
@@ -190,18 +202,16 @@ class RankMeans:
         new, self._new = self._new, []
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         if new:
-            all_times = [times for times, *_ in new]
-            means = combine(all_times)
-            self._whole = _mean_of_two(self._whole, self._num_steps, means, len(new))
+            merged = StepLine.merged(new)
+            self._whole = _mean_of_two(self._whole, self._num_steps, merged.times, len(new))
             self._num_steps += len(new)
-            self._values = {**_values_of(means), "slowest_s": max(times.total_s for times in all_times)}
-            seconds, samples = sum(each[1] for each in new), sum(each[2] for each in new)
-            if seconds and samples:
-                rate = self._last["samples_per_s"] = samples / seconds
-                # Not every step's loss and count are copied from the device: the mean of the known ones is used.
-                counts = [(count, samples) for *_, samples, count in new if count is not None]
-                if counted := sum(samples for _, samples in counts):
-                    self._last["tokens_per_s"] = sum(count for count, _ in counts) / counted * rate
+            self._values = {**_values_of(merged.times), "slowest_s": merged.slowest_s}
+            if lasted_s := sum(line.lasted_s for line in new):
+                if samples := sum(line.samples for line in new):
+                    self._last["samples_per_s"] = samples / lasted_s
+                # Not every step's count is copied from the device: the mean of the known ones is used.
+                if merged.counts is not None:
+                    self._last["tokens_per_s"] = merged.counts * len(new) / lasted_s
         values = {"age_s": 0.0, **self._values, **self._machine, "step_sent_bytes": self._step_sent}
         return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), dict(self._last)
 
@@ -258,6 +268,73 @@ class Place:
         return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
+class RunFolder:
+    """The files that this rank writes into the folder of a run in one session.
+
+    Collective if ``place`` has a group: every rank. Blocks until all ranks have opened their files.
+
+    Args:
+        folder: Created if it does not exist; each machine may have its own.
+        place: This rank.
+        device: The device of this rank.
+        first_step: Number of steps done before.
+        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
+
+    Attributes:
+        writer: Writes the file of this rank.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write its file.
+    """
+
+    def __init__(self, folder: Path, place: Place, device: str, *, first_step: int, fresh: bool) -> None:
+        path, writer, problem, began_at = folder / f"rank-{place.rank}.jsonl", None, "", time.time()
+        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
+        try:
+            writer = LineWriter(path, fresh=fresh)
+        except ConfigurationError as error:
+            problem = str(error)
+        about = {"host": platform.node(), "pid": os.getpid(), "device": device}
+        # The number of the machine by torchrun, as containers may have equal host names.
+        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
+        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
+        if problems := [f"Rank {rank}: {each[2]}" for rank, each in enumerate(gathered) if each[2]]:
+            if writer is not None:
+                writer.close()
+                if path.stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
+            raise ConfigurationError(problems[0])
+        assert writer is not None
+        self.writer, self._folder, self._place = writer, folder, place
+        run = {"run": gathered[0][1], "first_step": first_step}  # the name that rank 0 proposes
+        writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
+        # Without a group, rank zero knows only itself.
+        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
+        self._session: dict[str, Any] = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
+        self._session |= {"ranks": known, "clocks": {}}
+        self._before: list[Any] = [] if fresh else read_object(folder / RUN_FILE).get("sessions", [])
+        if fresh and place.rank == 0:
+            keep_rest_aside(folder, place.num_ranks)
+
+    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
+        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
+
+        Args:
+            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
+            when: Whether the run begins or ends.
+            known: Facts by name.
+        """
+        if self._place.rank != 0:
+            return
+        if offsets:
+            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
+            self._session["clocks"][when] = {"time": time.time(), **bounds}
+        self._session |= known
+        record = {"version": VERSION, "sessions": [*self._before, self._session]}
+        with suppress(OSError):
+            replace_file(self._folder / RUN_FILE, json.dumps(record, indent=1))
+
+
 class Recorder:
     """Records the steps and events of this rank, and passes those of the run to subscribers on rank zero.
 
@@ -304,10 +381,7 @@ class Recorder:
         self.means, self.sampler = RankMeans(place.rank, name, first_step), MachineSampler(devices)
         self._folder: RunFolder | None = None
         if run_dir is not None:
-            about: dict[str, Any] = {"device": name, "first_step": first_step, "fresh": self.is_fresh}
-            self._folder = RunFolder(
-                run_dir, place.rank, place.num_ranks, **about, gather=place.gather, name=place.name
-            )
+            self._folder = RunFolder(run_dir, place, name, first_step=first_step, fresh=self.is_fresh)
             self._folder.describe(place.offsets(), "start", **(facts() if place.rank == 0 else {}))
         self._writer = None if self._folder is None else self._folder.writer
         self._run = replace(run, num_restarts=restarts)
@@ -389,40 +463,25 @@ class Recorder:
     # --- in the recording thread ---
 
     def _work(self, period_s: float) -> None:
-        wait_s = min(_FIRST_S, period_s)
-        is_well = True
-        while is_well and not self._over.wait(wait_s):
-            wait_s = period_s
-            is_well = guarded(self._beat)
-        if is_well:
-            guarded(self._end)
+        is_last = self._over.wait(min(_FIRST_S, period_s))
+        while guarded(partial(self._beat, is_last)) and not is_last:
+            is_last = self._over.wait(period_s)
         if self._writer is not None:
             self._writer.close()
 
-    def _beat(self) -> None:
-        self.drain()
-        if self._num_beats % 2 == 0:
-            self._take_sample()
+    def _beat(self, is_last: bool) -> None:
+        self.drain(at_once=is_last)
+        if is_last or self._num_beats % 2 == 0:
+            with suppress(Exception):  # the figures of the machine are not available
+                line = self.sampler()
+                self.means.machine(line)
+                self._write(line)
         self._num_beats += 1
-        self.report()
+        if is_last and (rest := self._downsampler.rest()) is not None:
+            self._write(rest.to_line())
+        self.report(is_last=is_last)
         if self._writer is not None:
             self._writer.flush()
-
-    def _end(self) -> None:
-        self.drain(at_once=True)
-        self._take_sample()
-        if self._writer is not None and (rest := self._downsampler.rest()) is not None:
-            self._writer.add(rest.to_line())
-        self.report(is_last=True)
-
-    def _take_sample(self) -> None:
-        try:
-            line = self.sampler()
-        except Exception:  # the figures of the machine are not available; errors below are reported by the thread
-            return
-        self.means.machine(line)
-        if self._writer is not None:
-            self._writer.add(line)
 
     def drain(self, *, at_once: bool = False) -> None:
         """Record the steps that the device has completed, and the events between them. Does not wait for the device.
@@ -435,7 +494,10 @@ class Recorder:
         while self._queue:
             item = self._queue[0]
             if not isinstance(item, StepMarks):
-                self._record_event(item)
+                self._events.append(item)
+                self._write(item.to_line())
+                if item.seconds is not None:
+                    self._last_begin = None  # the device is idle: the next step begins when the host launches it
             elif all(mark.query() for mark in item.device_marks):
                 self._record_step(item)
             elif not at_once:
@@ -446,24 +508,19 @@ class Recorder:
                 time.sleep(_PIECE_PAUSE_S)
 
     def _record_step(self, step: StepMarks) -> None:
-        times = step.times()
-        self.means.add(step, times)
-        if self._writer is not None:
-            began_s = self._begin_of(step, times.total_s)
-            line = self._downsampler.add(StepLine.of(step, times, began_s, self._steps_per_epoch))
-            if line is not None:
-                self._writer.add(line.to_line())
-            if step.has_timeline:
-                self._writer.add(Timeline.of(step, began_s).to_line())
+        began_s = self._begin_of(step)
+        line = StepLine.of(step, began_s, self._steps_per_epoch)
+        self.means.add(line)
+        if (merged := self._downsampler.add(line)) is not None:
+            self._write(merged.to_line())
+        if step.has_timeline:
+            self._write(Timeline.of(step, began_s).to_line())
 
-    def _record_event(self, event: Event) -> None:
-        self._events.append(event)
+    def _write(self, line: Line) -> None:
         if self._writer is not None:
-            self._writer.add(event.to_line())
-        if event.seconds is not None:
-            self._last_begin = None  # the device is idle: the next step begins when the host launches it
+            self._writer.add(line)
 
-    def _begin_of(self, step: StepMarks, total_s: float) -> float:
+    def _begin_of(self, step: StepMarks) -> float:
         """Return when a step began, in Unix time of this host; called for each step in order.
 
         On CUDA, a step begins when the device reaches it, possibly long after the host launched it. The device only
@@ -475,7 +532,8 @@ class Recorder:
         began_s = step.wall_s
         if self._last_begin is not None:
             before, before_s = self._last_begin
-            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
+            latest_s = time.time() - seconds_between(step.begin, step.end)
+            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), latest_s))
         self._last_begin = step.begin, began_s
         return began_s
 
