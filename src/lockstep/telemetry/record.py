@@ -19,15 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import hide_secrets, open_record
 from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
-
-if TYPE_CHECKING:
-    pass  # imports torch
 
 # A line of the file, or an entry of ``run.json``.
 Line = Mapping[str, Any]
@@ -242,11 +239,6 @@ class Timeline:
         """Begin and end of the wait for gradients, if known."""
         return None if self.waited_from is None or self.waited_until is None else (self.waited_from, self.waited_until)
 
-    @property
-    def end_s(self) -> float:
-        """When the step ended, in seconds after its beginning."""
-        return max((end for _, _, end in self.spans), default=0.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -298,11 +290,6 @@ class Event:
     def to_line(self) -> Line:
         """Return the line to write."""
         return {"kind": "event", **_written(self)}
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of an evaluation."""
-        return (self.metrics or {}).get("loss")
 
 
 # --- fewer lines for long runs ----------------------------------------------------------------------------------------
@@ -374,9 +361,11 @@ class LineWriter:
             ) from error
         self._path = path
         self._lines: list[Line] = []
-        # A killed process may have left a part of a line.
-        self._is_cut = not _ends_in_newline(path)
         self._is_well = True
+        # A killed process may have left a part of a line.
+        with path.open("rb") as file:
+            file.seek(-min(1, path.stat().st_size), os.SEEK_END)
+            self._is_cut = file.read(1) not in (b"", b"\n")
 
     def add(self, line: Line) -> None:
         """Add ``line``, which the next `flush` writes."""
@@ -398,13 +387,6 @@ class LineWriter:
         while data:
             data = data[os.write(self._file, data) :]
         self._is_cut = False
-
-
-def _ends_in_newline(path: Path) -> bool:
-    """Return whether a file that was written before ends with a whole line; a killed process may leave a part."""
-    with path.open("rb") as file:
-        file.seek(-min(1, path.stat().st_size), os.SEEK_END)
-        return file.read(1) in (b"", b"\n")
 
 
 def to_json(line: Line) -> str:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -32,22 +33,11 @@ from lockstep.comm.collectives import Group, all_gather_object, device_for
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import keep_rest_aside, read_object, replace_file
+from lockstep.telemetry import record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
-from lockstep.telemetry.record import (
-    RUN_FILE,
-    VERSION,
-    Downsampler,
-    Event,
-    Line,
-    LineWriter,
-    StepLine,
-    Timeline,
-    guarded,
-    how_called,
-    num_restarts,
-)
+from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
-from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, seconds_between
+from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
 PERIOD_S = 1.0
 # Until the first beat, as a run may be short.
@@ -57,8 +47,6 @@ _RANKS_A_SECOND = 64
 _JOIN_S = 8.0
 # So many steps are evaluated at a time; in the pause, the training thread gets the interpreter lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
-# With so many steps in the queue, there are no pauses, so that the queue does not grow without limit.
-_BEHIND = 50_000
 # While the disk or the store hangs, so many are kept; then the oldest are dropped.
 _MOST_WAITING = 100_000
 # The first step with a timeline, and the number of such steps in a row.
@@ -141,11 +129,7 @@ class Delivery:
             if snapshot is None:
                 break
             is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
-        if is_on:
-            guarded(self._subscriber.close, consequence)
-        else:
-            with suppress(Exception):  # its first error was reported
-                self._subscriber.close()
+        guarded(self._subscriber.close, consequence)
 
     def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
         for event in events:
@@ -203,7 +187,9 @@ class RankMeans:
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         if new:
             merged = StepLine.merged(new)
-            self._whole = _mean_of_two(self._whole, self._num_steps, merged.times, len(new))
+            weights = self._num_steps, len(new)
+            both = [self._whole, merged.times]
+            self._whole = combine(both, lambda known: fmean(known, weights) if len(known) == 2 else known[0])
             self._num_steps += len(new)
             self._values = {**_values_of(merged.times), "slowest_s": merged.slowest_s}
             if lasted_s := sum(line.lasted_s for line in new):
@@ -223,21 +209,8 @@ class RankMeans:
 
 def _values_of(means: StepTimes) -> dict[str, float | None]:
     """Return times by the names of `RANK_METRICS`; what a rank waited for others follows from the figures of all."""
-    values = {name: getattr(means, name) for name in TIMES}
-    del values["peers_s"]
-    step_s = values.pop("total_s")
-    return {"step_s": step_s, "own_s": step_s - (means.exposed_s or 0.0), **values}
-
-
-def _mean_of_two(one: StepTimes, num_one: int, two: StepTimes, num_two: int) -> StepTimes:
-    """Return the mean of ``num_one`` and ``num_two`` steps from their means."""
-    share = num_two / (num_one + num_two)
-    found: dict[str, Any] = {name: getattr(two, name) for name in TIMES}
-    for name, now in found.items():
-        before = getattr(one, name) if num_one else None
-        if before is not None:
-            found[name] = before if now is None else before + share * (now - before)
-    return StepTimes(**found)
+    parts = {name: getattr(means, name) for name in TIMES if name not in ("total_s", "peers_s")}
+    return {"step_s": means.total_s, "own_s": means.total_s - means.part("exposed"), **parts}
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------
@@ -288,10 +261,10 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, place: Place, device: str, *, first_step: int, fresh: bool) -> None:
-        path, writer, problem, began_at = folder / f"rank-{place.rank}.jsonl", None, "", time.time()
+        writer, problem, began_at = None, "", time.time()
         # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
         try:
-            writer = LineWriter(path, fresh=fresh)
+            writer = record.LineWriter(folder / f"rank-{place.rank}.jsonl", fresh=fresh)
         except ConfigurationError as error:
             problem = str(error)
         about = {"host": platform.node(), "pid": os.getpid(), "device": device}
@@ -301,8 +274,6 @@ class RunFolder:
         if problems := [f"Rank {rank}: {each[2]}" for rank, each in enumerate(gathered) if each[2]]:
             if writer is not None:
                 writer.close()
-                if path.stat().st_size == 0:  # the folder may be another run's
-                    path.unlink()
             raise ConfigurationError(problems[0])
         assert writer is not None
         self.writer, self._folder, self._place = writer, folder, place
@@ -310,9 +281,9 @@ class RunFolder:
         writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
         # Without a group, rank zero knows only itself.
         known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
-        self._session: dict[str, Any] = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
-        self._session |= {"ranks": known, "clocks": {}}
-        self._before: list[Any] = [] if fresh else read_object(folder / RUN_FILE).get("sessions", [])
+        session = {**run, "began_at": began_at, "num_restarts": num_restarts(), "ranks": known}
+        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}}
+        self._before: list[Any] = [] if fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
         if fresh and place.rank == 0:
             keep_rest_aside(folder, place.num_ranks)
 
@@ -330,9 +301,9 @@ class RunFolder:
             bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
             self._session["clocks"][when] = {"time": time.time(), **bounds}
         self._session |= known
-        record = {"version": VERSION, "sessions": [*self._before, self._session]}
+        content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
         with suppress(OSError):
-            replace_file(self._folder / RUN_FILE, json.dumps(record, indent=1))
+            replace_file(self._folder / record.RUN_FILE, json.dumps(content, indent=1))
 
 
 class Recorder:
@@ -504,7 +475,7 @@ class Recorder:
                 return  # the device has not completed later steps, either
             self._queue.popleft()
             count += 1
-            if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+            if not at_once and count % _PIECE == 0:
                 time.sleep(_PIECE_PAUSE_S)
 
     def _record_step(self, step: StepMarks) -> None:
