@@ -67,7 +67,7 @@ def test_time_between_steps_is_other(tmp_path):
 
 def test_an_engine_that_does_not_tell_what_it_waits_for_has_no_such_parts(tmp_path):
     found = figures(tmp_path, steps(exposed_s=None), steps(exposed_s=None, forward_s=0.004))
-    assert (found.knows_waits, found.straggler) == (False, None)
+    assert (found.critical.exposed_s, found.straggler) == (None, None)
     assert [parts.part("wire", "peers") for parts in found.by_rank.values()] == [0.0, 0.0]
     assert found.critical.forward_s == pytest.approx(0.004)
 

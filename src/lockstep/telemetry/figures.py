@@ -392,7 +392,9 @@ def _align_steps(run: Recorded) -> list[_Step]:
     found = []
     for number in sorted(common):
         lines = {rank: of_rank[number] for rank, of_rank in by_rank.items()}
-        times = {rank: line.times.lasting(line.lasted_s) for rank, line in lines.items()}
+        # With the time until the next step, which is that of the script, as a part of the step.
+        lasted_s = {rank: max(line.times.total_s, line.lasted_s) for rank, line in lines.items()}
+        times = {rank: replace(line.times, total_s=lasted_s[rank]) for rank, line in lines.items()}
         if any(each.exposed_s is None for each in times.values()):
             last_rank = max(lines, key=lambda rank: lines[rank].times.own_s)
             times = {rank: replace(each, exposed_s=None) for rank, each in times.items()}
@@ -439,11 +441,6 @@ class Figures:
     critical: StepTimes
     last_share: Mapping[int, float]
     straggler: Straggler | None
-
-    @property
-    def knows_waits(self) -> bool:
-        """Whether waiting for communication was measured."""
-        return self.critical.exposed_s is not None
 
 
 def find_figures(run: Recorded) -> Figures | None:

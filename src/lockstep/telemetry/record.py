@@ -356,32 +356,23 @@ class LineWriter:
             # `os.write` has no buffer that a forked process could write a second time.
             self._file = open_record(path, fresh=fresh)
         except OSError as error:
-            raise ConfigurationError(
-                f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
-            ) from error
-        self._path = path
-        self._lines: list[Line] = []
-        self._is_well = True
+            text = f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
+            raise ConfigurationError(text) from error
+        self._path, self._is_well = path, True
         # A killed process may have left a part of a line.
         with path.open("rb") as file:
             file.seek(-min(1, path.stat().st_size), os.SEEK_END)
             self._is_cut = file.read(1) not in (b"", b"\n")
 
     def add(self, line: Line) -> None:
-        """Add ``line``, which the next `flush` writes."""
-        self._lines.append(line)
+        """Write ``line``. Blocks for the disk."""
+        if self._is_well:
+            data = ("\n" * self._is_cut + to_json(line)).encode()
+            self._is_well = guarded(partial(self._write, data), f"{self._path} is no longer written")
 
     def close(self) -> None:
-        """Write the remaining lines, and close the file. Blocks for the disk."""
-        self.flush()
+        """Close the file."""
         os.close(self._file)
-
-    def flush(self) -> None:
-        """Write the lines that were added. Blocks for the disk."""
-        lines, self._lines = self._lines, []
-        if lines and self._is_well:
-            data = ("\n" * self._is_cut + "".join(map(to_json, lines))).encode()
-            self._is_well = guarded(partial(self._write, data), f"{self._path} is no longer written")
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -477,11 +468,9 @@ def read_run(folder: Path) -> Recorded:
         ConfigurationError: There is no such folder, nothing was recorded in it, or a newer version of Lockstep did.
     """
     if not folder.is_dir():
-        raise ConfigurationError(
-            f"There is no folder {folder}.\nName the folder that was given as --run-dir or --monitor."
-        )
-    # Sorted by length first, so that rank-10 comes after rank-9.
-    files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name))
+        raise ConfigurationError(f"There is no folder {folder}.\nName the folder given as --run-dir or --monitor.")
+    numbered = {path.stem.removeprefix("rank-"): path for path in folder.glob(RANK_FILES)}
+    files = {int(number): path for number, path in numbered.items() if number.isdecimal()}
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
             f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"
@@ -493,13 +482,11 @@ def read_run(folder: Path) -> Recorded:
     known = {str(session.get("run")) for session in sessions} if sessions else None
     sessions = sessions or [{}]
     ranks: dict[int, RankRecord] = {}
-    for path in files:
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal():
-            record = _rank(path, int(number), known, gaps)
-            if record.steps or record.timelines or record.events or record.machine:
-                ranks[int(number)] = record
-                _set_clock(record, sessions)
+    for number, path in sorted(files.items()):
+        record = _rank(path, number, known, gaps)
+        if record.steps or record.timelines or record.events or record.machine:
+            ranks[number] = record
+            _set_clock(record, sessions)
     # Records that `lockstep.monitor` renamed when ranks were restarted.
     aside = (_rank(path, 0, known, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
     machine = [line for record in (*ranks.values(), *aside) for line in record.machine]

@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -159,7 +159,6 @@ class RankMeans:
         self._values: dict[str, Any] = {}
         self._machine: Line = {}
         self._step_sent: float | None = None
-        self._last: dict[str, float | None] = {}
         # Over all steps but the first, which allocates and compiles, and counts only until there is another.
         self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
 
@@ -169,8 +168,6 @@ class RankMeans:
         if self._is_first and (self._new or self._num_steps):
             self._new, self._num_steps, self._is_first = [], 0, False
         self._new.append(line)
-        if line.loss is not None:
-            self._last |= {"loss": line.loss, "learning_rate": line.learning_rate, "grad_norm": line.grad_norm}
 
     def machine(self, line: Line) -> None:
         """Set the figures of the machine to those of a line of kind ``machine``."""
@@ -184,6 +181,10 @@ class RankMeans:
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
         new, self._new = self._new, []
+        of_run: dict[str, float | None] = {}
+        for line in new:
+            if line.loss is not None:
+                of_run |= {"loss": line.loss, "learning_rate": line.learning_rate, "grad_norm": line.grad_norm}
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         if new:
             merged = StepLine.merged(new)
@@ -194,12 +195,12 @@ class RankMeans:
             self._values = {**_values_of(merged.times), "slowest_s": merged.slowest_s}
             if lasted_s := sum(line.lasted_s for line in new):
                 if samples := sum(line.samples for line in new):
-                    self._last["samples_per_s"] = samples / lasted_s
+                    of_run["samples_per_s"] = samples / lasted_s
                 # Not every step's count is copied from the device: the mean of the known ones is used.
                 if merged.counts is not None:
-                    self._last["tokens_per_s"] = merged.counts * len(new) / lasted_s
+                    of_run["tokens_per_s"] = merged.counts * len(new) / lasted_s
         values = {"age_s": 0.0, **self._values, **self._machine, "step_sent_bytes": self._step_sent}
-        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), dict(self._last)
+        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), of_run
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps that were read."""
@@ -261,10 +262,10 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, place: Place, device: str, *, first_step: int, fresh: bool) -> None:
-        writer, problem, began_at = None, "", time.time()
+        path, writer, problem, began_at = folder / f"rank-{place.rank}.jsonl", None, "", time.time()
         # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
         try:
-            writer = record.LineWriter(folder / f"rank-{place.rank}.jsonl", fresh=fresh)
+            writer = record.LineWriter(path, fresh=fresh)
         except ConfigurationError as error:
             problem = str(error)
         about = {"host": platform.node(), "pid": os.getpid(), "device": device}
@@ -274,6 +275,8 @@ class RunFolder:
         if problems := [f"Rank {rank}: {each[2]}" for rank, each in enumerate(gathered) if each[2]]:
             if writer is not None:
                 writer.close()
+                if path.stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
             raise ConfigurationError(problems[0])
         assert writer is not None
         self.writer, self._folder, self._place = writer, folder, place
@@ -360,16 +363,13 @@ class Recorder:
         self._downsampler = Downsampler()
         self._last: StepMarks | None = None
         self._last_begin: tuple[Mark, float] | None = None
-        self._num_beats = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # Of the run, on rank zero.
         self._keys: StatusKeys | None = None
         self._deliveries: list[Delivery] = []
         self._events: list[Event] = []
-        self._event_counts: Counter[str] = Counter()
-        self._evaluation: Mapping[str, float] = {}
-        self._num_posts = 0
+        self._num_reports = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._began_s = time.perf_counter()
         # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
@@ -402,10 +402,11 @@ class Recorder:
         self._keys = keys
         self._deliveries = [Delivery(each) for each in subscribers]
 
-    def start(self) -> None:
+    def start(self) -> threading.Thread:
         """Start the recording thread."""
         period_s = PERIOD_S * max(1.0, self._run.world_size / _RANKS_A_SECOND)
         self._thread = start_thread(lambda: self._work(period_s), name="lockstep-recorder", device=self._device)
+        return self._thread
 
     def finish(self, offsets: Sequence[ClockOffset] = (), *, waits: bool, **facts: Any) -> None:
         """Record all remaining steps and events, and close the files. Blocks some seconds at most for that.
@@ -418,11 +419,9 @@ class Recorder:
         if waits and self._last is not None:
             for mark in self._last.device_marks:
                 synchronize(mark)
-        if self._thread is None:
-            self.start()
-        assert self._thread is not None
+        thread = self._thread or self.start()
         self._over.set()
-        self._thread.join(_JOIN_S)
+        thread.join(_JOIN_S)
         if self._folder is not None:
             self._folder.describe(offsets, "end", **facts)
 
@@ -442,17 +441,14 @@ class Recorder:
 
     def _beat(self, is_last: bool) -> None:
         self.drain(at_once=is_last)
-        if is_last or self._num_beats % 2 == 0:
+        if is_last or self._num_reports % 2 == 0:
             with suppress(Exception):  # the figures of the machine are not available
                 line = self.sampler()
                 self.means.machine(line)
                 self._write(line)
-        self._num_beats += 1
         if is_last and (rest := self._downsampler.rest()) is not None:
             self._write(rest.to_line())
         self.report(is_last=is_last)
-        if self._writer is not None:
-            self._writer.flush()
 
     def drain(self, *, at_once: bool = False) -> None:
         """Record the steps that the device has completed, and the events between them. Does not wait for the device.
@@ -514,15 +510,12 @@ class Recorder:
         """Post the figures; on rank zero, gather and deliver. Blocks some seconds if the store does not answer."""
         figures, of_run = self.means.read()
         events, self._events = self._events, []
+        self._num_reports += 1
         if self._place.rank != 0 and self._keys is not None:
-            self._num_posts += 1
-            self._keys.post([self._num_posts, asdict(figures)])
+            self._keys.post([self._num_reports, asdict(figures)])
         if not self._deliveries:
             return  # the run is only recorded
-        for event in events:
-            self._event_counts[event.event] += 1
-            self._evaluation = event.metrics or self._evaluation
-        snapshot = replace(
+        self._run = replace(
             self._run,
             time=time.time(),
             step=figures.step,
@@ -531,13 +524,13 @@ class Recorder:
             elapsed_s=time.perf_counter() - self._began_s,
             left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
-            event_counts=dict(self._event_counts),
-            evaluation=self._evaluation,
+            event_counts=Counter(self._run.event_counts) + Counter(event.event for event in events),
+            evaluation=next((event.metrics for event in reversed(events) if event.metrics), self._run.evaluation),
             is_last=is_last,
             **of_run,
         )
         for delivery in self._deliveries:
-            delivery.give(snapshot, events)
+            delivery.give(self._run, events)
 
     def _left_s(self, step: int) -> float | None:
         """Return the remaining seconds at the mean pace since the first steps, including pauses; None before."""

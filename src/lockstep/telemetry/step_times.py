@@ -9,7 +9,7 @@ the other parts, and ``other`` is what is left. ``copy`` and ``hidden`` happen b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
@@ -108,10 +108,6 @@ class StepTimes:
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts that are known, by name and in order."""
         return {name: self.part(name) for name in PARTS if getattr(self, f"{name}_s") is not None}
-
-    def lasting(self, seconds: float) -> StepTimes:
-        """Return the same with the time until the next step, which is that of the script, as a part of the step."""
-        return replace(self, total_s=max(self.total_s, seconds))
 
 
 # The names of the fields.
