@@ -273,8 +273,9 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
 
 # --- ranks that keep the others waiting in every step -----------------------------------------------------------------
 
-# In three of four steps, a slow rank loses at least this share of a step, and at least so many seconds.
-_MIN_SHARE, _MIN_LOST_S = 0.1, 0.001
+# A slow rank loses at least this share of a step, and at least so many seconds, in half of the steps; and in three of
+# four of them a part of that: this factor by the root of their number, as few steps may be slow by chance.
+_MIN_SHARE, _MIN_LOST_S, _CERTAINTY = 0.1, 0.001, 2.5
 
 
 @dataclass(frozen=True)
@@ -317,15 +318,16 @@ def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
     """
     by_step = {name: [*zip(*(pace[name] for pace in paces.values()), strict=True)] for name in (*OWN_PARTS, "own")}
     step_s = median(map(max, zip(*(pace["total"] for pace in paces.values()), strict=True)))
+    least_s = max(_MIN_LOST_S, _MIN_SHARE * step_s)
     found = []
     for place, (rank, pace) in enumerate(paces.items()):
         # Compared with the lower median: of two ranks, the faster one is as usual.
         later = {name: sorted(at[place] - median_low(at) for at in steps) for name, steps in by_step.items()}
-        if later["own"][len(later["own"]) // 4] >= max(_MIN_LOST_S, _MIN_SHARE * step_s):
-            later_s = {name: median(later[name]) for name in OWN_PARTS}
-            part = max(later_s, key=later_s.__getitem__)
+        own, lost_s = later.pop("own"), {name: median(at) for name, at in later.items()}
+        if median(own) >= least_s and own[len(own) // 4] >= least_s * _CERTAINTY / math.sqrt(len(own)):
+            part = max(lost_s, key=lost_s.__getitem__)
             took_s = median(pace[part])
-            found.append(Straggler(rank, part, median(later["own"]), took_s, took_s - later_s[part], step_s))
+            found.append(Straggler(rank, part, median(own), took_s, took_s - lost_s[part], step_s))
     return sorted(found, key=lambda straggler: -straggler.lost_s)
 
 

@@ -294,8 +294,6 @@ class Event:
 
 # --- fewer lines for long runs ----------------------------------------------------------------------------------------
 
-SINGLY = 8192
-
 
 class Downsampler:
     """Merges the lines of single steps into the lines to write.
@@ -304,7 +302,7 @@ class Downsampler:
         singly: After so many lines, each line covers twice as many steps as before.
     """
 
-    def __init__(self, singly: int = SINGLY) -> None:
+    def __init__(self, singly: int = 8192) -> None:
         self._singly = singly
         self._num_lines = 0
         self._held: list[StepLine] = []
@@ -566,8 +564,7 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
     if bad:
         gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
     # Of steps that were repeated after a restart, the last one counts.
-    last = {step.step: step for step in rank.steps}
-    rank.steps = [last[number] for number in sorted(last)]
+    rank.steps = sorted({step.step: step for step in rank.steps}.values(), key=lambda step: step.step)
     return rank
 
 
@@ -581,9 +578,9 @@ def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> None:
     readings: list[list[tuple[float, float]]] = []
     for session in sessions:
         with suppress(TypeError, LookupError, AttributeError):
-            clocks = [session["clocks"].get(name) for name in ("start", "end")]  # a killed session has no end
-            readings.append([(each["time"], each["offsets_s"][record.rank]) for each in clocks if each])
-    readings = [session for session in readings if session]
+            clocks = session["clocks"].values()  # a killed session has no end
+            if found := [(each["time"], each["offsets_s"][record.rank]) for each in clocks]:
+                readings.append(found)
     if not readings:
         return
 
