@@ -67,7 +67,7 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
         for step in record.steps:
             assert sum(step.times.parts().values()) <= step.times.total_s + 1e-6
     # Rank 1 is late, so rank 0 waits for it, and rank 1 for the wire alone.
-    assert view.figures.knows_waits
+    assert view.figures.critical.exposed_s is not None
     assert view.figures.by_rank[0].peers_s > SLOW_S / 2 > view.figures.by_rank[1].peers_s
     assert any(each.buckets for each in view.run.zero.timelines) == (engine == "ddp")
     session = view.run.last
@@ -195,7 +195,7 @@ def check_record(folder, last_event, last_text):
     assert view.run.last["settings"]["strategy"] == "torch-ddp"
     assert view.run.last["task"] == "train.py"
     assert (view.run.last["backend"], view.run.last["global_batch_size"]) == ("gloo", 8)
-    assert view.figures.knows_waits
+    assert view.figures.critical.exposed_s is not None
     assert sentences(view)[0].startswith("train.py trains ")
 
 

@@ -197,7 +197,7 @@ def test_other_strategies_are_recorded_as_far_as_they_tell(ranks, tmp_path, stra
     ranks(num_ranks)(train)
     view = view_run(tmp_path)
     assert view.run.gaps == []
-    assert view.figures.knows_waits == (strategy != "torch-ddp")
+    assert (view.figures.critical.exposed_s is None) == (strategy == "torch-ddp")
     assert any(each.buckets for each in view.run.zero.timelines) == (strategy == "ddp-zero1")
     assert view.window
 

@@ -10,19 +10,18 @@ import torch
 from lockstep.telemetry import recorder as module
 from lockstep.telemetry.figures import RankFigures, Snapshot, Spread, decode, with_waits
 from lockstep.telemetry.live_view import duration, line, summary
-from lockstep.telemetry.record import Event
+from lockstep.telemetry.record import Event, StepLine
 from lockstep.telemetry.recorder import Delivery, Place, RankMeans, Recorder, Subscriber
-from lockstep.telemetry.step_times import Number, StepMarks, StepTimes, milliseconds
+from lockstep.telemetry.step_times import StepTimes, milliseconds
 
 STEP = StepTimes(
     total_s=0.012, data_wait_s=0.001, forward_s=0.003, backward_s=0.005, optimizer_s=0.001, exposed_s=0.002
 )
 
 
-def step(number, **fields):
-    losses = [Number(loss) for loss in [fields.pop("loss", None)] if loss is not None]
-    numbers = {name: Number(fields.pop(name)) for name in ("counted", "grad_norm") if fields.get(name) is not None}
-    return StepMarks(number, 0.0, 0.0, 0.0, 1.0, losses=losses, **numbers, **fields)
+def step(number, times=STEP, **fields):
+    slowest = {"slowest_s": times.total_s, "slowest_step": number}
+    return StepLine(step=number, time=0.0, times=times, **slowest, **fields)
 
 
 def recorder_of(board=None, rank=0, *subscribers, **how):
@@ -88,7 +87,7 @@ def test_means_over_the_steps_since_the_last_look():
         took = StepTimes(**{name: None if value is None else factor * value for name, value in asdict(STEP).items()})
         loss = {7: None, 8: 0.5, 9: None}[number]
         of_step = {"samples": 8, "interval_s": 0.02}
-        found.add(step(number, counted=None if loss is None else 100, loss=loss, **of_step), took)
+        found.add(step(number, took, counts=None if loss is None else 100, loss=loss, **of_step))
         if number == 7:
             first, _ = found.read()
     found.machine({"kind": "machine", "time": 1.0, "rss_bytes": 5, "cpu_percent": 80.0})
@@ -106,7 +105,7 @@ def test_means_over_the_steps_since_the_last_look():
 
 def test_a_rank_that_knows_nothing_of_waiting_says_so():
     found = RankMeans(0, "cpu")
-    found.add(step(0, samples=1), replace(STEP, exposed_s=None))
+    found.add(step(0, replace(STEP, exposed_s=None), samples=1))
     assert found.read()[0]["exposed_s"] is None
 
 
@@ -117,7 +116,7 @@ def test_a_snapshot_of_all_ranks(monkeypatch):
     recorder, mine = recorder_of(board, 0, kept, steps_per_epoch=4, num_skipped=lambda: 2)
     recorder.event(Event(event="checkpoint", text="kept", step=0, seconds=0.1))
     recorder.drain()
-    mine.add(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5), STEP)
+    mine.add(step(0, interval_s=0.02, samples=8, loss=0.25, learning_rate=0.1, grad_norm=1.5))
     recorder.report()
     recorder.report(is_last=True)
     first, second = kept.snapshots
@@ -137,7 +136,7 @@ def test_a_snapshot_of_all_ranks(monkeypatch):
 def test_other_ranks_only_post():
     board = Notes()
     recorder, mine = recorder_of(board, 1)
-    mine.add(step(0, interval_s=0.02, samples=8), STEP)
+    mine.add(step(0, interval_s=0.02, samples=8))
     recorder.report()
     recorder.report()
     (first, values), (second, _) = json.loads(json.dumps(board.mine))

@@ -107,7 +107,7 @@ def test_a_loop_is_recorded_and_not_a_bit_of_it_changes(tmp_path):
     assert session["settings"]["strategy"] == "single"
     assert session["settings"]["workers"] == 0
     assert session["settings"]["pin_memory"] is False
-    assert view.figures.knows_waits
+    assert view.figures.critical.exposed_s is not None
 
 
 def test_accumulation_other_loaders_and_two_optimizers(tmp_path):

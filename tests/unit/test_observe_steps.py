@@ -82,7 +82,7 @@ def line_of(step, kind, num_ranks=1):
     Engine(kind).complete(step)
     own_samples, step.samples = step.samples, step.samples * num_ranks
     try:
-        return StepLine.of(step, step.times(), 0.0, None).to_line()
+        return StepLine.of(step, 0.0).to_line()
     finally:
         step.samples = own_samples
 

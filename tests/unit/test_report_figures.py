@@ -67,7 +67,7 @@ def test_time_between_steps_is_other(tmp_path):
 
 def test_an_engine_that_does_not_tell_what_it_waits_for_has_no_such_parts(tmp_path):
     found = figures(tmp_path, steps(exposed_s=None), steps(exposed_s=None, forward_s=0.004))
-    assert (found.knows_waits, found.straggler) == (False, None)
+    assert (found.critical.exposed_s, found.straggler) == (None, None)
     assert [parts.part("wire", "peers") for parts in found.by_rank.values()] == [0.0, 0.0]
     assert found.critical.forward_s == pytest.approx(0.004)
 
@@ -78,8 +78,8 @@ def test_only_steps_that_all_ranks_have_count(tmp_path):
 
 
 def test_pauses_are_summed_by_event(tmp_path):
-    events = [event_line("checkpoint", "", 5, 0.1), event_line("checkpoint", "", 9, 0.2), event_line("spike", "", 9)]
-    assert figures(tmp_path, [*steps(), *events]).paused_s == pytest.approx({"checkpoint": 0.3})
+    events = [event_line("checkpoint", "", 5, 0.1), event_line("checkpoint", "", 9, 0.2), event_line("skipped", "", 9)]
+    assert figures(tmp_path, [*steps(), *events]).paused_s == pytest.approx({"checkpoint": 0.3, "evaluation": 0.0})
 
 
 def test_a_window_has_steps_that_follow_each_other_on_one_clock(tmp_path):

@@ -21,8 +21,7 @@ def test_no_record_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError) as error:
         read_run(tmp_path / "nothing")
     assert (
-        str(error.value)
-        == f"There is no folder {tmp_path}/nothing.\nName the folder that was given as --run-dir or --monitor."
+        str(error.value) == f"There is no folder {tmp_path}/nothing.\nName the folder given as --run-dir or --monitor."
     )
     with pytest.raises(ConfigurationError) as error:
         read_run(tmp_path)

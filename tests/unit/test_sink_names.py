@@ -10,10 +10,11 @@ import torch
 
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Spread, scalars, with_waits
+from lockstep.telemetry.record import StepLine
 from lockstep.telemetry.recorder import RankMeans
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import SeriesSink
-from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
+from lockstep.telemetry.step_times import TIMES, StepTimes
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -95,7 +96,7 @@ def test_prometheus_names_are_by_its_rules():
 
 def test_every_figure_of_a_rank_is_given():
     rank = RankMeans(0, "cpu")
-    rank.add(StepMarks(0, 0.0, 0.0, 0.0, 1.0), StepTimes(**dict.fromkeys(TIMES, 0.001)))
+    rank.add(StepLine(step=0, time=0.0, times=StepTimes(**dict.fromkeys(TIMES, 0.001)), samples=1))
     rank.machine(MachineSampler([torch.device("cpu")])())
     (given,) = with_waits([rank.read()[0]])
     assert set(given.values) == {metric.name.removeprefix("rank/") for metric in figures.RANK_METRICS}

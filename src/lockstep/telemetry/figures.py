@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
-from statistics import fmean, median, median_low, quantiles
+from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 
 from lockstep.telemetry.record import Recorded, StepLine
@@ -87,28 +88,23 @@ def decode(note: Mapping[str, Any]) -> RankFigures:
     """Return the figures that a rank posted as a dictionary.
 
     Raises:
-        TypeError: A name or a type is wrong.
+        TypeError, ValueError: A name or a type is wrong.
     """
     figures = RankFigures(**note)
     # Otherwise a text in place of a number would fail later, in the thread of the live view.
-    numbers = {"step": figures.step, "num_steps": figures.num_steps, "rank": figures.rank}
-    for name, value in ({**figures.values} | numbers).items():
-        if not isinstance(value, int | float) and (value is not None or name in numbers):
-            raise TypeError(f"{name} is {value!r}")
-    return figures
+    values = {name: float(value) for name, value in dict(figures.values).items() if value is not None}
+    numbers = {name: int(getattr(figures, name)) for name in ("rank", "step", "num_steps")}
+    return replace(figures, values=values, **numbers)  # type: ignore[arg-type]
 
 
 def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
     """Return ``ranks`` with what follows from the waits of all; see [Note: the rank that all wait for]."""
     ranks = tuple(ranks)
     # Ranks whose engine does not measure the waiting have none of it.
-    least_s = min((wait_s for each in ranks if (wait_s := each["exposed_s"]) is not None), default=0.0)
-    found = []
-    for each in ranks:
-        wait_s = each["exposed_s"]
-        waits = {} if wait_s is None else {"wire_s": least_s, "peers_s": wait_s - least_s}
-        found.append(replace(each, values={**each.values, **waits}))
-    return tuple(found)
+    waits_s = {each.rank: wait_s for each in ranks if (wait_s := each["exposed_s"]) is not None}
+    wire_s = min(waits_s.values(), default=0.0)
+    found = {rank: {"wire_s": wire_s, "peers_s": wait_s - wire_s} for rank, wait_s in waits_s.items()}
+    return tuple(replace(each, values={**each.values, **found.get(each.rank, {})}) for each in ranks)
 
 
 # What is left is not known while the run goes on: a step ends before the next begins.
@@ -277,10 +273,9 @@ def scalars(snapshot: Snapshot) -> dict[str, float]:
 
 # --- ranks that keep the others waiting in every step -----------------------------------------------------------------
 
-# A slow rank loses at least this share of a step ...
-_MIN_SHARE = 0.1
-# ... and at least so many seconds.
-_MIN_LOST_S = 0.001
+# A slow rank loses at least this share of a step, and at least so many seconds, in half of the steps; and in three of
+# four of them a part of that: this factor by the root of their number, as few steps may be slow by chance.
+_MIN_SHARE, _MIN_LOST_S, _CERTAINTY = 0.1, 0.001, 2.5
 
 
 @dataclass(frozen=True)
@@ -295,41 +290,44 @@ class Straggler:
     step_s: float
 
     def __str__(self) -> str:
-        times = (self.lost_s, self.step_s, self.took_s, self.usual_s)
-        lost, step, took, usual = map(milliseconds, times)
+        lost, step, took, usual = map(milliseconds, (self.lost_s, self.step_s, self.took_s, self.usual_s))
         return (
             f"rank {self.rank} is slow: it loses {lost} in each step of {step}, in {PARTS[self.part].doing} ({took}, "
             f"usual is {usual}); the others wait for it"
         )
 
 
-# Of a rank in a window of steps: the medians of each own part and of ``exposed``; of its ``own`` work altogether the
-# sum of these, and ``low`` and ``high`` quartile. In seconds. A dictionary, as ranks send it to each other.
-Pace = Mapping[str, float]
+# Of a rank in some steps: the seconds in each of its own parts, of its ``own`` work altogether, and of the whole step
+# (``total``), by step. A dictionary of lists, as ranks send it to each other.
+Pace = Mapping[str, Sequence[float]]
 
 
 def pace_of(steps: Sequence[StepTimes]) -> Pace:
-    """Return the pace of at least two steps."""
-    # Medians and quartiles, so that single slow steps, as after a checkpoint, do not count.
-    low_s, _, high_s = quantiles((step.own_s for step in steps), n=4, method="inclusive")
-    medians = {part: median(step.part(part) for step in steps) for part in (*OWN_PARTS, "exposed")}
-    return {**medians, "own": sum(medians[part] for part in OWN_PARTS), "low": low_s, "high": high_s}
+    """Return the pace of a rank in ``steps``."""
+    return {name: [round(step.part(name), 7) for step in steps] for name in (*OWN_PARTS, "own", "total")}
 
 
 def find_stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
-    """Return the ranks that are persistently slower than most, the slowest first."""
-    if len(paces) < 2:
-        return []
-    # The lower median: of two ranks, the faster one counts as usual.
-    usual = {name: median_low(pace[name] for pace in paces.values()) for name in (*OWN_PARTS, "own", "high")}
-    step_s = max(pace["own"] + pace["exposed"] for pace in paces.values())
+    """Return the ranks that are persistently slower than most, the slowest first.
+
+    Each step of a rank is compared with the same step of the others, so that what disturbs all ranks cancels. Single
+    slow steps, as after a checkpoint, do not count.
+
+    Args:
+        paces: By rank, in the same steps.
+    """
+    by_step = {name: [*zip(*(pace[name] for pace in paces.values()), strict=True)] for name in (*OWN_PARTS, "own")}
+    step_s = median(map(max, zip(*(pace["total"] for pace in paces.values()), strict=True)))
+    least_s = max(_MIN_LOST_S, _MIN_SHARE * step_s)
     found = []
-    for rank, pace in paces.items():
-        lost_s = pace["own"] - usual["own"]
-        # Persistently slower: its fast steps take longer than slow steps of the others.
-        if lost_s >= max(_MIN_LOST_S, _MIN_SHARE * step_s) and pace["low"] > usual["high"]:
-            part = max(OWN_PARTS, key=lambda part: pace[part] - usual[part])
-            found.append(Straggler(rank, part, lost_s, pace[part], usual[part], step_s))
+    for place, (rank, pace) in enumerate(paces.items()):
+        # Compared with the lower median: of two ranks, the faster one is as usual.
+        later = {name: sorted(at[place] - median_low(at) for at in steps) for name, steps in by_step.items()}
+        own, lost_s = later.pop("own"), {name: median(at) for name, at in later.items()}
+        if median(own) >= least_s and own[len(own) // 4] >= least_s * _CERTAINTY / math.sqrt(len(own)):
+            part = max(lost_s, key=lost_s.__getitem__)
+            took_s = median(pace[part])
+            found.append(Straggler(rank, part, median(own), took_s, took_s - lost_s[part], step_s))
     return sorted(found, key=lambda straggler: -straggler.lost_s)
 
 
@@ -373,82 +371,41 @@ def largest_part(times: StepTimes) -> str:
 # --- the steps of a recorded run --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AlignedStep:
+class _Step(NamedTuple):
     """The step (or steps) of a line on all ranks.
 
     Attributes:
         lines: As recorded.
         times: From its beginning to that of the next step; waits are only known if every rank measured its own.
         last_rank: The rank that all wait for: it waits least, or, if waiting is unknown, works longest.
+        lasted_s: On the slowest rank.
     """
 
     lines: Mapping[int, StepLine]
     times: Mapping[int, StepTimes]
     last_rank: int
-
-    @property
-    def lasted_s(self) -> float:
-        """Seconds on the slowest rank."""
-        return max(line.lasted_s for line in self.lines.values())
+    lasted_s: float
 
 
-def align_steps(run: Recorded) -> list[AlignedStep]:
+def _align_steps(run: Recorded) -> list[_Step]:
     """Return the steps that all ranks have recorded, in order."""
     by_rank = {rank: {line.step: line for line in record.steps} for rank, record in run.ranks.items() if record.steps}
     common = set.intersection(*map(set, by_rank.values())) if by_rank else set()
-    return [_align({rank: lines[number] for rank, lines in by_rank.items()}) for number in sorted(common)]
-
-
-def _align(lines: Mapping[int, StepLine]) -> AlignedStep:
-    times = {rank: line.times.lasting(line.lasted_s) for rank, line in lines.items()}
-    waits_s = {rank: each.exposed_s for rank, each in times.items() if each.exposed_s is not None}
-    if len(waits_s) < len(times):
-        unknown = {rank: replace(each, exposed_s=None) for rank, each in times.items()}
-        return AlignedStep(lines, unknown, max(lines, key=lambda rank: lines[rank].times.own_s))
-    last_rank = min(waits_s, key=waits_s.__getitem__)
-    wire_s = waits_s[last_rank]
-    known = {rank: replace(each, peers_s=waits_s[rank] - wire_s) for rank, each in times.items()}
-    return AlignedStep(lines, known, last_rank)
-
-
-# In a record, where each step of a rank can be compared with the same step of the others, a slow rank comes last in at
-# least this share of the steps; in a larger share of few steps.
-_MOSTLY_LAST = 2 / 3
-_MIN_STEPS = 20
-# The share of a step that it costs at least; less may be noise.
-_MIN_SHARE_LATER = 0.15
-
-
-def find_slow_rank(steps: Sequence[AlignedStep]) -> Straggler | None:
-    """Return the rank that keeps the others waiting, or None.
-
-    Usually, fast steps of such a rank take longer than slow steps of the others. On a busy machine, single steps are
-    compared instead, so that disturbances of all ranks cancel: the slow rank is the one that comes last in most steps,
-    if that costs a considerable part of a step.
-    """
-    times = {rank: [step.times[rank] for step in steps] for rank in steps[0].times}
-    if clear := find_stragglers({rank: pace_of(of_rank) for rank, of_rank in times.items()}):
-        return clear[0]
-    # Medians of each rank would not do, as the noise may be larger than the difference.
-    last_ranks = [step.last_rank for step in steps]
-    slow = max(times, key=last_ranks.count)
-    by_chance = 0.5 + 1.5 / math.sqrt(len(steps))  # three standard deviations above that of two equal ranks
-    if len(steps) < _MIN_STEPS or last_ranks.count(slow) < max(_MOSTLY_LAST, by_chance) * len(steps):
-        return None
-    others = [of_rank for rank, of_rank in times.items() if rank != slow]
-
-    def later_s(name: str) -> float:
-        """Return by how much the rank is slower than the others: the median over the steps."""
-        usual = [median_low(each.part(name) for each in at) for at in zip(*others, strict=True)]
-        return float(median(mine.part(name) - other for mine, other in zip(times[slow], usual, strict=True)))
-
-    lost_s, step_s = later_s("own"), median(step.lasted_s for step in steps)
-    if lost_s < _MIN_SHARE_LATER * step_s:
-        return None
-    part = max(OWN_PARTS, key=later_s)
-    took_s = median(each.part(part) for each in times[slow])
-    return Straggler(slow, part, lost_s, took_s, took_s - later_s(part), step_s)
+    found = []
+    for number in sorted(common):
+        lines = {rank: of_rank[number] for rank, of_rank in by_rank.items()}
+        # With the time until the next step, which is that of the script, as a part of the step.
+        lasted_s = {rank: max(line.times.total_s, line.lasted_s) for rank, line in lines.items()}
+        times = {rank: replace(line.times, total_s=lasted_s[rank]) for rank, line in lines.items()}
+        if any(each.exposed_s is None for each in times.values()):
+            last_rank = max(lines, key=lambda rank: lines[rank].times.own_s)
+            times = {rank: replace(each, exposed_s=None) for rank, each in times.items()}
+        else:
+            last_rank = min(times, key=lambda rank: times[rank].part("exposed"))
+            wire_s = times[last_rank].part("exposed")
+            times = {rank: replace(each, peers_s=each.part("exposed") - wire_s) for rank, each in times.items()}
+        found.append(_Step(lines, times, last_rank, max(line.lasted_s for line in lines.values())))
+    return found
 
 
 # The first steps allocate, compile and find the order of gradients; the means do not include them.
@@ -487,43 +444,40 @@ class Figures:
     last_share: Mapping[int, float]
     straggler: Straggler | None
 
-    @property
-    def knows_waits(self) -> bool:
-        """Whether waiting for communication was measured."""
-        return self.critical.exposed_s is not None
-
 
 def find_figures(run: Recorded) -> Figures | None:
     """Return the figures of the steps that all ranks have recorded; None if there are none."""
-    steps = align_steps(run)
+    steps = _align_steps(run)
     if not steps:
         return None
     # Without spikes, such as a checkpoint, which would dominate the means.
-    ranks, first = list(steps[0].lines), next(iter(steps[0].lines.values())).step
-    steady = [step for step in steps if step.lines[ranks[0]].step >= first + NUM_FIRST] or steps
+    steady = steps[NUM_FIRST:] or steps
     lasted_s = sorted(step.lasted_s for step in steady)
-    calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)] or steady
-    last_ranks = [step.last_rank for step in calm]
+    calm = [step for step in steady if step.lasted_s <= _SPIKE * median(lasted_s)]
+    times = {rank: [step.times[rank] for step in calm] for rank in calm[0].times}
+    last_ranks = Counter(step.last_rank for step in calm)
     trained_s = sum(step.lasted_s for step in calm) or math.inf
     # Those of the global batch, which every rank has; some ranks may not have the counts.
-    counts = [next((line.counts for line in step.lines.values() if line.counts is not None), None) for step in calm]
+    lines = [[*step.lines.values()] for step in calm]
+    counts = [next((line.counts for line in of_step if line.counts is not None), None) for of_step in lines]
     records = [record.steps for record in run.ranks.values() if record.steps]
-    paused_s: dict[str, float] = {}
-    for event in run.events:
-        if event.seconds and event.event in ("checkpoint", "evaluation"):
-            paused_s[event.event] = paused_s.get(event.event, 0.0) + event.seconds
+    paused_s = {
+        name: sum(event.seconds or 0.0 for event in run.events if event.event == name)
+        for name in ("checkpoint", "evaluation")
+    }
     critical = combine([step.times[step.last_rank] for step in calm])
+    slow = [] if critical.exposed_s is None else find_stragglers({rank: pace_of(each) for rank, each in times.items()})
+    ended_s = max(steps[-1].time + steps[-1].times.total_s for steps in records)
     return Figures(
         num_steps=len(calm),
         step_s=median(lasted_s),
-        slow_step_s=lasted_s[min(len(lasted_s) - 1, math.floor(0.95 * len(lasted_s)))],
-        samples_per_s=sum(step.lines[ranks[0]].samples for step in calm) / trained_s,
+        slow_step_s=lasted_s[math.floor(0.95 * len(lasted_s))],
+        samples_per_s=sum(of_step[0].samples for of_step in lines) / trained_s,
         tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
-        total_s=max(lines[-1].time + lines[-1].times.total_s for lines in records)
-        - min(lines[0].time for lines in records),
+        total_s=ended_s - min(steps[0].time for steps in records),
         paused_s=paused_s,
-        by_rank={rank: combine([step.times[rank] for step in calm]) for rank in ranks},
+        by_rank={rank: combine(of_rank) for rank, of_rank in times.items()},
         critical=critical,
-        last_share={rank: last_ranks.count(rank) / len(calm) for rank in ranks},
-        straggler=find_slow_rank(calm) if min(len(ranks), len(calm)) > 1 and critical.exposed_s is not None else None,
+        last_share={rank: last_ranks[rank] / len(calm) for rank in times},
+        straggler=slow[0] if slow else None,
     )

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,30 +42,17 @@ def gather(task_path: Path | None = None) -> Provenance:
     commits = {"lockstep": commit_of(Path(__file__).parent)}
     if task_path is not None:
         commits["task"] = commit_of(task_path.resolve().parent)
-    return Provenance(
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
-        machine=_machine(),
-        commits={name: commit for name, commit in commits.items() if commit},
-    )
+    known = {name: commit for name, commit in commits.items() if commit}
+    return Provenance(datetime.now(UTC).isoformat(timespec="seconds"), versions(), _machine(), known)
 
 
 def commit_of(folder: Path) -> str | None:
     """Return the commit checked out in ``folder``, if any, with a ``+`` if tracked files differ from it."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if not commit:
-        return None
-    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    describe = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+        return done.stdout.strip()
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -8,28 +8,23 @@ any source. `VERSION` is increased if a name or a meaning changes, not if one is
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import platform
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.activity import one_line
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import hide_secrets, keep_rest_aside, open_record, read_object, replace_file
+from lockstep.run_folder import hide_secrets, open_record
 from lockstep.telemetry.step_times import PHASES, Mark, StepMarks, StepTimes, combine, mean_of_known, seconds_between
-
-if TYPE_CHECKING:
-    from lockstep.comm.clocks import ClockOffset  # imports torch
 
 # A line of the file, or an entry of ``run.json``.
 Line = Mapping[str, Any]
@@ -90,18 +85,10 @@ _NUMBERS = ("int", "float", "float | None")
 
 
 def _written(item: Any) -> dict[str, Any]:
-    """Return the fields of a line, with seconds rounded to a tenth of a microsecond."""
-    found = {}
-    for name, are_seconds in _names(item.__class__):
-        value = getattr(item, name)
-        found[name] = round(value, 7) if are_seconds and value is not None else value
-    return found
-
-
-@cache
-def _names(cls: type) -> list[tuple[str, bool]]:
-    """Return the names of the fields of ``cls``, and whether each is in seconds."""
-    return [(each.name, each.name.endswith("_s")) for each in fields(cls)]
+    """Return the fields of a line, with times rounded to a tenth of a microsecond."""
+    found = {each.name: getattr(item, each.name) for each in fields(item)}
+    times = {name: value for name, value in found.items() if isinstance(value, float) and name not in _ANY_NUMBER}
+    return found | {name: round(value, 7) for name, value in times.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +122,12 @@ class StepLine:
     counts: float | None = None
 
     @classmethod
-    def of(cls, step: StepMarks, times: StepTimes, began_s: float, steps_per_epoch: int | None) -> StepLine:
+    def of(cls, step: StepMarks, began_s: float, steps_per_epoch: int | None = None) -> StepLine:
         """Return the line of a step that began at ``began_s``, in Unix time."""
+        times = step.times()
         return cls(
             step=step.number,
-            epoch=round(step.number / steps_per_epoch, 6) if steps_per_epoch else None,
+            epoch=step.number / steps_per_epoch if steps_per_epoch else None,
             time=round(began_s, 6),
             interval_s=step.interval_s,
             slowest_s=times.total_s,
@@ -230,9 +218,10 @@ class Timeline:
             for each in reduction.buckets
             if each.sent is not None and each.done is not None
         ]
-        found = cls(step=step.number, time=round(began_s, 6), spans=spans, buckets=buckets)
         waited = step.reductions[-1].waited if step.reductions else None
-        return found if waited is None else replace(found, waited_from=since(waited[0]), waited_until=since(waited[1]))
+        begin, end = (None, None) if waited is None else map(since, waited)
+        time = round(began_s, 6)
+        return cls(step=step.number, time=time, spans=spans, buckets=buckets, waited_from=begin, waited_until=end)
 
     @classmethod
     def read(cls, line: Line) -> Timeline:
@@ -250,11 +239,6 @@ class Timeline:
         """Begin and end of the wait for gradients, if known."""
         return None if self.waited_from is None or self.waited_until is None else (self.waited_from, self.waited_until)
 
-    @property
-    def end_s(self) -> float:
-        """When the step ended, in seconds after its beginning."""
-        return max((end for _, _, end in self.spans), default=0.0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -267,8 +251,8 @@ class Machine:
     @classmethod
     def read(cls, line: Line) -> Machine:
         """Return the line as written."""
-        named = {name: value for name, value in line.items() if name not in ("kind", "time", "link_peer")}
-        known = {name: float(value) for name, value in named.items() if value is not None}
+        others = line.keys() - {"kind", "time", "link_peer"}
+        known = {name: float(line[name]) for name in others if line[name] is not None}
         finite = {name: value for name, value in known.items() if math.isfinite(value)}
         return cls(figures=finite, link_peer=str(line.get("link_peer") or ""), **_read(cls, line))
 
@@ -296,29 +280,19 @@ class Event:
     @classmethod
     def read(cls, line: Line) -> Event:
         """Return the line as written."""
-        if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
+        if line["event"] not in EVENTS:
             raise ValueError("there is no such event")
         metrics = line.get("metrics")
         known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         text = str(line.get("text", ""))[:2000]
-        return cls(**_read(cls, line) | {"event": line["event"], "time": float(line["time"])}, text=text, metrics=known)
+        return cls(**{**_read(cls, line), "time": float(line["time"])}, event=line["event"], text=text, metrics=known)
 
     def to_line(self) -> Line:
         """Return the line to write."""
-        line = {"kind": "event", **_written(self)}
-        if self.metrics is None:
-            del line["metrics"]
-        return line
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of an evaluation."""
-        return (self.metrics or {}).get("loss")
+        return {"kind": "event", **_written(self)}
 
 
 # --- fewer lines for long runs ----------------------------------------------------------------------------------------
-
-SINGLY = 8192
 
 
 class Downsampler:
@@ -328,7 +302,7 @@ class Downsampler:
         singly: After so many lines, each line covers twice as many steps as before.
     """
 
-    def __init__(self, singly: int = SINGLY) -> None:
+    def __init__(self, singly: int = 8192) -> None:
         self._singly = singly
         self._num_lines = 0
         self._held: list[StepLine] = []
@@ -380,42 +354,28 @@ class LineWriter:
             # `os.write` has no buffer that a forked process could write a second time.
             self._file = open_record(path, fresh=fresh)
         except OSError as error:
-            raise ConfigurationError(
-                f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
-            ) from error
-        self._path = path
-        self._lines: list[Line] = []
+            text = f"Cannot record the run in {path.parent}: {error.strerror}.\nName another folder (--run-dir DIR)."
+            raise ConfigurationError(text) from error
+        self._path, self._is_well = path, True
         # A killed process may have left a part of a line.
-        self._is_cut = not _ends_in_newline(path)
-        self._is_well = True
+        with path.open("rb") as file:
+            file.seek(-min(1, path.stat().st_size), os.SEEK_END)
+            self._is_cut = file.read(1) not in (b"", b"\n")
 
     def add(self, line: Line) -> None:
-        """Add ``line``, which the next `flush` writes."""
-        self._lines.append(line)
+        """Write ``line``. Blocks for the disk."""
+        if self._is_well:
+            data = ("\n" * self._is_cut + to_json(line)).encode()
+            self._is_well = guarded(partial(self._write, data), f"{self._path} is no longer written")
 
     def close(self) -> None:
-        """Write the remaining lines, and close the file. Blocks for the disk."""
-        self.flush()
+        """Close the file."""
         os.close(self._file)
-
-    def flush(self) -> None:
-        """Write the lines that were added. Blocks for the disk."""
-        lines, self._lines = self._lines, []
-        if lines and self._is_well:
-            data = ("\n" * self._is_cut + "".join(map(to_json, lines))).encode()
-            self._is_well = guarded(partial(self._write, data), f"{self._path} is no longer written")
 
     def _write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._file, data) :]
         self._is_cut = False
-
-
-def _ends_in_newline(path: Path) -> bool:
-    """Return whether a file that was written before ends with a whole line; a killed process may leave a part."""
-    with path.open("rb") as file:
-        file.seek(-min(1, path.stat().st_size), os.SEEK_END)
-        return file.read(1) in (b"", b"\n")
 
 
 def to_json(line: Line) -> str:
@@ -426,100 +386,10 @@ def to_json(line: Line) -> str:
         return _ENCODER.encode(json.loads(json.dumps(line), parse_constant=lambda name: str(float(name)))) + "\n"
 
 
-# --- the run folder: one file per rank, and ``run.json``, in which rank zero describes each session -------------------
-
-# The command line, set by a command for its processes.
-COMMAND_VARIABLE = "LOCKSTEP_COMMAND"
-
-
-class RunFolder:
-    """The files that this rank writes into the folder of a run in one session.
-
-    Collective if ``gather`` is: every rank. Blocks until all ranks have opened their files.
-
-    Args:
-        folder: Created if it does not exist; each machine may have its own.
-        rank: Of this process.
-        world_size: Number of ranks of the run.
-        device: The device of this rank.
-        first_step: Number of steps done before.
-        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
-        gather: Returns the argument of each rank.
-        name: Of the session, if the ranks cannot agree on one by ``gather``.
-
-    Attributes:
-        writer: Writes the file of this rank.
-        session: The entry of this session in ``run.json``, on rank zero; see `describe`.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write its file.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        *,
-        device: str,
-        first_step: int,
-        fresh: bool,
-        gather: Callable[[Any], list[Any]],
-        name: str | None = None,
-    ) -> None:
-        writer, problem = None, ""
-        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
-        try:
-            writer = LineWriter(folder / f"rank-{rank}.jsonl", fresh=fresh)
-        except ConfigurationError as error:
-            problem = str(error)
-        began_at = time.time()
-        # The number of the machine by torchrun, as containers may have equal host names.
-        node = os.environ.get("GROUP_RANK", "0")
-        mine = {"host": platform.node(), "pid": os.getpid(), "device": device, "node": node}
-        ranks = gather((mine, name or f"{began_at:.6f}-{os.getpid()}", problem))
-        if problems := [f"Rank {number}: {each[2]}" for number, each in enumerate(ranks) if each[2]]:
-            if writer is not None:
-                writer.close()
-                if (path := folder / f"rank-{rank}.jsonl").stat().st_size == 0:  # the folder may be another run's
-                    path.unlink()
-            raise ConfigurationError(problems[0])
-        assert writer is not None
-        self.writer = writer
-        run = {"run": ranks[0][1], "first_step": first_step}  # the name that rank 0 proposes
-        about = {key: mine[key] for key in ("host", "pid", "device")}
-        writer.add({"kind": "start", **run, "rank": rank, **about, "time": began_at})
-        # Without a group, rank zero knows only itself.
-        known = [each for each, *_ in ranks] + [{} for _ in range(world_size - len(ranks))]
-        self.session: dict[str, Any] = {**run, "began_at": began_at, "num_restarts": num_restarts(), **how_called()}
-        self.session |= {"ranks": known, "clocks": {}}
-        self._path, self._is_rank_zero = folder / RUN_FILE, rank == 0
-        self._before: list[Any] = [] if fresh else read_object(self._path).get("sessions", [])
-        if fresh and self._is_rank_zero:
-            keep_rest_aside(folder, world_size)
-
-    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
-        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
-
-        Args:
-            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
-            when: Whether the run begins or ends.
-            known: Facts by name.
-        """
-        if not self._is_rank_zero:
-            return
-        if offsets:
-            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
-            self.session["clocks"][when] = {"time": time.time(), **bounds}
-        self.session |= known
-        record = {"version": VERSION, "sessions": [*self._before, self.session]}
-        with contextlib.suppress(OSError):
-            replace_file(self._path, json.dumps(record, indent=1))
-
-
 def how_called() -> dict[str, str]:
     """Return the command line and the working directory of this process, without secrets."""
-    command = os.environ.get(COMMAND_VARIABLE) or hide_secrets(sys.orig_argv)
+    # A command sets the variable for its processes.
+    command = os.environ.get("LOCKSTEP_COMMAND") or hide_secrets(sys.orig_argv)
     return {"command": command, "working_directory": str(Path.cwd())}
 
 
@@ -596,11 +466,9 @@ def read_run(folder: Path) -> Recorded:
         ConfigurationError: There is no such folder, nothing was recorded in it, or a newer version of Lockstep did.
     """
     if not folder.is_dir():
-        raise ConfigurationError(
-            f"There is no folder {folder}.\nName the folder that was given as --run-dir or --monitor."
-        )
-    # Sorted by length first, so that rank-10 comes after rank-9.
-    files = sorted(folder.glob(RANK_FILES), key=lambda path: (len(path.name), path.name))
+        raise ConfigurationError(f"There is no folder {folder}.\nName the folder given as --run-dir or --monitor.")
+    numbered = {path.stem.removeprefix("rank-"): path for path in folder.glob(RANK_FILES)}
+    files = {int(number): path for number, path in numbered.items() if number.isdecimal()}
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
             f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"
@@ -612,13 +480,11 @@ def read_run(folder: Path) -> Recorded:
     known = {str(session.get("run")) for session in sessions} if sessions else None
     sessions = sessions or [{}]
     ranks: dict[int, RankRecord] = {}
-    for path in files:
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal():
-            record = _rank(path, int(number), known, gaps)
-            if record.steps or record.timelines or record.events or record.machine:
-                ranks[int(number)] = record
-                _set_clock(record, sessions)
+    for number, path in sorted(files.items()):
+        record = _rank(path, number, known, gaps)
+        if record.steps or record.timelines or record.events or record.machine:
+            ranks[number] = record
+            _set_clock(record, sessions)
     # Records that `lockstep.monitor` renamed when ranks were restarted.
     aside = (_rank(path, 0, known, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
     machine = [line for record in (*ranks.values(), *aside) for line in record.machine]
@@ -698,8 +564,7 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
     if bad:
         gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
     # Of steps that were repeated after a restart, the last one counts.
-    last = {step.step: step for step in rank.steps}
-    rank.steps = [last[number] for number in sorted(last)]
+    rank.steps = sorted({step.step: step for step in rank.steps}.values(), key=lambda step: step.step)
     return rank
 
 
@@ -713,9 +578,9 @@ def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> None:
     readings: list[list[tuple[float, float]]] = []
     for session in sessions:
         with suppress(TypeError, LookupError, AttributeError):
-            clocks = [session["clocks"].get(name) for name in ("start", "end")]  # a killed session has no end
-            readings.append([(each["time"], each["offsets_s"][record.rank]) for each in clocks if each])
-    readings = [session for session in readings if session]
+            clocks = session["clocks"].values()  # a killed session has no end
+            if found := [(each["time"], each["offsets_s"][record.rank]) for each in clocks]:
+                readings.append(found)
     if not readings:
         return
 

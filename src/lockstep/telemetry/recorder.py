@@ -10,17 +10,20 @@ a service hangs.
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
 
@@ -28,8 +31,11 @@ from lockstep.accelerator import start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for
 from lockstep.comm.store import StatusKeys
+from lockstep.errors import ConfigurationError
+from lockstep.run_folder import keep_rest_aside, read_object, replace_file
+from lockstep.telemetry import record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
-from lockstep.telemetry.record import Downsampler, Event, Line, RunFolder, StepLine, Timeline, guarded, num_restarts
+from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
@@ -41,8 +47,6 @@ _RANKS_A_SECOND = 64
 _JOIN_S = 8.0
 # So many steps are evaluated at a time; in the pause, the training thread gets the interpreter lock.
 _PIECE, _PIECE_PAUSE_S = 32, 0.001
-# With so many steps in the queue, there are no pauses, so that the queue does not grow without limit.
-_BEHIND = 50_000
 # While the disk or the store hangs, so many are kept; then the oldest are dropped.
 _MOST_WAITING = 100_000
 # The first step with a timeline, and the number of such steps in a row.
@@ -125,11 +129,7 @@ class Delivery:
             if snapshot is None:
                 break
             is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
-        if is_on:
-            guarded(self._subscriber.close, consequence)
-        else:
-            with suppress(Exception):  # its first error was reported
-                self._subscriber.close()
+        guarded(self._subscriber.close, consequence)
 
     def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
         for event in events:
@@ -154,27 +154,20 @@ class RankMeans:
     def __init__(self, rank: int, device: str, first_step: int = 0) -> None:
         self.num_done = self._sampled_at = first_step
         self._who: dict[str, Any] = {"rank": rank, "host": platform.node(), "device": device}
-        # The times of the steps since the last `read`; their seconds, samples and counts. Not the marks, whose events
-        # would serve again later.
-        self._new: list[tuple[StepTimes, float, int, float | None]] = []
+        # The steps since the last `read`. Not their marks, whose events would serve again later.
+        self._new: list[StepLine] = []
         self._values: dict[str, Any] = {}
         self._machine: Line = {}
         self._step_sent: float | None = None
-        self._last: dict[str, float | None] = {}
         # Over all steps but the first, which allocates and compiles, and counts only until there is another.
         self._whole, self._num_steps, self._is_first = StepTimes(total_s=0.0), 0, True
 
-    def add(self, step: StepMarks, times: StepTimes) -> None:
+    def add(self, line: StepLine) -> None:
         """Add a step."""
-        self.num_done = step.number + 1
+        self.num_done = line.step + 1
         if self._is_first and (self._new or self._num_steps):
             self._new, self._num_steps, self._is_first = [], 0, False
-        counted = None if step.counted is None else float(step.counted)
-        lasted_s = times.total_s if step.interval_s is None else step.interval_s
-        self._new.append((times, lasted_s, step.samples, counted))
-        if (loss := step.loss) is not None:
-            norm = None if step.grad_norm is None else float(step.grad_norm)
-            self._last |= {"loss": loss, "learning_rate": step.learning_rate, "grad_norm": norm}
+        self._new.append(line)
 
     def machine(self, line: Line) -> None:
         """Set the figures of the machine to those of a line of kind ``machine``."""
@@ -188,22 +181,26 @@ class RankMeans:
     def read(self) -> tuple[RankFigures, dict[str, Any]]:
         """Return the figures since the last call, and the fields that they add to a `Snapshot`."""
         new, self._new = self._new, []
+        of_run: dict[str, float | None] = {}
+        for line in new:
+            if line.loss is not None:
+                of_run |= {"loss": line.loss, "learning_rate": line.learning_rate, "grad_norm": line.grad_norm}
         # While a rank evaluates or saves, it keeps the times and rates of its last steps; ``num_steps`` is 0.
         if new:
-            all_times = [times for times, *_ in new]
-            means = combine(all_times)
-            self._whole = _mean_of_two(self._whole, self._num_steps, means, len(new))
+            merged = StepLine.merged(new)
+            weights = self._num_steps, len(new)
+            both = [self._whole, merged.times]
+            self._whole = combine(both, lambda known: fmean(known, weights) if len(known) == 2 else known[0])
             self._num_steps += len(new)
-            self._values = {**_values_of(means), "slowest_s": max(times.total_s for times in all_times)}
-            seconds, samples = sum(each[1] for each in new), sum(each[2] for each in new)
-            if seconds and samples:
-                rate = self._last["samples_per_s"] = samples / seconds
-                # Not every step's loss and count are copied from the device: the mean of the known ones is used.
-                counts = [(count, samples) for *_, samples, count in new if count is not None]
-                if counted := sum(samples for _, samples in counts):
-                    self._last["tokens_per_s"] = sum(count for count, _ in counts) / counted * rate
+            self._values = {**_values_of(merged.times), "slowest_s": merged.slowest_s}
+            if lasted_s := sum(line.lasted_s for line in new):
+                if samples := sum(line.samples for line in new):
+                    of_run["samples_per_s"] = samples / lasted_s
+                # Not every step's count is copied from the device: the mean of the known ones is used.
+                if merged.counts is not None:
+                    of_run["tokens_per_s"] = merged.counts * len(new) / lasted_s
         values = {"age_s": 0.0, **self._values, **self._machine, "step_sent_bytes": self._step_sent}
-        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), dict(self._last)
+        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), of_run
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps that were read."""
@@ -213,21 +210,8 @@ class RankMeans:
 
 def _values_of(means: StepTimes) -> dict[str, float | None]:
     """Return times by the names of `RANK_METRICS`; what a rank waited for others follows from the figures of all."""
-    values = {name: getattr(means, name) for name in TIMES}
-    del values["peers_s"]
-    step_s = values.pop("total_s")
-    return {"step_s": step_s, "own_s": step_s - (means.exposed_s or 0.0), **values}
-
-
-def _mean_of_two(one: StepTimes, num_one: int, two: StepTimes, num_two: int) -> StepTimes:
-    """Return the mean of ``num_one`` and ``num_two`` steps from their means."""
-    share = num_two / (num_one + num_two)
-    found: dict[str, Any] = {name: getattr(two, name) for name in TIMES}
-    for name, now in found.items():
-        before = getattr(one, name) if num_one else None
-        if before is not None:
-            found[name] = before if now is None else before + share * (now - before)
-    return StepTimes(**found)
+    parts = {name: getattr(means, name) for name in TIMES if name not in ("total_s", "peers_s")}
+    return {"step_s": means.total_s, "own_s": means.total_s - means.part("exposed"), **parts}
 
 
 # --- the recorder -----------------------------------------------------------------------------------------------------
@@ -256,6 +240,73 @@ class Place:
     def offsets(self) -> list[ClockOffset]:
         """Return the offsets of the ranks' clocks. Collective if there is a group: every rank."""
         return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
+
+
+class RunFolder:
+    """The files that this rank writes into the folder of a run in one session.
+
+    Collective if ``place`` has a group: every rank. Blocks until all ranks have opened their files.
+
+    Args:
+        folder: Created if it does not exist; each machine may have its own.
+        place: This rank.
+        device: The device of this rank.
+        first_step: Number of steps done before.
+        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
+
+    Attributes:
+        writer: Writes the file of this rank.
+
+    Raises:
+        ConfigurationError: On every rank: a rank cannot write its file.
+    """
+
+    def __init__(self, folder: Path, place: Place, device: str, *, first_step: int, fresh: bool) -> None:
+        path, writer, problem, began_at = folder / f"rank-{place.rank}.jsonl", None, "", time.time()
+        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
+        try:
+            writer = record.LineWriter(path, fresh=fresh)
+        except ConfigurationError as error:
+            problem = str(error)
+        about = {"host": platform.node(), "pid": os.getpid(), "device": device}
+        # The number of the machine by torchrun, as containers may have equal host names.
+        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
+        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
+        if problems := [f"Rank {rank}: {each[2]}" for rank, each in enumerate(gathered) if each[2]]:
+            if writer is not None:
+                writer.close()
+                if path.stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
+            raise ConfigurationError(problems[0])
+        assert writer is not None
+        self.writer, self._folder, self._place = writer, folder, place
+        run = {"run": gathered[0][1], "first_step": first_step}  # the name that rank 0 proposes
+        writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
+        # Without a group, rank zero knows only itself.
+        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
+        session = {**run, "began_at": began_at, "num_restarts": num_restarts(), "ranks": known}
+        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}}
+        self._before: list[Any] = [] if fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
+        if fresh and place.rank == 0:
+            keep_rest_aside(folder, place.num_ranks)
+
+    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
+        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
+
+        Args:
+            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
+            when: Whether the run begins or ends.
+            known: Facts by name.
+        """
+        if self._place.rank != 0:
+            return
+        if offsets:
+            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
+            self._session["clocks"][when] = {"time": time.time(), **bounds}
+        self._session |= known
+        content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
+        with suppress(OSError):
+            replace_file(self._folder / record.RUN_FILE, json.dumps(content, indent=1))
 
 
 class Recorder:
@@ -304,10 +355,7 @@ class Recorder:
         self.means, self.sampler = RankMeans(place.rank, name, first_step), MachineSampler(devices)
         self._folder: RunFolder | None = None
         if run_dir is not None:
-            about: dict[str, Any] = {"device": name, "first_step": first_step, "fresh": self.is_fresh}
-            self._folder = RunFolder(
-                run_dir, place.rank, place.num_ranks, **about, gather=place.gather, name=place.name
-            )
+            self._folder = RunFolder(run_dir, place, name, first_step=first_step, fresh=self.is_fresh)
             self._folder.describe(place.offsets(), "start", **(facts() if place.rank == 0 else {}))
         self._writer = None if self._folder is None else self._folder.writer
         self._run = replace(run, num_restarts=restarts)
@@ -315,16 +363,13 @@ class Recorder:
         self._downsampler = Downsampler()
         self._last: StepMarks | None = None
         self._last_begin: tuple[Mark, float] | None = None
-        self._num_beats = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # Of the run, on rank zero.
         self._keys: StatusKeys | None = None
         self._deliveries: list[Delivery] = []
         self._events: list[Event] = []
-        self._event_counts: Counter[str] = Counter()
-        self._evaluation: Mapping[str, float] = {}
-        self._num_posts = 0
+        self._num_reports = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._began_s = time.perf_counter()
         # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
@@ -357,10 +402,11 @@ class Recorder:
         self._keys = keys
         self._deliveries = [Delivery(each) for each in subscribers]
 
-    def start(self) -> None:
+    def start(self) -> threading.Thread:
         """Start the recording thread."""
         period_s = PERIOD_S * max(1.0, self._run.world_size / _RANKS_A_SECOND)
         self._thread = start_thread(lambda: self._work(period_s), name="lockstep-recorder", device=self._device)
+        return self._thread
 
     def finish(self, offsets: Sequence[ClockOffset] = (), *, waits: bool, **facts: Any) -> None:
         """Record all remaining steps and events, and close the files. Blocks some seconds at most for that.
@@ -373,11 +419,9 @@ class Recorder:
         if waits and self._last is not None:
             for mark in self._last.device_marks:
                 synchronize(mark)
-        if self._thread is None:
-            self.start()
-        assert self._thread is not None
+        thread = self._thread or self.start()
         self._over.set()
-        self._thread.join(_JOIN_S)
+        thread.join(_JOIN_S)
         if self._folder is not None:
             self._folder.describe(offsets, "end", **facts)
 
@@ -389,40 +433,22 @@ class Recorder:
     # --- in the recording thread ---
 
     def _work(self, period_s: float) -> None:
-        wait_s = min(_FIRST_S, period_s)
-        is_well = True
-        while is_well and not self._over.wait(wait_s):
-            wait_s = period_s
-            is_well = guarded(self._beat)
-        if is_well:
-            guarded(self._end)
+        is_last = self._over.wait(min(_FIRST_S, period_s))
+        while guarded(partial(self._beat, is_last)) and not is_last:
+            is_last = self._over.wait(period_s)
         if self._writer is not None:
             self._writer.close()
 
-    def _beat(self) -> None:
-        self.drain()
-        if self._num_beats % 2 == 0:
-            self._take_sample()
-        self._num_beats += 1
-        self.report()
-        if self._writer is not None:
-            self._writer.flush()
-
-    def _end(self) -> None:
-        self.drain(at_once=True)
-        self._take_sample()
-        if self._writer is not None and (rest := self._downsampler.rest()) is not None:
-            self._writer.add(rest.to_line())
-        self.report(is_last=True)
-
-    def _take_sample(self) -> None:
-        try:
-            line = self.sampler()
-        except Exception:  # the figures of the machine are not available; errors below are reported by the thread
-            return
-        self.means.machine(line)
-        if self._writer is not None:
-            self._writer.add(line)
+    def _beat(self, is_last: bool) -> None:
+        self.drain(at_once=is_last)
+        if is_last or self._num_reports % 2 == 0:
+            with suppress(Exception):  # the figures of the machine are not available
+                line = self.sampler()
+                self.means.machine(line)
+                self._write(line)
+        if is_last and (rest := self._downsampler.rest()) is not None:
+            self._write(rest.to_line())
+        self.report(is_last=is_last)
 
     def drain(self, *, at_once: bool = False) -> None:
         """Record the steps that the device has completed, and the events between them. Does not wait for the device.
@@ -435,35 +461,33 @@ class Recorder:
         while self._queue:
             item = self._queue[0]
             if not isinstance(item, StepMarks):
-                self._record_event(item)
+                self._events.append(item)
+                self._write(item.to_line())
+                if item.seconds is not None:
+                    self._last_begin = None  # the device is idle: the next step begins when the host launches it
             elif all(mark.query() for mark in item.device_marks):
                 self._record_step(item)
             elif not at_once:
                 return  # the device has not completed later steps, either
             self._queue.popleft()
             count += 1
-            if not at_once and count % _PIECE == 0 and len(self._queue) < _BEHIND:
+            if not at_once and count % _PIECE == 0:
                 time.sleep(_PIECE_PAUSE_S)
 
     def _record_step(self, step: StepMarks) -> None:
-        times = step.times()
-        self.means.add(step, times)
-        if self._writer is not None:
-            began_s = self._begin_of(step, times.total_s)
-            line = self._downsampler.add(StepLine.of(step, times, began_s, self._steps_per_epoch))
-            if line is not None:
-                self._writer.add(line.to_line())
-            if step.has_timeline:
-                self._writer.add(Timeline.of(step, began_s).to_line())
+        began_s = self._begin_of(step)
+        line = StepLine.of(step, began_s, self._steps_per_epoch)
+        self.means.add(line)
+        if (merged := self._downsampler.add(line)) is not None:
+            self._write(merged.to_line())
+        if step.has_timeline:
+            self._write(Timeline.of(step, began_s).to_line())
 
-    def _record_event(self, event: Event) -> None:
-        self._events.append(event)
+    def _write(self, line: Line) -> None:
         if self._writer is not None:
-            self._writer.add(event.to_line())
-        if event.seconds is not None:
-            self._last_begin = None  # the device is idle: the next step begins when the host launches it
+            self._writer.add(line)
 
-    def _begin_of(self, step: StepMarks, total_s: float) -> float:
+    def _begin_of(self, step: StepMarks) -> float:
         """Return when a step began, in Unix time of this host; called for each step in order.
 
         On CUDA, a step begins when the device reaches it, possibly long after the host launched it. The device only
@@ -475,7 +499,8 @@ class Recorder:
         began_s = step.wall_s
         if self._last_begin is not None:
             before, before_s = self._last_begin
-            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), time.time() - total_s))
+            latest_s = time.time() - seconds_between(step.begin, step.end)
+            began_s = max(began_s, min(before_s + seconds_between(before, step.begin), latest_s))
         self._last_begin = step.begin, began_s
         return began_s
 
@@ -485,15 +510,12 @@ class Recorder:
         """Post the figures; on rank zero, gather and deliver. Blocks some seconds if the store does not answer."""
         figures, of_run = self.means.read()
         events, self._events = self._events, []
+        self._num_reports += 1
         if self._place.rank != 0 and self._keys is not None:
-            self._num_posts += 1
-            self._keys.post([self._num_posts, asdict(figures)])
+            self._keys.post([self._num_reports, asdict(figures)])
         if not self._deliveries:
             return  # the run is only recorded
-        for event in events:
-            self._event_counts[event.event] += 1
-            self._evaluation = event.metrics or self._evaluation
-        snapshot = replace(
+        self._run = replace(
             self._run,
             time=time.time(),
             step=figures.step,
@@ -502,13 +524,13 @@ class Recorder:
             elapsed_s=time.perf_counter() - self._began_s,
             left_s=self._left_s(figures.step),
             ranks=with_waits((figures, *self._others())),
-            event_counts=dict(self._event_counts),
-            evaluation=self._evaluation,
+            event_counts=Counter(self._run.event_counts) + Counter(event.event for event in events),
+            evaluation=next((event.metrics for event in reversed(events) if event.metrics), self._run.evaluation),
             is_last=is_last,
             **of_run,
         )
         for delivery in self._deliveries:
-            delivery.give(snapshot, events)
+            delivery.give(self._run, events)
 
     def _left_s(self, step: int) -> float | None:
         """Return the remaining seconds at the mean pace since the first steps, including pauses; None before."""

@@ -9,7 +9,7 @@ the other parts, and ``other`` is what is left. ``copy`` and ``hidden`` happen b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +27,7 @@ class Part:
         letter: In a bar of letters, which is readable without colors.
         color, ink: The color of its bar, and of a letter on it.
         hatch: In plots, for those who cannot tell the colors apart.
-        work: What a rank does that is slow in it, if that is not its name.
+        doing: What a rank does in it, for a message that it is slow.
     """
 
     label: str
@@ -35,12 +35,7 @@ class Part:
     color: str
     ink: str = "#000000"
     hatch: str = ""
-    work: str = ""
-
-    @property
-    def doing(self) -> str:
-        """What a rank does in it, for a message."""
-        return self.work or self.label
+    doing: str = ""
 
 
 # In order, by name: ``StepTimes`` has the seconds of each as ``NAME_s``.
@@ -48,14 +43,14 @@ class Part:
 # The colors are those of Okabe and Ito, which most people with color blindness can tell apart. No dots as a hatch:
 # their circles alone would take 170 kB of a page.
 PARTS = {
-    "data_wait": Part("data wait", "D", "#E69F00", work="loading data"),
-    "forward": Part("forward", "F", "#56B4E9"),
-    "backward": Part("backward", "B", "#0072B2", ink="#FFFFFF"),
+    "data_wait": Part("data wait", "D", "#E69F00", doing="loading data"),
+    "forward": Part("forward", "F", "#56B4E9", doing="forward"),
+    "backward": Part("backward", "B", "#0072B2", ink="#FFFFFF", doing="backward"),
     "wire": Part("exchange", "X", "#009E73", hatch="////"),
     "peers": Part("waiting for ranks", "W", "#D55E00", hatch="\\\\\\\\"),
-    "optimizer": Part("optimizer", "O", "#CC79A7"),
-    "core_wait": Part("waiting for a core", "C", "#F0E442", hatch="xxxx"),
-    "other": Part("other", "-", "#999999", work="code between steps"),
+    "optimizer": Part("optimizer", "O", "#CC79A7", doing="optimizer"),
+    "core_wait": Part("waiting for a core", "C", "#F0E442", hatch="xxxx", doing="waiting for a core"),
+    "other": Part("other", "-", "#999999", doing="code between steps"),
 }
 
 # The parts that are a rank's own work: in these it can be slow.
@@ -113,10 +108,6 @@ class StepTimes:
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts that are known, by name and in order."""
         return {name: self.part(name) for name in PARTS if getattr(self, f"{name}_s") is not None}
-
-    def lasting(self, seconds: float) -> StepTimes:
-        """Return the same with the time until the next step, which is that of the script, as a part of the step."""
-        return replace(self, total_s=max(self.total_s, seconds))
 
 
 # The names of the fields.

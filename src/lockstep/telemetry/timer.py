@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 import torch
 
@@ -39,46 +39,35 @@ class StepTimer:
 
     def __init__(self, device: torch.device, number: int = 0) -> None:
         self._device = device
-        self._range: AbstractContextManager[object] | None = None
+        self._range = ExitStack()
         self._since = moment(device)
         mark, at, *_ = self._since
         self.marks = StepMarks(number, mark, at, time.time(), mark)
         self._phase, activity.now.phase = "data_wait", "loader"
-        if ranges.now:
-            self.name_phase("data_wait")
+        self.name_phase("data_wait")
 
     def begin(self, phase: str, *, at: Mark | None = None) -> None:
         """End the phase before, now or at the mark ``at``, and begin ``phase``, one of `PHASES`."""
-        self._close(at)
+        since, self._since = self._since, moment(self._device)
+        if at is not None:  # the host's waits and its use of cores until now belong to the phase that ends
+            self._since = (at, *self._since[1:])
+        add_span(self.marks, self._phase, since, self._since)
+        self.marks.end = self._since[0]
         self._phase = phase
         activity.now.phase = "loader" if phase == "data_wait" else phase
         # A range of the trace cannot begin earlier: at a mark, that of the phases before goes on.
-        if at is None and (ranges.now or self._range is not None):
+        if at is None:
             self.name_phase(phase)
 
     def end(self) -> None:
         """End the last phase, and the step."""
         self.begin("")
 
-    def mark_waits_counted(self) -> None:
-        """Record that the waits of backward are counted in other phases: there is no other exposed communication."""
-        self.marks.exposed_s = 0.0
-
-    def _close(self, at: Mark | None) -> None:
-        since, self._since = self._since, moment(self._device)
-        if at is not None:  # the host's waits and its use of cores until now belong to the phase that ends
-            self._since = (at, *self._since[1:])
-        add_span(self.marks, self._phase, since, self._since)
-        self.marks.end = self._since[0]
-
     def name_phase(self, name: str) -> None:
         """End the profiler's range of the phase, and begin another; none if ``name`` is empty."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        if name and ranges.now:
-            self._range = ranges.around(name)
-            self._range.__enter__()
+        self._range.close()
+        if ranges.now and name:
+            self._range.enter_context(ranges.around(name))
 
 
 def add_span(step: StepMarks, phase: str, begin: Moment, end: Moment) -> None:

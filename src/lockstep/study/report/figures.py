@@ -69,17 +69,16 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
 
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
     """Return the bytes per second that a machine sent while buckets were exchanged; None if unknown."""
-    settings = run.settings
-    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(settings.get("compression"))
+    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(run.settings.get("compression"))
     if ratio is None or machines < 2:
         return None  # with other compression, the bytes depend on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
     buckets = timeline.buckets
     # All buckets together, which keep a slow link busy; or the largest bucket, as a fast link is often idle.
     largest = max(buckets, key=lambda each: each.size_bytes)
-    spans = [(largest.size_bytes, largest.done_s - largest.sent_s)]
     whole_s = max(each.done_s for each in buckets) - min(each.sent_s for each in buckets)
-    spans.append((sum(each.size_bytes for each in buckets), whole_s))
+    whole = sum(each.size_bytes for each in buckets), whole_s
+    spans = [(largest.size_bytes, largest.done_s - largest.sent_s), whole]
     return max((ratio * cable_bytes(size, members) / seconds for size, seconds in spans if seconds > 0), default=None)
 
 
@@ -143,19 +142,14 @@ def _usage(run: Recorded, until: float = math.inf) -> Usage:
 
 def _losses(run: Recorded) -> tuple[str, list[tuple[float, float, int]]]:
     """Return the name of the loss; and for each value the time, the loss, and the number of steps done."""
-    ends = [(event.time + (event.seconds or 0.0), event.loss, event.step) for event in run.events]
-    if evaluated := [(end, loss, step) for end, loss, step in ends if loss is not None]:
-        return "evaluated loss", evaluated
-    known = [step for step in run.zero.steps if step.loss is not None]
+    with_loss = [(event, event.metrics["loss"]) for event in run.events if event.metrics and "loss" in event.metrics]
+    if with_loss:
+        return "evaluated loss", [(event.time + (event.seconds or 0.0), loss, event.step) for event, loss in with_loss]
+    steps = [step for step in run.zero.steps if step.loss is not None]
+    known = [(step.time + step.times.total_s, step.loss or 0.0, step.step + step.num_steps) for step in steps]
     windows = [known[at - NUM_LOSSES : at] for at in range(NUM_LOSSES, len(known) + 1)]
-    return f"training loss (mean of {NUM_LOSSES} steps)", [
-        (
-            each[-1].time + each[-1].times.total_s,
-            fmean(step.loss or 0.0 for step in each),
-            each[-1].step + each[-1].num_steps,
-        )
-        for each in windows
-    ]
+    means = [(each[-1][0], fmean(loss for _, loss, _ in each), each[-1][2]) for each in windows]
+    return f"training loss (mean of {NUM_LOSSES} steps)", means
 
 
 # The use of the cores of the machine on which ranks waited most, mean over the run.
@@ -202,15 +196,14 @@ MOST_STEPS = 3
 
 
 def find_window(run: Recorded) -> dict[int, list[Timeline]]:
-    """Return by rank the timelines of some consecutive steps of typical length; empty if there are none."""
+    """Return by rank the timelines of some consecutive steps in the middle of the run; empty if there are none."""
     by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in run.ranks.items()}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
-    # The beginnings of consecutive steps; the first ones are not typical.
+    # The beginnings of consecutive steps.
     begins = [step for step in common if step - 1 not in common]
     if not begins:
         return {}
-    later = sorted(begins[1:] or begins, key=lambda step: max(of_rank[step].end_s for of_rank in by_rank.values()))
-    begin = later[len(later) // 2]
+    begin = begins[len(begins) // 2]
     steps = list(itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS)))
     return {rank: [of_rank[step] for step in steps] for rank, of_rank in sorted(by_rank.items())}
 

@@ -193,7 +193,7 @@ def _where(view: View, figures: Figures) -> str:
     if slow is not None:
         where = PARTS[slow.part].doing
         text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({where})"
-    elif not figures.knows_waits and len(figures.by_rank) > 1:
+    elif figures.critical.exposed_s is None and len(figures.by_rank) > 1:
         text += "; backward includes waiting for other ranks, which this engine does not measure"
     if network is not None and network.link is not None:
         sent = format_megabytes(network.sent_bytes)

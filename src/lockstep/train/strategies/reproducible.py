@@ -396,7 +396,7 @@ class Reproducible(Strategy):
             how.on_losses([table.loss(self._tree)])
             self._deliver(self._sum_own(), table.used)
             return
-        how.timer.mark_waits_counted()
+        how.timer.marks.exposed_s = 0.0  # the waits of backward are counted in other phases
         if self.group is not None:
             table = table.over_ranks(self.group, self._devices[0])
         how.on_losses([table.loss(self._tree)])
