@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep import activity
-from lockstep.accelerator import HostCopy, is_capturing, widest_dtype
 from lockstep.errors import ConfigurationError
-from lockstep.observe.observation import Observation, find_place, trained_parameters
-from lockstep.observe.steps import updates
+from lockstep.observe.steps import num_samples, updates
+from lockstep.observe.watch import Watch, find_place, trained_parameters
 from lockstep.telemetry.instrument import Instrument, compiled_call, in_backward
-from lockstep.telemetry.provenance import Provenance, gather
+from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import num_restarts
 from lockstep.telemetry.recorder import Place
 from lockstep.telemetry.sinks import parse_targets
-from lockstep.telemetry.step_times import Number, StepMarks
 from lockstep.train.settings import ViewName
 
 # --- ``lockstep run --monitor``: an unchanged script ------------------------------------------------------------------
@@ -48,7 +44,7 @@ _attached: Attached | None = None
 def attach(folder: str, view: ViewName = "none", log_to: str = "") -> None:
     """Record this process into ``folder`` as soon as it trains; called before the script starts."""
     global _attached
-    _attached = Attached(Path(folder), view, parse_targets(log_to) if log_to else ())
+    _attached = Attached(Path(folder), view, parse_targets(log_to or ()))
 
 
 class Attached:
@@ -63,20 +59,19 @@ class Attached:
         self.folder, self._view, self._log_to = folder, view, log_to
         self._rank, self._num_ranks = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
         # Now, as the script may change the working directory, or initialize CUDA, after which git should not be forked.
-        self._provenance: Provenance | None = gather(Path(sys.argv[0])) if self._rank == 0 else None
+        self._provenance = gather(Path(sys.argv[0])) if self._rank == 0 else None
         self._models: list[nn.Module] = []
-        self._found: Observation | None = None
-        self._num_calls = self._num_steps = 0
+        self._watch: Watch | None = None
+        self._num_calls = 0
         self._is_searching = True
         self._instrument = Instrument(self._fail)
         self._instrument.before(nn.Module, "__call__", self._on_call)
-        self._instrument.optimizers(ends=self._on_step)
 
     def stop(self) -> None:
         """Stop recording, as the script calls `monitor` itself."""
         self._stop_searching()
-        if self._found is not None:
-            self._found.close()
+        if self._watch is not None:
+            self._watch.close()
 
     def _stop_searching(self) -> None:
         self._is_searching = False
@@ -87,27 +82,22 @@ class Attached:
         if not self._is_searching or not torch.is_grad_enabled() or not module.training:
             return
         self._num_calls += 1
-        if self._num_calls > _MOST_CALLS or self._num_steps >= _NUM_STEPS:
+        watch = self._watch
+        if self._num_calls > _MOST_CALLS or (watch is not None and watch.num_steps >= _NUM_STEPS):
             self._stop_searching()
             return
         if threading.current_thread() is not threading.main_thread() or in_backward() or module in self._models:
             return
-        if self._found is not None and self._found.steps.in_forward:
-            return
-        if not trained_parameters([module]):
+        if (watch is not None and watch.steps.in_forward) or not trained_parameters([module]):
             return
         if activity.now.step is not None:
-            self._stop_searching()
-            self._print("nothing is recorded, as the script trains with fit(): use its setting run_dir")
-            return
-        if self._found is None:
+            raise ConfigurationError("the script trains with fit(): use its setting run_dir")
+        if watch is None:
             self._models.append(module)
             # No group: the ranks may be at different places in the script, so collectives are not possible.
             name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{num_restarts()}"
-            self._found = Observation(
+            self._watch = watch = Watch(
                 self._models,
-                None,
-                None,
                 run_dir=self.folder,
                 place=Place(self._rank, self._num_ranks, name=name),
                 provenance=self._provenance,
@@ -115,126 +105,22 @@ class Attached:
                 log_to=self._log_to,
             )
         else:
-            self._found.add_model(module)
-        self._found.forward_begins(module, args, kwargs)
-        if any(_is_compiled(part) for part in module.modules()):
+            watch.add_model(module)
+        if watch.steps.current is None:  # the batch arrived before the loaders were observed
+            watch.steps.unclaimed += num_samples(args) or num_samples(kwargs)
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        compiled = () if dynamo is None else dynamo.OptimizedModule
+        if any(compiled_call(part) is not None or isinstance(part, compiled) for part in module.modules()):
             self._stop_searching()
-
-    def _on_step(self, *_: Any) -> None:
-        # The search ends at the next call of a module: torch does not allow to remove this hook here.
-        self._num_steps += self._found is not None
 
     def _fail(self, error: Exception) -> None:
         self._stop_searching()
-        self._print(f"nothing is recorded: {str(error).partition(chr(10))[0] or type(error).__name__}")
-
-    def _print(self, text: str) -> None:
         if self._rank == 0:
-            sys.stderr.write(f"lockstep: {text}\n")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return compiled_call(module) is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            sys.stderr.write(f"lockstep: nothing is recorded: {reason}\n")
 
 
 # --- `monitor`: one line in a script ----------------------------------------------------------------------------------
-
-Batch = TypeVar("Batch")
-
-# Maximum number of losses per step.
-_MOST_LOSSES = 1024
-
-
-class Watch:
-    """The record of a training loop; returned by `lockstep.monitor`.
-
-    As a context manager, it ends the record at the end of the block. Otherwise the record ends with the process.
-
-    Attributes:
-        run_dir: The folder of the record, for ``lockstep report``.
-    """
-
-    def __init__(self, observation: Observation) -> None:
-        self._observation, self.run_dir = observation, observation.run_dir
-
-    @property
-    def _step(self) -> StepMarks | None:
-        return self._observation.steps.current if self._observation.steps.is_watching else None
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps done, including those that GradScaler skipped."""
-        return self._observation.steps.num_done
-
-    def loss(self, value: Tensor | float) -> None:
-        """Record a loss of the current step, or of the last one between two steps; several losses are averaged.
-
-        Does not block: a tensor on a device is copied asynchronously.
-
-        Args:
-            value: A number, or a tensor with one element.
-
-        Raises:
-            ConfigurationError: It has more than one element.
-        """
-        found, step = _number(value), self._step
-        if step is not None and len(step.losses) < _MOST_LOSSES:
-            step.losses.append(found)
-
-    def grad_norm(self, value: Tensor | float) -> None:
-        """Record the gradient norm of the current step, such as that returned by ``clip_grad_norm_``. Does not block.
-
-        Args:
-            value: A number, or a tensor with one element.
-
-        Raises:
-            ConfigurationError: It has more than one element.
-        """
-        found, step = _number(value), self._step
-        if step is not None:
-            step.grad_norm = found
-
-    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of an iterable that is not a DataLoader, and record the waiting for them."""
-        return self._observation.hooks.iterated(batches)
-
-    def finish(self) -> None:
-        """End the record, and compare the clocks of the ranks' machines once more.
-
-        Collective: every rank. Blocks for some small messages, and as `close` does.
-        """
-        self._observation.finish()
-
-    def close(self) -> None:
-        """End the record; further calls have no effect. Blocks for the device, and at most some seconds for the disk.
-
-        Unlike `finish`, this is not collective. Without a call, the record ends with the process.
-        """
-        self._observation.close()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._observation.close(error)
-
-
-def _number(value: Tensor | float) -> Number:
-    if not isinstance(value, Tensor):
-        return Number(float(value))
-    if value.numel() != 1:
-        raise ConfigurationError(
-            f"The value to record has {value.numel()} elements.\nGive one number, such as the mean."
-        )
-    if is_capturing(value.device):
-        return Number(math.nan)  # no step is recorded, and a copy would become a part of the graph
-    if value.device.type == "cpu":
-        return Number(float(value.item()))
-    copy = HostCopy(value.to(widest_dtype(value.device)).reshape(()))
-    return Number(copy.value, copy.arrived)
 
 
 def monitor(
@@ -313,10 +199,7 @@ def monitor(
         folder = _attached.folder
     if run_dir is not None:
         if "://" in str(run_dir):
-            raise ConfigurationError(
-                f"run_dir={run_dir} is in an object store, which can only hold checkpoints.\n"
-                "Name a folder on this machine."
-            )
+            raise ConfigurationError(f"run_dir={run_dir} is in an object store.\nName a folder on this machine.")
         folder = Path(run_dir)
     global _last
     if _last is not None and not _last.is_closed:
@@ -326,21 +209,13 @@ def monitor(
         )
     if view not in get_args(ViewName):
         raise ConfigurationError(f"view={view!r} is not allowed.\nChoose from: {', '.join(get_args(ViewName))}.")
-    targets = parse_targets(log_to or ())
-    _last = Observation(
-        models,
-        optimizers or None,
-        loaders or None,
-        run_dir=folder,
-        place=find_place(),
-        first_step=first_step,
-        view=view,
-        log_to=targets,
-    )
-    return Watch(_last)
+    targets, place = parse_targets(log_to or ()), find_place()
+    ours = models, optimizers or None, loaders or None
+    _last = Watch(*ours, run_dir=folder, place=place, first_step=first_step, view=view, log_to=targets)
+    return _last
 
 
-_last: Observation | None = None
+_last: Watch | None = None
 
 
 def _listed(value: Any, kind: type, name: str, otherwise: str) -> list[Any]:
