@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lockstep.observe import steps as module
+from lockstep.observe.monitor import complete
 from lockstep.observe.steps import Steps, num_samples
-from lockstep.observe.watch import complete
 from lockstep.telemetry import timer
 from lockstep.telemetry.record import StepLine, Timeline, to_json
 

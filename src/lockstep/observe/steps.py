@@ -60,11 +60,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        done: Callable[[StepMarks], None],
-        evaluated: Callable[[int, float, float], None],
-        first_step: int = 0,
+        self, device: torch.device, done: Callable[..., None], evaluated: Callable[..., None], first_step: int = 0
     ) -> None:
         self._device, self._report_done, self._report_evaluated = device, done, evaluated
         self.num_done = first_step
