@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -149,9 +148,6 @@ Batch = TypeVar("Batch")
 # Maximum number of losses per step.
 _MOST_LOSSES = 1024
 
-# A model may return thousands of tensors, such as caches; hooks on all would slow it down.
-_MOST_OUTPUTS = 64
-
 
 class Watch:
     """The record of a training loop; returned by `lockstep.monitor`.
@@ -214,8 +210,7 @@ class Watch:
         )
         self.observe(models)
         # Weak references, so that optimizers end as without hooks.
-        self._are_ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._are_ours.update(dict.fromkeys(optimizers or (), True))
+        self._are_ours = weakref.WeakKeyDictionary[Any, bool](dict.fromkeys(optimizers or (), True))
         self._updated = models if optimizers is None else ()
         instrument.optimizers(self._optimizer_begins, self._optimizer_ends)
         instrument.wrap(GradScaler, "step", self._scaled)
@@ -318,7 +313,7 @@ class Watch:
         if torch.is_grad_enabled():
             self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
             # Backward may start from any output: the first gradient of any of them counts.
-            for tensor in islice(find_tensors(output), _MOST_OUTPUTS):
+            for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_gradient)
         if self._trains:

@@ -154,12 +154,12 @@ class Steps:
         if self._evaluation is None:
             began_at = self._batches[0][0][1] if self._batches else now
             self._pass_on(began_at)
-            self._evaluation = (began_at, now)
             self._borrowed = self._batches, self.unclaimed
-        elif not is_over:
-            self._borrowed = None  # with a second forward, it is an evaluation that uses the batches
-        if is_over:
-            self._evaluation = (self._evaluation[0], now)
+        else:
+            began_at, _ = self._evaluation
+            # With a second forward, it is an evaluation that uses the batches.
+            self._borrowed = self._borrowed if is_over else None
+        self._evaluation = (began_at, now)
         self._batches, self.unclaimed = [], 0
 
     def backward_begins(self, num_samples: int) -> None:

@@ -54,23 +54,19 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Call the listener."""
-        if torch.compiler.is_compiling() or self._listener is None:
+        if torch.compiler.is_compiling() or self._listener is None or self._fail is None:
             return
         try:
             self._listener(*args, **kwargs)
         except Exception as error:
-            assert self._fail is not None
             self._fail(error)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
 
 
-class Instrument:
-    """Hooks of this process; `close`, or the end of a ``with`` block, removes them all, the last one first.
+class Instrument(ExitStack):
+    """Hooks of this process; ``close()``, or the end of a ``with`` block, removes them all, the last one first.
 
     Each method adds hooks and may be called any number of times. Nothing here is collective, and nothing blocks.
 
@@ -80,25 +76,15 @@ class Instrument:
     """
 
     def __init__(self, fail: Fail | None = None) -> None:
+        super().__init__()
         self._fail = fail
-        self._undo = ExitStack()
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self._undo.close()
-
-    def __enter__(self) -> Instrument:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _hook(self, listener: Listener) -> Callable[..., Any]:
         return listener if self._fail is None else Hook(listener, self._fail)
 
     def _register(self, register: Callable[..., Any], listener: Listener | None) -> None:
         if listener is not None:
-            self._undo.callback(register(self._hook(listener)).remove)
+            self.callback(register(self._hook(listener)).remove)
 
     # --- any attribute ------------------------------------------------------------------------------------------------
 
@@ -115,7 +101,7 @@ class Instrument:
             else:  # it was inherited
                 delattr(owner, name)
 
-        self._undo.callback(undo)
+        self.callback(undo)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replace a function by one that returns ``around(function, *args, **kwargs)``.
@@ -155,8 +141,8 @@ class Instrument:
 
             self.replace(model, COMPILED_CALL, call)
         else:
-            self._undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-            self._undo.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
+            self.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+            self.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
 
     def all_forwards(self, begins: Listener | None = None, ends: Listener | None = None) -> None:
         """Call ``begins(module, args)`` and ``ends(module, args, output)`` at the forwards of all modules.
@@ -240,7 +226,7 @@ class Instrument:
     def optimizers(self, begins: Listener, ends: Listener | None = None) -> None:
         """Call ``begins(optimizer, args, kwargs)`` and ``ends(...)`` at the steps of all optimizers.
 
-        They must not `close` this: torch iterates over its hooks while it calls them.
+        They must not close this: torch iterates over its hooks while it calls them.
         """
         self._register(register_optimizer_step_pre_hook, begins)
         self._register(register_optimizer_step_post_hook, ends)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -46,7 +45,15 @@ def profiled(settings: FitSettings, world: World, steps: range, pause_for: Pause
     if not settings.profile:
         yield nullcontext
         return
-    folder = _folder(settings, world)
+    folder = Path(settings.profile_dir or Path(settings.run_dir or "") / FOLDER)
+    problem = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        advice = "Name another folder with profile_dir=DIR (--profile-dir DIR)."
+        problem = f"Cannot write traces to {folder}: {error.strerror}.\n{advice}"
+    check_arguments_agree("", problem, group=world.group, device=world.device)
     # By default the last steps of a short run.
     start, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
     before = last = steps.start - 1
@@ -77,10 +84,8 @@ def profiled(settings: FitSettings, world: World, steps: range, pause_for: Pause
         assert stopped is not None
         name = f"step {first}" if first == last else f"steps {first} to {last}"
         path = folder / f"rank-{world.rank}.steps-{first}-{last}.pt.trace.json"
-        part = path.with_suffix(".part")
         try:
-            stopped.export_chrome_trace(str(part))
-            os.replace(part, path)
+            stopped.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             return f"{name} profiled, but {path} cannot be written: {error}"
         return f"{name} profiled: {folder}/rank-*.steps-{first}-{last}.pt.trace.json, for ui.perfetto.dev"
@@ -108,23 +113,3 @@ def _start(settings: FitSettings, world: World) -> profile:
     profiler.start_trace()
     ranges.now = True
     return profiler
-
-
-def _folder(settings: FitSettings, world: World) -> Path:
-    """Create and return the folder for traces.
-
-    Collective: every rank.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write there.
-    """
-    folder = Path(settings.profile_dir or Path(settings.run_dir or "") / FOLDER)
-    problem = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
-    except OSError as error:
-        advice = "Name another folder with profile_dir=DIR (--profile-dir DIR)."
-        problem = f"Cannot write traces to {folder}: {error.strerror}.\n{advice}"
-    check_arguments_agree("", problem, group=world.group, device=world.device)
-    return folder

@@ -175,8 +175,8 @@ class RunRecord:
 
         Collective: every rank. Blocks for some small messages, and until the device has finished.
         """
-        recorder, has_folder = self._recorder, self._settings.run_dir is not None
-        offsets = self._place.offsets() if has_folder else []
+        recorder = self._recorder
+        offsets = [] if self._settings.run_dir is None else self._place.offsets()
         self.event(event, text)
         self._is_over = True
         self._release(None)

@@ -234,6 +234,9 @@ class BucketOptimizer:
     Args:
         optimizer: Of the reducer's parameters, and maybe of others, which are stepped when the step closes.
 
+    Attributes:
+        remove: Restores the optimizer's ordinary ``step``.
+
     Raises:
         ConfigurationError: The optimizer cannot step without being called with a closure.
     """
@@ -251,11 +254,7 @@ class BucketOptimizer:
         self._left: dict[nn.Parameter, int] = {}
         self._changed: dict[int, dict[str, Any]] = {}  # by index of a group, the values that the steps changed in it
         self._is_stepping = False
-        self._handle = optimizer.register_step_pre_hook(self._refuse_others)
-
-    def remove(self) -> None:
-        """Restore the optimizer's ordinary ``step``."""
-        self._handle.remove()
+        self.remove = optimizer.register_step_pre_hook(self._refuse_others).remove
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
