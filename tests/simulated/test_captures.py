@@ -19,13 +19,13 @@ def capturing_on_sim(device):
 
 def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path, monkeypatch):
     def run(world):
-        from lockstep.observe import monitor, steps
+        from lockstep.observe import steps
         from lockstep.parallel.ddp import bucket_events, reducer, weighting
         from lockstep.telemetry import recorder
 
         # The simulated device has no mode in which another thread may ask during a capture, as CUDA has.
         recorder._FIRST_S = recorder.PERIOD_S = 3600.0
-        for module in (monitor, steps, bucket_events, reducer, weighting):
+        for module in (steps, bucket_events, reducer, weighting):
             module.is_capturing = capturing_on_sim
         try:
             torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_a_capture_in_a_loop_that_is_recorded(on_sim, tmp_path, monkeypatch):
                 step()
             return num_steps, watch.num_steps
         finally:
-            for module in (monitor, steps, bucket_events, reducer, weighting):
+            for module in (steps, bucket_events, reducer, weighting):
                 module.is_capturing = accelerator.is_capturing
             recorder._FIRST_S, recorder.PERIOD_S = 0.3, 1.0
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.observe import steps as module
-from lockstep.observe.observation import Engine
+from lockstep.observe.monitor import complete
 from lockstep.observe.steps import Steps, num_samples
 from lockstep.telemetry import timer
 from lockstep.telemetry.record import StepLine, Timeline, to_json
@@ -24,14 +24,8 @@ class Loop:
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(timer, "time", clock)
         monkeypatch.setattr(timer.env, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
-        self.done_steps, self.evaluations, self.opened_steps = [], [], []
-        self.steps = Steps(torch.device("cpu"), self)
-
-    def opened(self, step):
-        self.opened_steps.append(step.number)
-
-    def done(self, step):
-        self.done_steps.append(step)
+        self.done_steps, self.evaluations = [], []
+        self.steps = Steps(torch.device("cpu"), self.done_steps.append, self.evaluated)
 
     def evaluated(self, num_steps, wall_s, seconds):
         self.evaluations.append((num_steps, wall_s, seconds))
@@ -79,7 +73,7 @@ class Loop:
 
 
 def line_of(step, kind, num_ranks=1):
-    Engine(kind).complete(step)
+    complete(step, kind)
     own_samples, step.samples = step.samples, step.samples * num_ranks
     try:
         return StepLine.of(step, 0.0).to_line()
@@ -174,13 +168,12 @@ def test_one_look_at_a_batch_that_is_then_trained_on_is_no_evaluation(loop):
 
 
 def test_a_model_that_is_trained_in_evaluation_mode_is_found_out(loop):
-    assert not loop.steps.trains(has_grad=True, is_training=False)
+    assert not loop.steps.trains_in_eval
     loop.fetch()
     loop.look()
     loop.backward()
     loop.update()
-    assert loop.steps.trains(has_grad=True, is_training=False)
-    assert not loop.steps.trains(has_grad=False, is_training=True)
+    assert loop.steps.trains_in_eval
     loop.step()
     first, second = loop.lines()
     assert (first["forward_s"], first["backward_s"], first["samples"]) == (None, 4.0, 16)
@@ -196,7 +189,6 @@ def test_optimizers_behind_the_lead_belong_to_its_step(loop):
         loop.update(MAIN)
         loop.update(OTHER, 0.75)
     assert [line["optimizer_s"] for line in loop.lines()] == [1.0, 1.0]
-    assert loop.opened_steps == [0, 1]
 
 
 def test_two_models_that_are_updated_in_turn_are_one_step_a_batch(loop):
@@ -305,7 +297,6 @@ def test_an_exception_in_a_step_leaves_the_next_ones_whole(loop):
     loop.backward()
     loop.steps.optimizer_begins(MAIN)
     loop.rest(1.0)
-    loop.steps.optimizer_failed()
     loop.step()
     loop.step()
     lines = loop.lines()

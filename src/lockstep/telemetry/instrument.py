@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -53,23 +54,19 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Call the listener."""
-        if torch.compiler.is_compiling() or self._listener is None:
+        if torch.compiler.is_compiling() or self._listener is None or self._fail is None:
             return
         try:
             self._listener(*args, **kwargs)
         except Exception as error:
-            assert self._fail is not None
             self._fail(error)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
 
 
-class Instrument:
-    """Hooks of this process; `close`, or the end of a ``with`` block, removes them all, the last one first.
+class Instrument(ExitStack):
+    """Hooks of this process; ``close()``, or the end of a ``with`` block, removes them all, the last one first.
 
     Each method adds hooks and may be called any number of times. Nothing here is collective, and nothing blocks.
 
@@ -79,21 +76,15 @@ class Instrument:
     """
 
     def __init__(self, fail: Fail | None = None) -> None:
+        super().__init__()
         self._fail = fail
-        self._undo = ExitStack()
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self._undo.close()
-
-    def __enter__(self) -> Instrument:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _hook(self, listener: Listener) -> Callable[..., Any]:
         return listener if self._fail is None else Hook(listener, self._fail)
+
+    def _register(self, register: Callable[..., Any], listener: Listener | None) -> None:
+        if listener is not None:
+            self.callback(register(self._hook(listener)).remove)
 
     # --- any attribute ------------------------------------------------------------------------------------------------
 
@@ -110,7 +101,7 @@ class Instrument:
             else:  # it was inherited
                 delattr(owner, name)
 
-        self._undo.callback(undo)
+        self.callback(undo)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replace a function by one that returns ``around(function, *args, **kwargs)``.
@@ -127,14 +118,13 @@ class Instrument:
 
     def before(self, owner: Any, name: str, listener: Listener) -> None:
         """Call ``listener(*args, **kwargs)`` before each call of a function, with its arguments."""
-        original, hook = getattr(owner, name), self._hook(listener)
+        hook = self._hook(listener)
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             hook(*args, **kwargs)
             return original(*args, **kwargs)
 
-        self.replace(owner, name, call)
+        self.wrap(owner, name, around)
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -151,8 +141,8 @@ class Instrument:
 
             self.replace(model, COMPILED_CALL, call)
         else:
-            self._undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-            self._undo.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
+            self.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+            self.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
 
     def all_forwards(self, begins: Listener | None = None, ends: Listener | None = None) -> None:
         """Call ``begins(module, args)`` and ``ends(module, args, output)`` at the forwards of all modules.
@@ -160,10 +150,8 @@ class Instrument:
         They are called before hooks of the module itself, so ``ends`` sees the whole parameters of ``fully_shard``.
         torch warns of such hooks when it calls a compiled model; ``before(nn.Module, "__call__", ...)`` avoids that.
         """
-        if begins is not None:
-            self._undo.callback(register_module_forward_pre_hook(self._hook(begins)).remove)
-        if ends is not None:
-            self._undo.callback(register_module_forward_hook(self._hook(ends)).remove)
+        self._register(register_module_forward_pre_hook, begins)
+        self._register(register_module_forward_hook, ends)
 
     # [Note: the end of backward]
     # A backward begins with the first gradient of an output of the model. Then a callback is queued for its end.
@@ -202,11 +190,7 @@ class Instrument:
 
     # --- loaders ------------------------------------------------------------------------------------------------------
 
-    def loaders(
-        self,
-        around: Callable[[Callable[[], Any], int | None], Any],
-        chosen: Sequence[DataLoader[Any]] | None = None,
-    ) -> None:
+    def loaders(self, around: Callable[..., Any], chosen: Sequence[DataLoader[Any]] | None = None) -> None:
         """Call ``around(fetch, batch_size)`` at each start of a DataLoader and each request for a batch.
 
         It must return ``fetch()``. Loaders may be nested: then a ``fetch`` contains further calls of ``around``.
@@ -217,16 +201,16 @@ class Instrument:
             chosen: Only these loaders; all of the process by default.
         """
         # Weak references, so that loaders, iterators and their processes end as without hooks.
-        observed: weakref.WeakSet[Any] = weakref.WeakSet()
         sizes: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
-        for each in chosen or ():
-            observed.add(getattr(each, "base_dataloader", None) or each)  # Accelerate's loaders contain one
+        # Accelerate's loaders contain one.
+        observed = weakref.WeakSet(getattr(each, "base_dataloader", None) or each for each in chosen or ())
 
         def start(original: Callable[..., Any], loader: Any) -> Any:
             if chosen is not None and loader not in observed:
                 return original(loader)
             iterator = around(lambda: original(loader), None)
-            sizes[iterator] = _batch_size(loader)
+            size = getattr(loader.batch_sampler, "batch_size", None)
+            sizes[iterator] = size if isinstance(size, int) else None
             return iterator
 
         def fetch(original: Callable[..., Any], iterator: Any) -> Any:
@@ -239,15 +223,13 @@ class Instrument:
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
-    def optimizers(self, begins: Listener | None = None, ends: Listener | None = None) -> None:
+    def optimizers(self, begins: Listener, ends: Listener | None = None) -> None:
         """Call ``begins(optimizer, args, kwargs)`` and ``ends(...)`` at the steps of all optimizers.
 
-        They must not `close` this: torch iterates over its hooks while it calls them.
+        They must not close this: torch iterates over its hooks while it calls them.
         """
-        if begins is not None:
-            self._undo.callback(register_optimizer_step_pre_hook(self._hook(begins)).remove)
-        if ends is not None:
-            self._undo.callback(register_optimizer_step_post_hook(self._hook(ends)).remove)
+        self._register(register_optimizer_step_pre_hook, begins)
+        self._register(register_optimizer_step_post_hook, ends)
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -284,7 +266,7 @@ def compiled_call(module: nn.Module) -> Any:
     return getattr(module, COMPILED_CALL, None)
 
 
-def _batch_size(loader: Any) -> int | None:
-    """Return the batch size of a loader; None if its sampler defines it."""
-    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-    return size if isinstance(size, int) else None
+def learning_rate_of(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of the first group; None if there is none, or if it is on the device."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)

@@ -263,17 +263,16 @@ class Run:
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._started_at = time.perf_counter()
-        sinks = self._record.open_sinks()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
         if trainer.strategy.note is not None:
             plan.append(trainer.strategy.note)
-        for line in (*plan, *lines, *(sink.where for sink in sinks)):
+        for line in (*plan, *lines, *(sink.where for sink in self._record.sinks)):
             self._display.log(line)
         self._report()
-        self._record.deliver(None if settings.quiet else self._display, sinks)
+        self._record.deliver(None if settings.quiet else self._display)
 
     def _resume(self) -> list[str]:
         """Resume from the newest valid checkpoint, if there is one; return lines about invalid ones."""

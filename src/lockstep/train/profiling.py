@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import check_arguments_agree
 from lockstep.telemetry import ranges
 from lockstep.telemetry.record import EventName
@@ -26,12 +24,11 @@ FOLDER = "profile"
 _FIRST, _COUNT = 11, 3
 
 PauseFor = Callable[[EventName, Callable[[], str]], None]
+AroundStep = Callable[[int], AbstractContextManager[object]]
 
 
 @contextmanager
-def profiled(
-    settings: FitSettings, world: World, steps: range, pause_for: PauseFor
-) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
+def profiled(settings: FitSettings, world: World, steps: range, pause_for: PauseFor) -> Iterator[AroundStep]:
     """Yield a function from the number of a step to its context, which profiles the steps set in ``settings``.
 
     Collective: every rank, and each step as well.
@@ -48,104 +45,71 @@ def profiled(
     if not settings.profile:
         yield nullcontext
         return
-    profiling = Profiling(settings, world, steps, pause_for)
-    try:
-        yield profiling.step
-        profiling.finish()
-    finally:
-        profiling.stop()
-
-
-class Profiling:
-    """Runs some steps under torch.profiler. Collective: every rank creates one. For arguments see `profiled`."""
-
-    def __init__(self, settings: FitSettings, world: World, steps: range, pause_for: PauseFor) -> None:
-        self._settings, self._world, self._pause_for = settings, world, pause_for
-        self._folder = _folder(settings, world)
-        # The last steps of a short run.
-        first, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
-        self._begin, self._number = steps.start, steps.start - 1
-        self._first = steps.start - 1 + int(first)
-        self._last = self._first + int(count) - 1
-        self._profiler: profile | None = None
-
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Return the context of a step. Collective: every rank."""
-        self._number = number
-        if number == self._first:
-            self._start()
-        with ranges.around(f"step {number}"):
-            yield
-        if number == self._last:
-            self._pause_for("profile", self._write)
-
-    def finish(self) -> None:
-        """Write the trace at the end of the run, if it ends earlier; report if no step was profiled."""
-        if self._profiler is not None:
-            self._pause_for("profile", self._write)
-        elif self._number < self._first:
-            first, had = self._first - self._begin + 1, self._number - self._begin + 1
-            text = f"no step was profiled: profiling begins at step {first} of this start, which had {had}"
-            self._pause_for("remark", lambda: text)
-
-    def _start(self) -> None:
-        config = None
-        activities = {ProfilerActivity.CPU} if self._world.device.type == "cpu" else supported_activities()
-        if self._settings.strategy not in PER_PROCESS:  # replicas have threads of their own
-            config = profile_all_threads()
-        profiler = profile(activities=activities, experimental_config=config, acc_events=True)
-        try:
-            profiler.prepare_trace()
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"torch.profiler cannot start: {(str(error).splitlines() or [''])[0]}\n"
-                "Another profiler is probably active in this process: stop it, or omit profile."
-            ) from error
-        # Preparing takes a different time on each rank: traces should not contain the wait for the slowest.
-        self._world.barrier()
-        profiler.start_trace()
-        self._profiler, ranges.now = profiler, True
-
-    def stop(self) -> None:
-        """Stop the profiler, if it is running. Blocks for the device."""
-        ranges.now = False
-        if self._profiler is not None:
-            self._profiler.stop_trace()
-            self._profiler = None
-
-    def _write(self) -> str:
-        """Stop the profiler and write its trace; return a text for the log. Blocks for the device."""
-        profiler, first, last = self._profiler, self._first, self._number
-        assert profiler is not None
-        self.stop()
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        path = self._folder / f"rank-{self._world.rank}.steps-{first}-{last}.pt.trace.json"
-        part = path.with_suffix(".part")
-        try:
-            profiler.export_chrome_trace(str(part))
-            os.replace(part, path)
-        except (OSError, RuntimeError) as error:
-            return f"{steps} profiled, but {path} cannot be written: {error}"
-        return f"{steps} profiled: {path.parent}/rank-*.steps-{first}-{last}.pt.trace.json, for ui.perfetto.dev"
-
-
-def _folder(settings: FitSettings, world: World) -> Path:
-    """Create and return the folder for traces.
-
-    Collective: every rank.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write there.
-    """
-    folder = Path(settings.profile_dir) if settings.profile_dir is not None else Path(settings.run_dir or "") / FOLDER
+    folder = Path(settings.profile_dir or Path(settings.run_dir or "") / FOLDER)
     problem = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, "Permission denied")
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         advice = "Name another folder with profile_dir=DIR (--profile-dir DIR)."
         problem = f"Cannot write traces to {folder}: {error.strerror}.\n{advice}"
     check_arguments_agree("", problem, group=world.group, device=world.device)
-    return folder
+    # By default the last steps of a short run.
+    start, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
+    before = last = steps.start - 1
+    first = before + int(start)
+    profiler: profile | None = None
+
+    @contextmanager
+    def step(number: int) -> Iterator[None]:
+        nonlocal last, profiler
+        last = number
+        if number == first:
+            profiler = _start(settings, world)
+        with ranges.around(f"step {number}"):
+            yield
+        if number == first + int(count) - 1:
+            pause_for("profile", write)
+
+    def stop() -> profile | None:
+        nonlocal profiler
+        ranges.now, stopped, profiler = False, profiler, None
+        if stopped is not None:
+            stopped.stop_trace()
+        return stopped
+
+    def write() -> str:
+        """Stop the profiler and write its trace; return a text for the log. Blocks for the device."""
+        stopped = stop()
+        assert stopped is not None
+        name = f"step {first}" if first == last else f"steps {first} to {last}"
+        path = folder / f"rank-{world.rank}.steps-{first}-{last}.pt.trace.json"
+        try:
+            stopped.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            return f"{name} profiled, but {path} cannot be written: {error}"
+        return f"{name} profiled: {folder}/rank-*.steps-{first}-{last}.pt.trace.json, for ui.perfetto.dev"
+
+    try:
+        yield step
+        if profiler is not None:  # the run ends earlier
+            pause_for("profile", write)
+        elif last < first:
+            had = f"profiling begins at step {start} of this start, which had {last - before}"
+            pause_for("remark", lambda: f"no step was profiled: {had}")
+    finally:
+        stop()
+
+
+def _start(settings: FitSettings, world: World) -> profile:
+    """Start the profiler. Collective: every rank."""
+    # Replicas have threads of their own.
+    config = None if settings.strategy in PER_PROCESS else profile_all_threads()
+    activities = {ProfilerActivity.CPU} if world.device.type == "cpu" else supported_activities()
+    profiler = profile(activities=activities, experimental_config=config, acc_events=True)
+    profiler.prepare_trace()
+    # Preparing takes a different time on each rank: traces should not contain the wait for the slowest.
+    world.barrier()
+    profiler.start_trace()
+    ranges.now = True
+    return profiler

@@ -3,15 +3,14 @@
 import inspect
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
@@ -23,11 +22,12 @@ from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.instrument import learning_rate_of
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
 from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
-from lockstep.telemetry.sinks import MetricsSink, open_sinks, parse_targets, run_info
+from lockstep.telemetry.sinks import open_sinks, parse_targets, run_info
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -51,58 +51,49 @@ class RunRecord:
             machine may have its own.
         num_steps: Number of steps of the whole run.
 
+    Attributes:
+        sinks: The sinks of the run; only rank zero has any.
+
     Raises:
-        ConfigurationError: On every rank: a rank cannot write into the folder.
+        ConfigurationError: On every rank: a rank cannot write into the folder, or a sink cannot be opened.
     """
 
     def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
-        self._task, self._settings, self._num_steps = task, settings, num_steps
-        self._world, self._trainer, self._device = world, trainer, trainer.device
+        self._settings, self._world, self._trainer, self._device = settings, world, trainer, trainer.device
         self._num_ranks = 1 if trainer.group is None else world.world_size
-        self._is_alone = len(trainer.devices) == 1 and self._num_ranks == 1
         self._place = Place(world.rank, world.world_size, world.group)
-        self._facts = cache(self._gather_facts)
+        facts = cache(partial(_facts, task, settings, world, trainer, num_steps))
         self._recorder = Recorder(
             self._place,
             trainer.devices,
             Snapshot(num_steps=num_steps, counts=task.counts, world_size=self._num_ranks),
             first_step=trainer.num_steps_done,
             run_dir=None if settings.run_dir is None else Path(settings.run_dir),
-            facts=self._facts,
+            facts=facts,
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
-        stamps = BucketStamps(self._device)
-        self._stamps = stamps if trainer.strategy.stamp_buckets(stamps) else None
+        self._stamps = BucketStamps(self._device)
+        trainer.strategy.stamp_buckets(self._stamps)
+        self._stamps.closely = has_timeline(trainer.num_steps_done)
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
         self._last: StepMarks | None = None  # until its duration is known
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
-        self._is_over = self._has_ended = False
+        self._is_over = False
         self._window: list[StepMarks] = []  # steps whose times the ranks compare
-        self._num_taken, self._compared = 0, figures.window_of(0)
-        self._expect(trainer.num_steps_done)
-
-    def open_sinks(self) -> list[MetricsSink]:
-        """Open the sinks of a run that begins or resumes; only rank zero has any.
-
-        Collective: every rank. Blocks until rank zero has opened them; see `telemetry.sinks.open_sinks`.
-
-        Raises:
-            ConfigurationError: On every rank: a sink cannot be opened; says why.
-        """
-        settings = self._settings
+        self._num_taken = 0
         # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         in_store = "://" in str(settings.checkpoint)
         memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
-        first_step, fresh = self._trainer.num_steps_done, self._recorder.is_fresh
+        first_step, fresh = trainer.num_steps_done, self._recorder.is_fresh
         targets = parse_targets(settings.log_to or ())
-        return open_sinks(targets, lambda: run_info(self._facts(), memory, first_step, is_fresh=fresh), self._place)
+        self.sinks = open_sinks(targets, lambda: run_info(facts(), memory, first_step, is_fresh=fresh), self._place)
 
-    def deliver(self, display: Subscriber | None, sinks: Iterable[Subscriber] = ()) -> None:
-        """Start to measure, and to pass figures and events to ``display`` and ``sinks`` if this is rank zero."""
-        shown = [*([] if display is None else [display]), *sinks] if self._world.is_rank_zero else []
+    def deliver(self, display: Subscriber | None) -> None:
+        """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
+        shown = [each for each in (display, *self.sinks) if each is not None] if self._world.is_rank_zero else []
         self._recorder.subscribe(shown, StatusKeys(self._world.rank, self._num_ranks))
         self._recorder.start()
 
@@ -112,26 +103,19 @@ class RunRecord:
         self._release(step.began_at)
         self._paused_at = None
         numbers = self._numbers(done)
-        rate = self._trainer.optimizer.param_groups[0]["lr"]
-        if isinstance(rate, Tensor):
-            rate = float(rate) if rate.is_cpu else None
-        step.number, step.samples, step.learning_rate = done.step, done.num_samples, rate
+        step.number, step.samples = done.step, done.num_samples
+        step.learning_rate = learning_rate_of(self._trainer.optimizer)
         step.losses = [numbers["loss"]] if numbers else []
         step.grad_norm, step.counted = numbers.get("grad_norm"), numbers.get("count")
-        if self._stamps is not None and (stamps := self._stamps.take()) is not None:
+        if (stamps := self._stamps.take()) is not None:
             step.reductions = [stamps]
-        if self._is_alone:
+        if len(self._trainer.devices) == 1 and self._num_ranks == 1:
             step.exposed_s = 0.0
-        step.copies, step.has_timeline = self._copies[:], self._has_timeline
+        step.copies, step.has_timeline = self._copies[:], has_timeline(done.step)
         self._last = step
         self._copies.clear()
-        self._expect(done.step + 1)
-
-    def _expect(self, step: int) -> None:
-        """Note whether the next step has a timeline, for which its buckets are stamped one by one."""
-        self._has_timeline = has_timeline(step)
-        if self._stamps is not None:
-            self._stamps.closely = self._has_timeline
+        # Single buckets get time stamps only in steps with a timeline.
+        self._stamps.closely = has_timeline(done.step + 1)
 
     def _numbers(self, done: StepRecord) -> dict[str, Number]:
         """Return loss, norm and count of a step, with the state of their copies to the host."""
@@ -155,16 +139,13 @@ class RunRecord:
         has finished the step.
         """
         number, self._num_taken = self._num_taken, self._num_taken + 1
-        if number > self._compared[-1]:
-            self._compared = figures.window_of(number)
-        if self._last is None or number not in self._compared:
-            return
-        group = self._trainer.group
+        window, group = figures.window_of(number), self._trainer.group
         # Between exchanges ranks do not wait for each other.
-        if group is None or group is not self._trainer.strategy.step_group:
+        if number not in window or group is None or group is not self._trainer.strategy.step_group:
             return
+        assert self._last is not None
         self._window.append(self._last)
-        if number == self._compared[-1]:
+        if number == window[-1]:
             synchronize(self._device)
             pace = figures.pace_of([_times_of(step) for step in self._window])
             self._window.clear()
@@ -188,15 +169,14 @@ class RunRecord:
             seconds, self._paused_at = time.perf_counter() - self._paused_at, None
         began_s, step = time.time() - (seconds or 0.0), self._trainer.num_steps_done
         self._recorder.event(Event(event=event, step=step, time=began_s, seconds=seconds, text=text, metrics=metrics))
-        self._has_ended |= event in ("end", "stop")
 
     def finish(self, event: EventName, text: str) -> str | None:
         """Record the end of the run; return a summary of time and resources, on rank zero.
 
         Collective: every rank. Blocks for some small messages, and until the device has finished.
         """
-        recorder, has_folder = self._recorder, self._settings.run_dir is not None
-        offsets = self._place.offsets() if has_folder else []
+        recorder = self._recorder
+        offsets = [] if self._settings.run_dir is None else self._place.offsets()
         self.event(event, text)
         self._is_over = True
         self._release(None)
@@ -213,7 +193,7 @@ class RunRecord:
         """Deliver the rest. Blocks, for some seconds at most, until the device has finished; not after an error."""
         if not self._is_over:
             self._is_over = True
-            error = None if self._has_ended else sys.exc_info()[1]  # not an error during whose handling fit was called
+            error = sys.exc_info()[1]
             if error is not None:
                 self.event("error", one_line(error))
             self._release(None)
@@ -227,28 +207,29 @@ class RunRecord:
             self._recorder.add(self._last)
             self._last = None
 
-    def _gather_facts(self) -> dict[str, Any]:
-        """Return the configuration of the run, for its record and its sinks. Blocks for some calls of git."""
-        trainer, world, path = self._trainer, self._world, None
-        with suppress(OSError, TypeError):
-            path = Path(inspect.getfile(self._task.loss))
-        given = asdict(self._settings).items()
-        parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
-        return {
-            "num_steps": self._num_steps,
-            "task": self._task.name,
-            "counts": self._task.counts,
-            "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
-            "global_batch_size": trainer.plan.batch_size,
-            "steps_per_epoch": trainer.plan.order.steps_per_epoch,
-            "num_parameters": sum(parameter.numel() for parameter in parameters),
-            "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            "world_size": world.world_size,
-            "num_devices": len(trainer.devices) if trainer.group is None else world.world_size,
-            "device": str(trainer.device),
-            "backend": world.backend if trainer.group is not None else None,
-            "provenance": asdict(gather(path)),
-        }
+
+def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, num_steps: int) -> dict[str, Any]:
+    """Return the configuration of the run, for its record and its sinks. Blocks for some calls of git."""
+    path = None
+    with suppress(OSError, TypeError):
+        path = Path(inspect.getfile(task.loss))
+    given = asdict(settings).items()
+    parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    return {
+        "num_steps": num_steps,
+        "task": task.name,
+        "counts": task.counts,
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
+        "global_batch_size": trainer.plan.batch_size,
+        "steps_per_epoch": trainer.plan.order.steps_per_epoch,
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "world_size": world.world_size,
+        "num_devices": len(trainer.devices) if trainer.group is None else world.world_size,
+        "device": str(trainer.device),
+        "backend": world.backend if trainer.group is not None else None,
+        "provenance": asdict(gather(path)),
+    }
 
 
 def _times_of(step: StepMarks) -> StepTimes:

@@ -38,29 +38,26 @@ class BucketStamps:
 
     Attributes:
         closely: Whether single buckets are stamped in the next step.
-        last: The last step that ended; None after `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.closely = self._is_off = False
-        self.last: Reduction | None = None
         self._device = device
-        self._begin()
-
-    def _begin(self) -> None:
-        self._now, self._is_over = Reduction(exposed_s=0.0 if self._device.type == "cpu" else None), False
+        self.closely = self._is_off = self._is_over = False
+        self._now = Reduction()
+        self._last: Reduction | None = None  # the last step that ended
         # The first wait after backward, and how long the host had waited before.
         self._own_work_end: tuple[Mark, float] | None = None
 
     def take(self) -> Reduction | None:
         """Return the last step that ended, once."""
-        last, self.last = self.last, None
+        last, self._last = self._last, None
         return last
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
         if kind is Event.BACKWARD:
-            self._begin()  # also after a backward that failed
+            self._now = Reduction(exposed_s=0.0 if self._device.type == "cpu" else None)
+            self._is_over, self._own_work_end = False, None
             self._is_off = is_capturing(self._device)  # nobody can ask for the time of a captured event
         elif self._is_off:
             return
@@ -78,17 +75,12 @@ class BucketStamps:
             if self._own_work_end is not None:
                 begin, activity.now.waited_s = self._own_work_end  # the waits since then are in `waited`
                 self._now.waited = begin, mark_on(self._device)
-            self.last = self._now
-            self._begin()
-        elif self.closely and bucket is not None:
-            self._stamp(kind, bucket)
-
-    def _stamp(self, kind: Event, bucket: Bucket) -> None:
-        if kind is Event.READY:
+            self._last = self._now
+        elif self.closely and bucket is not None and kind is Event.READY:
             self._now.buckets.append(BucketMarks(bucket.position, bucket.spec.size_bytes, mark_on(self._device)))
-        elif kind is Event.GATHERED:
+        elif self.closely and kind is Event.GATHERED:
             self._now.buckets[-1].sent = mark_on(self._device)
-        elif kind is Event.LAUNCHED:
+        elif self.closely and bucket is not None and kind is Event.LAUNCHED:
             stamp, future = self._now.buckets[-1], bucket.future
             assert future is not None
 
@@ -152,18 +144,15 @@ class FlatGradients:
     @torch.no_grad()
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
-        early, self._norms = self._norms, {}  # used only once: gradients may change
+        early, self._norms = self._norms if norm_type == 2.0 else {}, {}  # used only once: gradients may change
         norms: list[Tensor] = []
-        others = gradients_of(self._outside) if self._outside else []
+        others = gradients_of(self._outside)
         for bucket in self._reducer.bucket_set.buckets:
-            if not bucket.holds_all:
-                others += gradients_of(bucket.parameters)
+            if bucket.holds_all:
+                norms.append(early[bucket] if bucket in early else flat_norm(bucket.gradients, norm_type))
             else:
-                is_early = bucket in early and norm_type == 2.0
-                norms.append(early[bucket] if is_early else flat_norm(bucket.gradients, norm_type))
-        if others:
-            norms += list_norms(others, norm_type)
-        return combine_norms(norms, norm_type)
+                others += gradients_of(bucket.parameters)
+        return combine_norms([*norms, *list_norms(others, norm_type)], norm_type)
 
     def is_finite(self, norm: Tensor) -> bool:
         """Return whether all gradients are finite. ``norm`` is their `norm` times a finite factor. Blocks."""
@@ -245,6 +234,9 @@ class BucketOptimizer:
     Args:
         optimizer: Of the reducer's parameters, and maybe of others, which are stepped when the step closes.
 
+    Attributes:
+        remove: Restores the optimizer's ordinary ``step``.
+
     Raises:
         ConfigurationError: The optimizer cannot step without being called with a closure.
     """
@@ -257,36 +249,31 @@ class BucketOptimizer:
                 "Call its step(closure) after backward."
             )
         self._optimizer = optimizer
-        # The parameters that are not stepped yet, with the index of their group; None between two steps. Created again
-        # in each step, since parameters may be added to the optimizer.
-        self._left: dict[nn.Parameter, int] | None = None
+        # The parameters that are not stepped yet, with the index of their group. Created again in each step, since
+        # parameters may be added to the optimizer, and a backward may have failed.
+        self._left: dict[nn.Parameter, int] = {}
         self._changed: dict[int, dict[str, Any]] = {}  # by index of a group, the values that the steps changed in it
         self._is_stepping = False
-        self._handle = optimizer.register_step_pre_hook(self._refuse_others)
-
-    def remove(self) -> None:
-        """Restore the optimizer's ordinary ``step``."""
-        self._handle.remove()
+        self.remove = optimizer.register_step_pre_hook(self._refuse_others).remove
 
     def on_event(self, kind: Event, bucket: Bucket | None) -> None:
         """Handle an event of the reducer."""
+        groups = self._optimizer.param_groups
         if kind is Event.BACKWARD:
-            self._left, self._changed = None, {}  # of a backward that failed
+            self._left = {each: place for place, group in enumerate(groups) for each in group["params"]}
+            self._changed = {}
         elif kind is Event.REDUCED and bucket is not None:
             self._step(bucket.parameters)
         elif kind is Event.CLOSED:
-            self._step(None)
+            self._step(list(self._left))
             for place, values in self._changed.items():
-                self._optimizer.param_groups[place].update(values)
-            self._left, self._changed = None, {}
+                groups[place].update(values)
 
-    def _step(self, parameters: Iterable[nn.Parameter] | None) -> None:
-        """Step those of ``parameters`` that the optimizer has; None: all remaining parameters."""
+    def _step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Step those of ``parameters`` that the optimizer has."""
         optimizer, whole = self._optimizer, self._optimizer.param_groups
-        if self._left is None:
-            self._left = {each: place for place, group in enumerate(whole) for each in group["params"]}
         members: dict[int, list[nn.Parameter]] = {}
-        for parameter in list(self._left) if parameters is None else parameters:
+        for parameter in parameters:
             place = self._left.pop(parameter, None)
             if place is not None:
                 members.setdefault(place, []).append(parameter)
