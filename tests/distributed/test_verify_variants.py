@@ -164,6 +164,19 @@ soak = pytest.mark.soak  # other forms of faults that are found above, or in tes
         ),
         pytest.param(SUM, {"LOSS": "return F.cross_entropy(out, y, reduction='sum') / 8"}, marks=soak),
         pytest.param(NORM, {"FORWARD": "h = F.batch_norm(h, None, None, training=True)"}, marks=soak),
+        pytest.param(
+            "state in a plain attribute",
+            {
+                "INIT": "Net.seen = []",
+                "FORWARD": "Net.seen.append(h.mean(0).detach())\nh = h - sum(Net.seen) / len(Net.seen)",
+            },
+            marks=soak,
+        ),
+        pytest.param(
+            SUM,
+            {"LOSS": "return F.cross_entropy(out, y, reduction='sum') + 0.1 * model.last.weight.square().sum()"},
+            marks=soak,
+        ),
     ],
 )
 def test_the_cause_is_found_whatever_its_form(planted, cause, changes):

@@ -20,7 +20,7 @@ from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Pr
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform_and_keep
-from lockstep.study.verify.verify_table import Verification
+from lockstep.study.verify.verify_table import Verification, count_ranks
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
@@ -108,7 +108,7 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
         # Without random numbers the ranks have already done the first of these runs.
         ranks: dict[Off | str, Outcome] = {} if study.base or "random" in study.live else {causes.NOTHING: on_ranks}
         if wanted := _wanted(study, ranks, reads_others=comparison.of_kind("size", "sample") is not None):
-            report(f"experiments on {_ranks(subject.num_devices)}")
+            report(f"experiments on {count_ranks(subject.num_devices)}")
             light = replace(study, runs={})  # traces are large, and every rank gets a copy
             found = processes(run_on_ranks, light, wanted, devices=subject.num_devices)
             ranks |= {name: _gather([one[name] for one in found]) for name in found[0]}
@@ -143,10 +143,6 @@ def _is_same(study: AloneStudy, on_ranks: Outcome) -> bool:
     return compare(shares, on_ranks, tolerance_of(study.division.subject), skip=["sample", "size"]).same
 
 
-def _ranks(num: int) -> str:
-    return f"{num} rank{'s' * (num > 1)}"
-
-
 def _gather(outcomes: list[Outcome]) -> Outcome:
     """Return the traces of all ranks, or why one of them failed."""
     failed = [found for found in outcomes if isinstance(found, str)]
@@ -165,7 +161,7 @@ def _train(
     report("one process, twice")
     alone: Alone = processes(run_alone, subject, devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
-    report(_ranks(num))
+    report(count_ranks(num))
     try:
         found = processes(run_ranks_plain, subject, devices=num)
         return alone, [trace for traces in found for trace in traces], remark

@@ -88,7 +88,7 @@ def sentences(verification: Verification) -> list[str]:
 
 def _headline(verification: Verification) -> str:
     subject, comparison = verification.subject, verification.comparison
-    who = _ranks(subject.num_devices)
+    who = count_ranks(subject.num_devices)
     if verification.same:
         verb = "train" if subject.num_devices > 1 else "trains"
         return (
@@ -105,7 +105,8 @@ def _headline(verification: Verification) -> str:
     )
 
 
-def _ranks(num: int) -> str:
+def count_ranks(num: int) -> str:
+    """Return such as ``2 ranks``."""
     return f"{num} rank{'s' * (num > 1)}"
 
 
@@ -134,7 +135,7 @@ PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "
 def render(verification: Verification) -> RenderableType:
     """Lay out everything; the verdict comes first."""
     subject, comparison = verification.subject, verification.comparison
-    heading = f"{verification.name}: one process and {_ranks(subject.num_devices)}, {_steps(subject.steps)}"
+    heading = f"{verification.name}: one process and {count_ranks(subject.num_devices)}, {_steps(subject.steps)}"
     parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
     parts += [Text(sentence) for sentence in sentences(verification)]
     if comparison is not None:
