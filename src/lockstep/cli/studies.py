@@ -164,7 +164,7 @@ def tune(
 ) -> int:
     """Find settings that train the task of TASK.py faster on this machine, without changing the training.
 
-    Tries sizes of micro-batches, loader processes, strategies, threads and buckets side by side on real steps. Ends in
+    Tries sizes of micro-batches, loader processes, strategies and threads side by side on real steps. Ends in
     a table of what each gave, and a file of settings for lockstep train.
 
     Examples:
