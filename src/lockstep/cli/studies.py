@@ -20,14 +20,10 @@ from lockstep.telemetry.cost import Price
 from lockstep.train.settings import Settings, read_settings
 
 _TASK = click.argument("task_file", metavar="TASK.py")
-_DEVICES = click.option(
-    "--devices", type=int, metavar="N", help="Number of devices; default: all GPUs, or 2 CPU processes."
-)
+_DEVICES = click.option("--devices", type=int, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes.")
 _STRATEGIES = click.option("--strategies", metavar="LIST", help="Comma-separated strategies to try, such as ddp,fsdp.")
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON.")
-_HTML = click.option(
-    "--html", "html_file", metavar="FILE", help="Write an HTML page with a plot, which needs no network."
-)
+_HTML = click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")
 _PRICE = click.option("--price", metavar="SUM", help='Price of a device per hour, such as 2.50 or "2.50 EUR".')
 
 FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
@@ -188,11 +184,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 @command()
 @click.argument("target", metavar="TASK.py|RUN")
 @click.option(
-    "--machines",
-    "num_machines",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Number of machines to give advice for; default: 2, or the machines of the job.",
+    "--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or those of the job."
 )
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
@@ -300,9 +292,7 @@ def verify(
 @command()
 @click.argument("target", metavar="[TASK.py[:NAME]]", required=False)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
-@click.option(
-    "--nnodes", "machines", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines."
-)
+@click.option("--nnodes", "machines", type=click.IntRange(1), default=1, metavar="N", help="Machines; default: 1.")
 @click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Host of rank 0; default: MASTER_ADDR.")
 @click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", envvar="MASTER_PORT", help="Its port.")
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank, if known.")

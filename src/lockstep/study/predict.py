@@ -449,10 +449,7 @@ def predict_run(
             f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
         )
     profile = replace(known.profile, ranks_per_machine=ranks_per_machine or known.profile.ranks_per_machine)
-    note = (
-        "From a record: the time of computing is assumed to be proportional to the samples, and that of compression to "
-        "be 0. Name the task to measure both."
-    )
+    note = "From a record: computing is taken in proportion to the samples, compression as free. Name the task instead."
     count = num_machines or max(2, known.num_machines)
     methods = list_methods({PLAIN.name: Cost()}, profile)
     return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])

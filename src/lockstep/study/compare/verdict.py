@@ -147,15 +147,9 @@ def _efficiency(comparison: Comparison) -> list[str]:
     text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{rest}."
     # Single computes with all the cores that the others have together; not if one thread is faster.
     if setup.device == "cpu" and 1 < setup.num_devices <= comparison.single.num_threads:
-        text += (
-            f" All strategies share the same {setup.num_cores} cores, so an efficiency of {1 / setup.num_devices:.0%} "
-            "is single's own speed."
-        )
+        text += f" All share {setup.num_cores} cores, so {1 / setup.num_devices:.0%} is single's own speed."
     if max(each.efficiency for each in comparison.others) >= 1.005:
-        text += (
-            " More than 100% means that single is held back: its whole batch may not fit into the caches of one device "
-            "(try another --global-batch-size), or something else ran there."
-        )
+        text += " More than 100% means that single is held back, as by caches: try another --global-batch-size."
     return [text]
 
 

@@ -141,14 +141,13 @@ def render(verification: Verification) -> RenderableType:
             for row in verification.rows
         ]
         parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
-    notes = [f"Computed in {_exactness(verification)}."]
-    if verification.why_single:
-        notes.append(f"Not computed in float64, because the task fails there: {verification.why_single}")
-    if verification.remark:
-        notes.append(verification.remark)
-    if not verification.repeatable:
-        notes.append("Two runs of one process differ.")
-    parts += [Text(note, style="dim") for note in notes]
+    notes = (
+        f"Computed in {_exactness(verification)}.",
+        verification.why_single and f"Not computed in float64, because the task fails there: {verification.why_single}",
+        verification.remark,
+        "" if verification.repeatable else "Two runs of one process differ.",
+    )
+    parts += [Text(note, style="dim") for note in notes if note]
     return Group(*parts)
 
 
