@@ -33,15 +33,10 @@ def text():
     return render_page(replace(found, verdict=judge(found)), PROVENANCE)
 
 
-def test_a_notebook_shows_the_tables_the_verdict_and_the_plot(monkeypatch):
+def test_a_notebook_shows_the_tables_and_the_verdict():
     found = replace(planted(), verdict=judge(planted()))
-    html = found._repr_html_()
-    assert "&lt;b&gt;task&lt;/b&gt;.py" in html
+    assert "&lt;b&gt;task&lt;/b&gt;.py" in found._repr_html_()
     assert found.verdict.sentences[0].split()[0] in str(found)
-    assert html.count("<svg") == 1
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    without = found._repr_html_()
-    assert html.startswith(without) and "<svg" not in without
 
 
 class Outline(HTMLParser):

@@ -72,7 +72,7 @@ def test_a_model_too_small_to_gain_is_called_so_with_what_the_devices_lose():
     assert judge(found).use == "single"
     assert sentences(found) == [
         "Use single: nothing else is as fast; ddp comes nearest at 0.50x single's speed (0.50x to 0.50x).",
-        "The model is too small to gain from 2 devices at 32 samples each: communication takes 50% and other overhead "
+        "The step is too short to gain from 2 devices at 32 samples each: communication takes 50% and other overhead "
         "25% of ddp's step of 4.0 ms. A larger batch or model gives the devices more to do.",
         "80% efficiency on 2 devices is not reached: ddp (25%).",
         AGREE,
@@ -112,19 +112,11 @@ def test_on_a_cpu_a_step_as_long_as_singles_lost_nothing():
     found = comparison(contender("single", 10.0), contender("ddp", 10.2, exposed_ms=0.51), device="cpu")
     assert sentences(found)[1:3] == [
         "Of a step of ddp (10.2 ms), computing takes 95%, communication that is not hidden 5%, waiting for data 0%.",
-        "80% efficiency on 2 devices is not reached: ddp (49%). All strategies share the same 2 cores, so an "
-        "efficiency of 50% is single's own speed.",
+        "80% efficiency on 2 devices is not reached: ddp (49%). All share 2 cores, so 50% is single's own speed.",
     ]
 
 
-def test_more_than_all_is_explained_in_the_same_line_also_beside_the_speed():
-    cached = comparison(contender("single", 84.6), contender("ddp", 10.0, exposed_ms=0.5), device="cpu")
-    why = (
-        " An efficiency of 423% means that single is held back: its whole batch may not fit into the caches of one "
-        "device (try another --global-batch-size), or something else ran there."
-    )
-    assert sentences(cached)[0] == f"Use ddp: 8.46x single's speed (8.46x to 8.46x).{why}"
-    assert sentences(cached)[2].endswith(f"single's own speed.{why}")
+def test_steps_that_wait_for_a_core_are_those_of_a_busy_machine():
     crowded = comparison(
         contender("single", 84.6, core_wait_ms=60.0), contender("ddp", 10.0, core_wait_ms=4.0), device="cpu"
     )
@@ -132,7 +124,6 @@ def test_more_than_all_is_explained_in_the_same_line_also_beside_the_speed():
         "The machine is not quiet: other programs use the cores, or the ranks are more than the cores. Steps waited "
         "for a core: single 71% and ddp 40% of their time. Compare again when the machine is quiet."
     )
-    assert "means that single is held back: it waited for a core during 71% of its step" in sentences(crowded)[1]
 
 
 def test_the_demo_ends_with_the_verdict_on_a_busy_machine_too(tmp_path, monkeypatch, capsys):
@@ -162,21 +153,10 @@ def test_with_one_thread_a_device_efficiency_means_what_it_does_on_gpus():
 def test_more_than_the_devices_can_give_is_no_merit_of_theirs():
     found = comparison(contender("single", 24.0), contender("ddp", 10.0))
     assert sentences(found)[2:4] == [
-        "80% efficiency on 2 devices is reached by ddp (120%). An efficiency of 120% means that single is held back: "
-        "its whole batch may not fit into the caches of one device (try another --global-batch-size), or something "
-        "else ran there.",
+        "80% efficiency on 2 devices is reached by ddp (120%). More than 100% means that single is held back, "
+        "as by caches: try another --global-batch-size.",
         AGREE,
     ]
-
-
-def test_large_gradients_call_for_a_larger_batch_and_the_model_is_not_called_small():
-    found = comparison(
-        contender("single", 10.0), contender("ddp", 20.0, exposed_ms=12.0), num_parameters=7 * 2**20, device="cpu"
-    )
-    assert sentences(found)[1] == (
-        "The batch is too small for 28 MiB of gradients, at 32 samples each of 2 devices: communication takes 50% and "
-        "other overhead 0% of ddp's step of 20.0 ms. A larger batch gives more to compute for the same exchange."
-    )
 
 
 def test_efficiency_names_who_reaches_it_and_who_does_not():
@@ -199,22 +179,6 @@ def test_efficiency_names_who_reaches_it_and_who_does_not():
 def test_ours_against_torchs(step_ms, expected):
     found = comparison(contender("single", 20.0), contender("torch-ddp", 11.0), contender("ddp", step_ms))
     assert expected in sentences(found)
-
-
-def test_dp_whose_threads_wait_for_the_interpreter_lock_is_told_from_dp_that_sums_long():
-    single, ddp = contender("single", 20.0), contender("ddp", 10.0, exposed_ms=2.0)
-    assert sentences(comparison(single, contender("dp", 17.0, exposed_ms=1.0), ddp, device="cpu"))[-2] == (
-        "Our dp is slower than ddp: 0.59x its speed (0.59x to 0.59x). The same forward and backward take 12.0 ms in "
-        "its threads and 6.0 ms in processes: threads share one interpreter lock, and wait for it where a model has "
-        "many small operations. Use ddp for such a model."
-    )
-    for other in (
-        contender("dp", 17.0, exposed_ms=9.0),  # its sum of gradients takes long, not its replicas
-        contender("dp", 17.0),  # what it exchanges was not measured
-        contender("dp", 10.3, exposed_ms=1.0),  # 0.98 ms of 10.3 is little
-        contender("dp", 17.0, exposed_ms=1.0, noise=(1.0, 1.8, 0.5, 1.0, 1.0)),  # not slower for certain
-    ):
-        assert not any("interpreter lock" in text for text in sentences(comparison(single, other, ddp, device="cpu")))
 
 
 def test_losses_within_the_tolerances_agree():

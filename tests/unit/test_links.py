@@ -125,13 +125,6 @@ def test_exchanging_less_often():
     assert (tenth.seconds, tenth.sent_bytes) == (pytest.approx(2.0 + 3.0 / 10), 3e6)
 
 
-def test_ranks_of_a_machine_reduce_first():
-    two = replace(PROFILE, ranks_per_machine=2, global_batch_size=8, inside_s=0.01e-6, cores=4)
-    # 30 MB, and 0.3 s inside: both buckets keep the link busy from 0.5 s of backward on.
-    assert predict_step(two, PLAIN, LINK, 2).seconds == pytest.approx(0.5 + 0.5 + 3.0 + 0.3 + 0.5)
-    assert predict_step(two, PLAIN, LINK, 1).seconds == pytest.approx(1.0 + 2.0 + 0.2 + 0.5)
-
-
 def test_shares_that_were_not_measured_take_time_in_proportion():
     assert PROFILE.computing_for(3) == Computing(0.75, 1.5, 0.5)
     assert PROFILE.computing_for(1) == Computing(0.25, 0.5, 0.5), "the update does not shrink"

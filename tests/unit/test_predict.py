@@ -57,7 +57,7 @@ def test_a_task_that_never_pays_says_so():
     assert choose(found) is None
     assert sentences(found)[1:3] == [
         "Train on one machine: no option makes 2 machines faster over this link.",
-        "2 machines never pay for this task: even an infinitely fast link does not make them faster than one.",
+        "2 machines never pay for this task: no link makes them faster than one.",
     ]
 
 

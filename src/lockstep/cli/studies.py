@@ -20,14 +20,10 @@ from lockstep.telemetry.cost import Price
 from lockstep.train.settings import Settings, read_settings
 
 _TASK = click.argument("task_file", metavar="TASK.py")
-_DEVICES = click.option(
-    "--devices", type=int, metavar="N", help="Number of devices; default: all GPUs, or 2 CPU processes."
-)
+_DEVICES = click.option("--devices", type=int, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes.")
 _STRATEGIES = click.option("--strategies", metavar="LIST", help="Comma-separated strategies to try, such as ddp,fsdp.")
 _JSON = click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON.")
-_HTML = click.option(
-    "--html", "html_file", metavar="FILE", help="Write an HTML page with a plot, which needs no network."
-)
+_HTML = click.option("--html", "html_file", metavar="FILE", help="Write a page with a plot, which needs no network.")
 _PRICE = click.option("--price", metavar="SUM", help='Price of a device per hour, such as 2.50 or "2.50 EUR".')
 
 FAULTS = f"""Faults (rank and step are counted from 0 and from 1):
@@ -66,36 +62,27 @@ def _words(text: str | None, otherwise: Sequence[str]) -> Sequence[str]:
     return otherwise if text is None else [word.strip() for word in text.split(",")]
 
 
+def _take_settings(given: dict[str, Any], *names: str) -> Settings:
+    """Remove the settings from the options of a command, and return them."""
+    return Settings(**{name: given.pop(name) for name in names})
+
+
+_COMPARED = ("seed", "global_batch_size", "precision", "workers")
+
+
 @command()
 @_TASK
 @_DEVICES
 @_STRATEGIES
-@click.option("--rounds", type=int, default=10, show_default=True, metavar="N", help="Number of rounds.")
-@click.option(
-    "--steps",
-    type=int,
-    metavar="N",
-    help="Steps of each strategy per round; default: as many as take the fastest half a second.",
-)
-@click.option("--warmup", type=int, default=5, show_default=True, metavar="N", help="Steps of each before the rounds.")
-@settings_options(Settings, "seed", "global_batch_size", "precision", "workers")
+@click.option("--rounds", "num_rounds", type=int, default=10, show_default=True, metavar="N", help="Number of rounds.")
+@click.option("--steps", "num_steps", type=int, metavar="N", help="Steps per round; default: about half a second each.")
+@click.option("--warmup", "num_warmup", type=int, default=5, show_default=True, metavar="N", help="Steps before that.")
+@settings_options(Settings, *_COMPARED)
 @click.option("--memory/--no-memory", default=True, help="Measure peak memory in new processes; default: on.")
 @_PRICE
 @_JSON
 @_HTML
-def compare(
-    task_file: str,
-    devices: int | None,
-    strategies: str | None,
-    rounds: int,
-    steps: int | None,
-    warmup: int,
-    memory: bool,
-    price: str | None,
-    json_file: str | None,
-    html_file: str | None,
-    **settings: Any,
-) -> None:
+def compare(task_file: str, strategies: str | None, json_file: str | None, html_file: str | None, **how: Any) -> None:
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
     All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
@@ -121,16 +108,12 @@ def compare(
     check_writable(json_file, html_file)
     if html_file is not None:
         import_matplotlib()  # rather now than after the benchmark
+    how["devices"] = _num_devices(how["devices"])
     comparison = run_comparison(
         task_file,
-        devices=_num_devices(devices),
         strategies=_words(strategies, STRATEGIES),
-        num_steps=steps,
-        num_rounds=rounds,
-        num_warmup=warmup,
-        settings=Settings(**settings),
-        memory=memory,
-        price=price,
+        settings=_take_settings(how, *_COMPARED),
+        **how,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
     console().print(comparison)
@@ -150,21 +133,11 @@ def compare(
 @_STRATEGIES
 @settings_options(Settings, "global_batch_size")
 @click.option("--allow-precision", is_flag=True, help="Also use bf16 if it is faster, which changes the arithmetic.")
-@click.option(
-    "--allow-division", is_flag=True, help="Also change the division of batches, which affects batch norm and dropout."
-)
-def tune(
-    task_file: str,
-    devices: int | None,
-    out: str | None,
-    settings_file: str | None,
-    strategies: str | None,
-    global_batch_size: int | None,
-    **limits: Any,
-) -> int:
+@click.option("--allow-division", is_flag=True, help="Also divide batches differently, despite batch norm or dropout.")
+def tune(task_file: str, devices: int | None, out: str | None, settings_file: str | None, **limits: Any) -> int:
     """Find settings that train the task of TASK.py faster on this machine, without changing the training.
 
-    Tries sizes of micro-batches, loader processes, strategies, threads and buckets side by side on real steps. Ends in
+    Tries sizes of micro-batches, loader processes, strategies and threads side by side on real steps. Ends in
     a table of what each gave, and a file of settings for lockstep train.
 
     Examples:
@@ -191,13 +164,13 @@ def tune(
             f"{file} already exists, and lockstep tune did not write it.\nName another file (--out FILE)."
         )
     start: dict[str, Any] = {} if settings_file is None else read_settings(settings_file)
-    if global_batch_size is not None:
+    if (global_batch_size := limits.pop("global_batch_size")) is not None:
         start["global_batch_size"] = global_batch_size
+    limits["strategies"] = _words(limits["strategies"], tuning.STRATEGIES)
     outcome = tuning.tune(
         task_file,
         devices=_num_devices(start.get("devices") if devices is None else devices),
         start=start,
-        strategies=_words(strategies, tuning.STRATEGIES),
         began_at=psutil.Process().create_time(),
         **limits,
     )
@@ -211,28 +184,17 @@ def tune(
 @command()
 @click.argument("target", metavar="TASK.py|RUN")
 @click.option(
-    "--machines",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Number of machines to give advice for; default: 2, or the machines of the job.",
+    "--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or those of the job."
 )
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
-@click.option("--latency", type=click.FloatRange(0), metavar="MS", help="Of a message over --link; 0.2 if not given.")
+@click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
 @click.option("--ranks-per-machine", type=click.IntRange(1), metavar="N", help="Ranks of each; 1, or those of the job.")
 @settings_options(Settings, "global_batch_size", "precision")
 @_PRICE
 @_JSON
 @_HTML
 def predict(
-    target: str,
-    machines: int | None,
-    link: str | None,
-    latency: float | None,
-    ranks_per_machine: int | None,
-    price: str | None,
-    json_file: str | None,
-    html_file: str | None,
-    **settings: Any,
+    target: str, link: str | None, latency: float, json_file: str | None, html_file: str | None, **how: Any
 ) -> None:
     """Predict what the task of TASK.py, or a recorded run, takes on several machines over a network.
 
@@ -255,25 +217,21 @@ def predict(
     from lockstep.study import predict as prediction
     from lockstep.study.common import console, to_json
     from lockstep.study.drawing import import_matplotlib
-    from lockstep.study.links import LAN_LATENCY_S, given_link
+    from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
 
     check_writable(json_file, html_file)
     if html_file is not None:
         import_matplotlib()
-    cost, latency_s = Price.read(price), LAN_LATENCY_S if latency is None else latency / 1e3
-    asked: dict[str, Any] = {
-        "num_machines": machines,
-        "link": None if link is None else given_link(link, latency_s),
-        "ranks_per_machine": ranks_per_machine,
-    }
+    cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
+    how["link"] = None if link is None else given_link(link, latency / 1e3)
     found: prediction.Forecast | None
     if Path(target).is_dir():
-        found = prediction.predict_run(Path(target), **asked)
+        found = prediction.predict_run(Path(target), **how)
     else:
         in_job = RankEnv.from_environ(os.environ).world_size > 1
         with init() if in_job else nullcontext() as world:
-            found = prediction.predict_task(target, Settings(**settings), world, **asked)
+            found = prediction.predict_task(target, settings, world, **how)
     if found is None:  # rank zero prints it
         return
     found = replace(found, price=cost)
@@ -334,9 +292,7 @@ def verify(
 @command()
 @click.argument("target", metavar="[TASK.py[:NAME]]", required=False)
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Ranks on this machine; all GPUs, or all cores.")
-@click.option(
-    "--nnodes", "machines", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Machines."
-)
+@click.option("--nnodes", "machines", type=click.IntRange(1), default=1, metavar="N", help="Machines; default: 1.")
 @click.option("--master-addr", metavar="HOST", envvar="MASTER_ADDR", help="Host of rank 0; default: MASTER_ADDR.")
 @click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", envvar="MASTER_PORT", help="Its port.")
 @click.option("--workers", type=click.IntRange(0), metavar="N", help="Loader processes per rank, if known.")

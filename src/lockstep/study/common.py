@@ -166,8 +166,6 @@ class Spread:
         Raises:
             ValueError: There are no values.
         """
-        if not values:
-            raise ValueError("A spread needs at least one value.")
         ordered = sorted(values)
         trim = num_trimmed(len(ordered))
         return cls(median(ordered), ordered[trim], ordered[-1 - trim])

@@ -165,7 +165,6 @@ class Profile:
         cores: Of a machine.
         busy_cores: Cores that the ranks of a machine use for computing.
         ranks_per_machine: Number of ranks of a machine.
-        inside_s: Seconds per byte of gradients that the ranks of one machine take to reduce and gather them; 0 for one.
     """
 
     global_batch_size: int
@@ -174,7 +173,6 @@ class Profile:
     cores: float = 1
     busy_cores: float = 1
     ranks_per_machine: int = 1
-    inside_s: float = 0.0
     small_buckets: Sequence[ReadyBucket] = ()
 
     @property
@@ -232,14 +230,14 @@ class _Trip(NamedTuple):
 
 def _trip(size_bytes: float, profile: Profile, method: Method, link: Link, num_machines: int) -> _Trip:
     # The ranks of a machine reduce first, without compression; then each exchanges a slice with other machines.
-    cost, inside_s = method.cost, profile.inside_s * size_bytes
+    cost = method.cost
     if num_machines == 1:
-        return _Trip(0.0, inside_s, 0.0, 0.0, 0.0)
+        return _Trip(0.0, 0.0, 0.0, 0.0, 0.0)
     moved = cable_bytes(size_bytes, num_machines)
     link_s, cpu_s = cost.sent * moved / link.bytes_per_s, cost.cpu_s * moved
     rank_s = cpu_s / profile.ranks_per_machine
     beside_s = rank_s / 2 if cost.staged else 0.0
-    link_s = (link_s if cost.staged else max(link_s, rank_s)) + 2 * (num_machines - 1) * link.latency_s + inside_s
+    link_s = (link_s if cost.staged else max(link_s, rank_s)) + 2 * (num_machines - 1) * link.latency_s
     return _Trip(beside_s, link_s, beside_s, cost.sent * moved, cpu_s / (link_s + 2 * beside_s))
 
 

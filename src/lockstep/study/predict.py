@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from rich.console import Group as Lines
@@ -18,8 +18,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from lockstep.accelerator import mark_on
-from lockstep.comm.collectives import all_reduce, broadcast_object, empty_buffer
-from lockstep.comm.hierarchy import levels
+from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
 from lockstep.env import usable_cores
@@ -28,26 +27,10 @@ from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.reducer import Event
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-from lockstep.study import drawing
+from lockstep.study import drawing, links
 from lockstep.study.common import MIB, Table, load, log, run_ranks
 from lockstep.study.compare.benchmark import TURN_TIMEOUT_S, time_steps
-from lockstep.study.links import (
-    PAYLOAD_SHARE,
-    Computing,
-    Cost,
-    Link,
-    Method,
-    Profile,
-    ReadyBucket,
-    Step,
-    break_even,
-    cable_bytes,
-    format_megabytes,
-    format_rate,
-    is_staged,
-    predict_step,
-    probe_link,
-)
+from lockstep.study.links import Computing, Cost, Link, Method, Profile, ReadyBucket, Step
 from lockstep.study.report.figures import find_network
 from lockstep.telemetry.cost import Price, more_than_alone
 from lockstep.telemetry.figures import find_figures
@@ -66,24 +49,13 @@ ACCUMULATE = 4
 SYNC_EVERY = {"local-sgd": 8, "diloco": 50}
 
 
-class Compression(NamedTuple):
-    """A compression of gradients.
-
-    Attributes:
-        effect: How it changes the gradients.
-        sent: The share of their bytes that is sent; None if it depends on the model.
-    """
-
-    effect: str
-    sent: float | None
-
-
 _FEEDBACK = "gradients are rounded, with error feedback"
+# How each changes the gradients, and the share of their bytes that is sent; None if it depends on the model.
 COMPRESSIONS = {
-    "bf16": Compression("gradients are rounded", 0.5),
-    "int8": Compression(_FEEDBACK, 0.25),
-    "int4": Compression(_FEEDBACK, 0.13),
-    "powersgd:4": Compression("gradients become products of narrow matrices, with error feedback", None),
+    "bf16": ("gradients are rounded", 0.5),
+    "int8": (_FEEDBACK, 0.25),
+    "int4": (_FEEDBACK, 0.13),
+    "powersgd:4": ("gradients become products of narrow matrices, with error feedback", None),
 }
 
 
@@ -96,10 +68,9 @@ def list_methods(costs: Mapping[str, Cost], profile: Profile) -> list[Method]:
     """
     plain = replace(PLAIN, cost=costs.get(PLAIN.name, Cost()))
     found = [plain]
-    for name, each in COMPRESSIONS.items():
-        cost = costs.get(name) or (None if each.sent is None else Cost(each.sent, staged=True))
-        if cost is not None:
-            found.append(Method(name, f"--compression {name}", each.effect, cost, is_compressed=True))
+    for name, (effect, sent) in COMPRESSIONS.items():
+        if cost := costs.get(name) or (sent and Cost(sent, staged=True)):
+            found.append(Method(name, f"--compression {name}", effect, cost, is_compressed=True))
     batch = f"--accumulate {ACCUMULATE} --global-batch-size {ACCUMULATE * profile.global_batch_size}"
     larger = f"each update takes a global batch {ACCUMULATE} times as large"
     found.append(replace(plain, name=f"accumulate {ACCUMULATE}", flags=batch, effect=larger, accumulate=ACCUMULATE))
@@ -161,7 +132,7 @@ def measure(
     if problem:
         raise LockstepError(f"Rank 0 could not train a step of the task: {problem}")
     costs: dict[str, Cost] = {}
-    link = link or probe_link(world)
+    link = link or links.probe_link(world)
     if world.device.type == "cpu" and world.world_size > 1:  # on GPUs, the exchange does not slow down computing
         if world.is_rank_zero:
             log("measuring exchanges of gradients")
@@ -297,8 +268,8 @@ def measure_cost(
         _Gradients(chosen), process_group=world.group, bucket_cap_mb=cap_mb, compression=compression
     )
     # In a hierarchy, each rank of a machine sends a slice.
-    num_carriers = world.local_world_size if is_staged(world) else 1
-    moved = cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
+    num_carriers = world.local_world_size if links.is_staged(world) else 1
+    moved = links.cable_bytes(size_bytes, world.world_size // num_carriers) / num_carriers
     found: list[Cost] = []
     for _ in range(_NUM_COST_STEPS):
         stages = _Stages()
@@ -320,8 +291,7 @@ def measure_cost(
     # Without the first step, which creates the buckets.
     cost = Cost(*map(median, zip(*map(astuple, found[1:]), strict=True)))
     # The nominal value if the kernel does not count the bytes sent.
-    nominal = 1.0 if compression is None else COMPRESSIONS[compression].sent or 1.0
-    return cost if cost.sent else replace(cost, sent=nominal)
+    return cost if cost.sent else replace(cost, sent=COMPRESSIONS[compression][1] or 1.0 if compression else 1.0)
 
 
 def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
@@ -338,21 +308,6 @@ def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Si
 
 def _sent_bytes() -> int:
     return sum(each.num_bytes for each in sent_to(loopback=True).values())
-
-
-def measure_inside(world: World) -> float:
-    """Return the seconds per byte to reduce and gather inside a machine. Collective: every rank."""
-    inside = world.group if world.local_world_size == world.world_size else levels(world.group)[0]
-    if inside is None or inside.size() == 1 or world.device.type != "cpu":
-        return 0.0
-    tensor = empty_buffer(_MOST_COST_BYTES // 4, dtype=torch.float32, device=world.device, group=world.group).zero_()
-    times = []
-    for _ in range(_NUM_COST_STEPS):
-        began_s = time.perf_counter()
-        all_reduce(tensor, group=inside)
-        times.append(time.perf_counter() - began_s)
-    # A hierarchy needs an all-reduce, and one more gathering, which takes half as long.
-    return 1.5 * median(times) / tensor.nbytes
 
 
 # --- the forecast -----------------------------------------------------------------------------------------------------
@@ -400,14 +355,9 @@ class Forecast:
     notes: Sequence[str] = ()
     price: Price | None = None
 
-    @property
-    def alone(self) -> Step:
-        """A step of one machine."""
-        return self.rows[0].steps[1]
-
     def speed_up(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over one machine."""
-        return row.steps[num_machines or self.num_machines].samples_per_s / self.alone.samples_per_s
+        return row.steps[num_machines or self.num_machines].samples_per_s / self.rows[0].steps[1].samples_per_s
 
     def efficiency(self, row: Row, num_machines: int | None = None) -> float:
         """Return the speed-up over the number of machines."""
@@ -462,14 +412,12 @@ def predict_task(
     shares = sorted({share for count in machine_counts(num_machines) if (share := profile.share(count))})
     request = (task, settings, profile, shares, max(1, torch.get_num_threads() // ranks), link)
     if world is None:
-        num_gpus = torch.accelerator.device_count()
-        profile, costs, link = run_ranks(measure, *request, devices=1 if num_gpus else 2, backend="gloo")[0]
-        inside_s = 0.0 if num_gpus or ranks == 1 else run_ranks(measure_inside, devices=ranks)[0]
+        num_ranks = 1 if torch.accelerator.device_count() else 2
+        profile, costs, link = run_ranks(measure, *request, devices=num_ranks, backend="gloo")[0]
     else:
-        (profile, costs, link), inside_s = measure(*request, world), measure_inside(world)
+        profile, costs, link = measure(*request, world)
         if not world.is_rank_zero:
             return None
-    profile = replace(profile, inside_s=inside_s)
     return forecast(found.name, profile, list_methods(costs, profile), link, num_machines)
 
 
@@ -501,10 +449,7 @@ def predict_run(
             f"The run in {folder} was on one machine, so its record has no link.\nName one, such as --link 100Mb."
         )
     profile = replace(known.profile, ranks_per_machine=ranks_per_machine or known.profile.ranks_per_machine)
-    note = (
-        "From a record: the time of computing is assumed to be proportional to the samples, and that of compression to "
-        "be 0. Name the task to measure both."
-    )
+    note = "From a record: computing is taken in proportion to the samples, compression as free. Name the task instead."
     count = num_machines or max(2, known.num_machines)
     methods = list_methods({PLAIN.name: Cost()}, profile)
     return forecast(str(run.last.get("task") or "a run"), profile, methods, link, count, [note])
@@ -515,16 +460,17 @@ def forecast(
 ) -> Forecast:
     """Return the figures of all methods; a pure function."""
     counts = [count for count in machine_counts(num_machines) if profile.share(count)]
-    alone = predict_step(profile, methods[0], link, 1)
+    alone = links.predict_step(profile, methods[0], link, 1)
 
     def pays_from(method: Method) -> float | None:
         def rate(bytes_per_s: float) -> float:
-            return predict_step(profile, method, replace(link, bytes_per_s=bytes_per_s), num_machines).samples_per_s
+            other = replace(link, bytes_per_s=bytes_per_s)
+            return links.predict_step(profile, method, other, num_machines).samples_per_s
 
-        return break_even(rate, _WORTH * alone.samples_per_s)
+        return links.break_even(rate, _WORTH * alone.samples_per_s)
 
     rows = [
-        Row(method, {count: predict_step(profile, method, link, count) for count in counts}, pays_from(method))
+        Row(method, {count: links.predict_step(profile, method, link, count) for count in counts}, pays_from(method))
         for method in methods
     ]
     return Forecast(task, profile, link, num_machines, rows, notes)
@@ -543,25 +489,20 @@ def sentences(found: Forecast) -> list[str]:
     step, machines = plain.steps[found.num_machines], f"{found.num_machines} machines"
     text = (
         f"DistributedDataParallel without options takes {milliseconds(step.seconds)} a step on {machines}, "
-        f"{found.speed_up(plain):.2f} times the speed of one ({milliseconds(found.alone.seconds)}); each sends "
-        f"{format_megabytes(step.sent_bytes)} a step."
+        f"{found.speed_up(plain):.2f} times the speed of one ({milliseconds(plain.steps[1].seconds)}); each sends "
+        f"{links.format_megabytes(step.sent_bytes)} a step."
     )
     if chosen is None:
         turn_on = f"Train on one machine: no option makes {machines} faster over this link."
     elif chosen is plain:
         turn_on = f"No option is needed: this is {found.efficiency(plain):.0%} of linear scaling on {machines}."
     else:
-        effect = f"; {chosen.method.effect}" if chosen.method.effect else ""
-        flags = f" ({chosen.method.flags})" if chosen.method.flags else ""
         turn_on = (
-            f"Turn on {chosen.method.name}{flags}: {found.speed_up(chosen):.2f} times the speed of one machine, "
-            f"{found.efficiency(chosen):.0%} of linear scaling{effect}."
+            f"Turn on {chosen.method.name} ({chosen.method.flags}): {found.speed_up(chosen):.2f} times the speed of "
+            f"one machine, {found.efficiency(chosen):.0%} of linear scaling; {chosen.method.effect}."
         )
-    pays = [f"{format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
-    never = (
-        f"{machines.capitalize()} never pay for this task: even an infinitely fast link does not make them faster "
-        "than one."
-    )
+    pays = [f"{links.format_rate(row.pays_from)} on with {row.method.name}" for row in found.rows if row.pays_from]
+    never = f"{machines.capitalize()} never pay for this task: no link makes them faster than one."
     row, ranks = chosen or plain, found.profile.ranks_per_machine
     bought = [
         f"{count} machines {more_than_alone(1 / found.speed_up(row, count), count * ranks, ranks, found.price)}"
@@ -581,7 +522,7 @@ def table(found: Forecast) -> Table:
     counts = list(found.rows[0].steps)
     profile, link = found.profile, found.link
     ranks = f", {profile.ranks_per_machine} ranks each" if profile.ranks_per_machine > 1 else ""
-    gradients = format_megabytes(profile.gradient_bytes)
+    gradients = links.format_megabytes(profile.gradient_bytes)
     title = (
         f"{found.task}: global batch {profile.global_batch_size}, {gradients} of gradients{ranks}; link {link.source}"
     )
@@ -589,8 +530,8 @@ def table(found: Forecast) -> Table:
     rows = []
     for row in found.rows:
         cells = [f"{milliseconds(row.steps[count].seconds)} {found.efficiency(row, count):4.0%}" for count in counts]
-        sent = format_megabytes(row.steps[found.num_machines].sent_bytes)
-        pays_from = "never" if row.pays_from is None else format_rate(row.pays_from)
+        sent = links.format_megabytes(row.steps[found.num_machines].sent_bytes)
+        pays_from = "never" if row.pays_from is None else links.format_rate(row.pays_from)
         rows.append([row.method.name, *cells, sent, pays_from])
     columns += ["sends", "pays from"]
     return Table(title, ["", *columns], rows, numbers=columns)
@@ -601,7 +542,7 @@ def footnotes(found: Forecast) -> list[str]:
     return [
         "Time of a step, and efficiency: the speed-up over one machine, divided by the number of machines. The global "
         f"batch stays the same. The bytes that each machine sends in a step, and the link from which it pays, are for "
-        f"{found.num_machines} machines. Of a link given in bits, {PAYLOAD_SHARE:.0%} are available for gradients.",
+        f"{found.num_machines} machines. Of a link given in bits, {links.PAYLOAD_SHARE:.0%} carry gradients.",
         *found.notes,
     ]
 

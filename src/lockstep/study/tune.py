@@ -7,8 +7,8 @@ import math
 import resource
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing_extensions import override
 from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LaunchTimeout, LockstepError, OutOfMemory, RankFailed
+from lockstep.errors import ConfigurationError, LockstepError, OutOfMemory, RankFailed
 from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
@@ -34,11 +34,15 @@ from lockstep.train.task import Task
 
 # The strategies that are tried by default.
 STRATEGIES = ("single", "dp", "ddp", "ddp-zero1")
+POSSIBLE = (*STRATEGIES, "fsdp")
+
+FIRST_LINE = "# Written by lockstep tune"
 
 # The name of the reference settings in each round; and the stage that checks the combined changes.
-POSSIBLE = (*STRATEGIES, "fsdp")
-FIRST_LINE = "# Written by lockstep tune"
 NOW, TOGETHER = "now", "all together"
+
+# In this order: a slow loader hides all other effects, and later stages depend on the strategy.
+STAGES = ("loading", "strategy", "micro-batch", "threads", "precision")
 
 # The smallest speed-up for which a change is kept.
 WORTH = 1.02
@@ -66,19 +70,12 @@ Changes = dict[str, Any]
 
 def differences(before: FitSettings, after: FitSettings) -> Changes:
     """Return the settings of ``after`` that differ from ``before``, by name."""
-    names = [one.name for one in fields(FitSettings)]
-    return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
+    return {name: value for name, value in vars(after).items() if value != getattr(before, name)}
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
     """Return changes as flags without dashes: ``workers 2, prefetch 4``."""
-
-    def word(value: Any) -> str:
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        return "as usual" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-    return ", ".join(f"{name.replace('_', '-')} {word(value)}" for name, value in changes.items())
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in changes.items())
 
 
 def num_shares(strategy: str, num_devices: int) -> int:
@@ -90,127 +87,56 @@ class Effect(Enum):
     """The effect of a change of settings on the training, from smallest to largest: as a short name and a sentence."""
 
     BITS = "same bits", "The training is the same, bit for bit."
-    ROUNDING = (
-        "rounding",
-        "The training is the same except for the rounding of sums: same global batches, order and loss.",
-    )
-    DIVISION = (
-        "division",
-        "Same global batches and order, but divided in another way, which layers depend on: another training.",
-    )
+    ROUNDING = "rounding", "The training is the same except for rounding: same global batches, order and loss."
+    DIVISION = "division", "Same global batches, divided in another way, which layers depend on: another training."
     ARITHMETIC = "arithmetic", "Same global batches and order, but other arithmetic: another training."
 
     def __init__(self, words: str, sentence: str) -> None:
         self.words, self.sentence = words, sentence
 
 
-def effect_of(before: FitSettings, after: FitSettings, *, num_devices: int, layers: Sequence[str]) -> Effect:
-    """Return the effect of a change of settings on the training.
-
-    Args:
-        before: The old settings.
-        after: The new settings.
-        num_devices: Number of devices.
-        layers: Kinds of layer whose result depends on how a batch is divided, see `split_layers`.
-    """
-
-    def division(settings: FitSettings) -> tuple[int, int, bool]:
-        # The replicas of dp draw dropout from one generator on CPUs, so the same division is not enough there.
-        is_threaded = "dropout" in layers and settings.strategy == "dp"
-        return num_shares(settings.strategy, num_devices), settings.accumulate, is_threaded
-
-    names = differences(before, after).keys()
-    if names & {"precision", "compression"}:
-        return Effect.ARITHMETIC
-    if layers and division(before) != division(after):
-        return Effect.DIVISION
-    # Samples and random numbers depend only on the position, not on the process that loads them.
-    return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
-
-
-# The changes to try in each stage, given the best settings so far.
-
-
 def candidates(stage: str, sweep: Sweep) -> list[Changes]:
-    """Return the changes that are worth trying."""
-    return [changes for changes in _STAGES[stage](sweep) if _is_possible(sweep.found, changes)]
-
-
-def _is_possible(base: FitSettings, changes: Changes) -> bool:
-    try:
-        settings = replace(base, **changes)
-        check_engine(settings.strategy, settings)
-    except ConfigurationError:
-        return False
-    return settings.reproducible is None or settings.strategy in ("single", "dp", "ddp")
-
-
-def _loading(sweep: Sweep) -> list[Changes]:
-    now = sweep.found.workers
-    if not now and sweep.known.wait_share < 0.02:
-        return []  # there is nothing to gain
-    # Twice and half of the current number; without workers, one, two, and the cores per rank.
-    counts = {now // 2, 2 * now} if now else {1, 2, max(4, sweep.num_cores // sweep.num_devices)}
-    return [{"workers": min(count, 16)} for count in sorted(counts - {now})]
-
-
-def _strategy(sweep: Sweep) -> list[Changes]:
-    """Return the changes of strategy, as in `compare`: with the same number of micro-batches, if these fit."""
-    base, found = sweep.found, []
-    usual = {"bucket_cap_mb": None, "compression": None, "overlap_optimizer": False}
-    for name in sweep.strategies if sweep.num_devices > 1 else ():
-        changes: Changes = {"strategy": name}
-        if name != "ddp":  # settings that only ddp has
-            changes |= {key: value for key, value in usual.items() if getattr(base, key) != value}
-        if base.accumulate < (pieces := sweep.fewest_pieces(name)):
-            changes["accumulate"] = pieces
-        if name != base.strategy:
-            found.append(changes)
-        if name == "single" and base.threads is None and _threads(sweep):
-            found.append({**changes, "threads": 1})  # a small model is often faster with one thread
-    return found
-
-
-def _micro_batch(sweep: Sweep) -> list[Changes]:
-    if _sets_sizes(sweep.found):
-        return []
-    now, strategy = sweep.found.accumulate, sweep.found.strategy
-    share, fewest = sweep.share(strategy), sweep.fewest_pieces(strategy)
-    # Fewer pieces do not fit, and batch norm does not accept a single sample.
-    counts = sorted({fewest, now // 2, 2 * now, 4 * now} - {0, now})
-    return [{"accumulate": each} for each in counts if each >= fewest and share % each == 0 and share // each > 1]
+    """Return the changes that are worth trying in a stage, given the best settings so far."""
+    base, strategy, num_cores = sweep.found, sweep.found.strategy, sweep.num_cores
+    found: list[Changes] = []
+    if stage == "loading" and (base.workers or sweep.known.wait_share >= 0.02):
+        # Twice and half of the current number; without workers, one, two, and the cores per rank.
+        now = base.workers
+        counts = {now // 2, 2 * now} if now else {1, 2, max(4, num_cores // sweep.num_devices)}
+        found = [{"workers": min(count, 16)} for count in sorted(counts)]
+    elif stage == "strategy" and sweep.num_devices > 1:
+        # As in `compare`: with the same number of micro-batches, if these fit.
+        names = [each for each in sweep.strategies if base.reproducible is None or each in ("single", "dp", "ddp")]
+        for name in names:
+            pieces = sweep.fewest_pieces(name)
+            changes: Changes = {"strategy": name} | ({"accumulate": pieces} if base.accumulate < pieces else {})
+            found += [changes] if name != strategy else []
+            if name == "single" and base.threads is None and default_device().type == "cpu":
+                found.append({**changes, "threads": 1})  # a small model is often faster with one thread
+    elif stage == "micro-batch" and not _sets_sizes(base):
+        now, share, fewest = base.accumulate, sweep.share(strategy), sweep.fewest_pieces(strategy)
+        # Fewer pieces do not fit, and batch norm does not accept a single sample.
+        counts = {each for each in (fewest, now // 2, 2 * now, 4 * now) if each >= fewest and share % each == 0}
+        found = [{"accumulate": each} for each in sorted(counts - {now}) if share // each > 1]
+    elif stage == "threads" and default_device().type == "cpu" and base.reproducible is None:
+        now = base.threads or sweep.threads(base)
+        counts = {1, now // 2, 2 * now, num_cores} - {0, now}
+        found = [{"threads": count} for count in sorted(counts) if count <= num_cores]
+    elif stage == "precision":
+        found = [{"precision": "bf16"}] if base.precision == "fp32" else []
+        if sweep.num_devices > 1 and sweep.known.gradient_bytes > MIB and base.compression is None:
+            found.append({"compression": "bf16"})
+    possible = []
+    for changes in found:
+        with contextlib.suppress(ConfigurationError):  # a setting that the strategy does not have
+            check_engine(changes.get("strategy", strategy), replace(base, **changes))
+            possible.append(changes)
+    return possible
 
 
 def _sets_sizes(settings: FitSettings) -> bool:
     """Return whether the sizes of micro-batches follow from other settings."""
     return settings.reproducible is not None or settings.shares is not None
-
-
-def _threads(sweep: Sweep) -> list[Changes]:
-    if default_device().type != "cpu" or sweep.found.reproducible is not None:
-        return []
-    now = sweep.found.threads or sweep.threads(sweep.found)
-    counts = sorted({1, now // 2, 2 * now, sweep.num_cores} - {0, now})
-    return [{"threads": count} for count in counts if count <= sweep.num_cores]
-
-
-def _precision(sweep: Sweep) -> list[Changes]:
-    base = sweep.found
-    found: list[Changes] = [{"precision": "bf16"}] if base.precision == "fp32" else []
-    exchanges = base.strategy == "ddp" and sweep.num_devices > 1
-    if exchanges and sweep.known.gradient_bytes > MIB and base.compression is None:
-        found.append({"compression": "bf16"})
-    return found
-
-
-# In this order: a slow loader hides all other effects, and later stages depend on the strategy.
-_STAGES: dict[str, Callable[[Sweep], list[Changes]]] = {
-    "loading": _loading,
-    "strategy": _strategy,
-    "micro-batch": _micro_batch,
-    "threads": _threads,
-    "precision": _precision,
-}
 
 
 # The work of the ranks.
@@ -267,8 +193,8 @@ def probe(sweep: Sweep, size: int, world: World) -> Known:
     )
 
 
-def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> list[dict[str, float]]:
-    """Run all settings in turn; return the seconds per sample of this rank's turns, by round.
+def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> dict[str, list[float]]:
+    """Run all settings in turn; return the seconds per sample of this rank's turns, by name.
 
     Collective: every rank. Ranks that do not take part in a turn sleep.
 
@@ -284,45 +210,22 @@ def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: 
         at_exit.enter_context(warnings.catch_warnings())
         # There may be more processes than cores: this measures whether they help.
         warnings.filterwarnings("ignore", "This DataLoader will create")
-        entrants = {
-            name: at_exit.enter_context(contextlib.closing(sweep.entrant(settings, world)))
-            for name, settings in tried.items()
-        }
+        entrants: dict[str, Entrant] = {}
+        for name, settings in tried.items():
+            entrants[name] = at_exit.enter_context(contextlib.closing(sweep.entrant(settings, world)))
         _, num_steps = benchmark.warm_up_all(entrants, _NUM_WARMUP, world, turn_s, fewest=2)
-        rounds: list[dict[str, float]] = []
-        running = list(tried)
-        while running:
-            rounds.append({})
-            for name in benchmark.order_of_round(running, len(rounds) - 1):
+        rounds: dict[str, list[float]] = {name: [] for name in tried}
+        for index in range(MOST_ROUNDS):
+            for name in benchmark.order_of_round(list(tried), index):
                 if turn := entrants[name].turn(partial(benchmark.time_steps, num_steps=num_steps)):
-                    rounds[-1][name] = turn[0] / sum(record.num_samples for record in turn[1])
-            # Rank zero takes part in every turn, and waits for the slowest rank in each step: so only it can judge.
-            undecided = [name for name in running if name != NOW and not is_decided(name, rounds)]
-            is_over = len(rounds) >= MOST_ROUNDS or time.time() > until
-            left = [NOW, *undecided] if undecided and not is_over else []
-            running = broadcast_object(left, group=world.group, device=world.device)
+                    rounds[name].append(turn[0] / sum(record.num_samples for record in turn[1]))
+            # The clocks of the ranks may differ: rank zero decides.
+            if broadcast_object(time.time() > until, group=world.group, device=world.device):
+                break
         return rounds
 
 
-# The evaluation.
-
-
-def ratio_of(name: str, rounds: Sequence[Mapping[str, float]]) -> Spread | None:
-    """Return the speed-up of ``name``, from the rounds in which it ran; None if there are none."""
-    both = [each for each in rounds if name in each and NOW in each]
-    return paired_ratio([each[NOW] for each in both], [each[name] for each in both]) if both else None
-
-
-def is_decided(name: str, rounds: Sequence[Mapping[str, float]]) -> bool:
-    """Return whether no more rounds are needed: it is clearly slower or faster."""
-    ratio, count = ratio_of(name, rounds), sum(name in each for each in rounds)
-    if ratio is None:
-        return False
-    # Three rounds are enough to reject a change; accepting it needs enough rounds for 90% certainty.
-    return (count >= 3 and ratio.high < 0.97) or (count >= FEWEST_ROUNDS and ratio.low > 1.05)
-
-
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """The result of a change.
 
@@ -391,21 +294,21 @@ def tune(
     if not 0 < minutes < 10_000:
         raise ConfigurationError(f"minutes={minutes:g} is not allowed.\nGive a number above 0.")
     settings = FitSettings(**{**(start or {}), "devices": None})
-    for name in (*strategies, settings.strategy):
-        if name not in POSSIBLE:
-            raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
+    for name in {*strategies, settings.strategy} - {*POSSIBLE}:
+        raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
     check_count(devices)
     found = load(task)
     check_batch(found, settings, num_shares(settings.strategy, devices))
+    name = Path(task).name if isinstance(task, str) else found.name
     sweep = Sweep(
-        name=Path(task).name if isinstance(task, str) else found.name,
+        name=f"{name} on {devices} x {default_device().type}",
         task=task,
         num_devices=devices,
         num_cores=torch.get_num_threads(),
         global_batch_size=settings.global_batch_size or found.global_batch_size,
         strategies=tuple(strategies),
         seconds=60 * minutes,
-        began_at=began_at or time.time(),
+        until=(began_at or time.time()) + 60 * minutes,
         limit_bytes=_usable_bytes(devices, default_device()),
         start=settings,
         found=settings,
@@ -437,14 +340,14 @@ class Sweep(Shown):
     change that is faster beyond the noise is kept.
 
     Attributes:
-        name: Of the task.
+        name: Of the task, and on which devices.
         task: The task, or where to find it, as on the command line.
         num_devices: Devices for all strategies except ``single``.
         num_cores: Cores that a plain process would use.
         global_batch_size: Samples of a step.
         strategies: The strategies to try.
         seconds: How long it may take.
-        began_at: When it began, in Unix time.
+        until: When it ends, in Unix time.
         limit_bytes: Memory that all processes of this machine, or one GPU, may use.
         start: The initial settings.
         found: The best settings so far.
@@ -463,7 +366,7 @@ class Sweep(Shown):
     global_batch_size: int
     strategies: tuple[str, ...]
     seconds: float
-    began_at: float
+    until: float
     limit_bytes: int
     start: FitSettings
     found: FitSettings
@@ -476,17 +379,20 @@ class Sweep(Shown):
 
     @override
     def __rich__(self) -> RenderableType:
-        return render(self)
-
-    @property
-    def device(self) -> str:
-        """The number and kind of devices."""
-        return f"{self.num_devices} x {default_device().type}"
-
-    @property
-    def effect(self) -> Effect:
-        """The effect of all changes on the training."""
-        return self._effect(self.start, self.found)
+        """Lay out the table, the remarks and the conclusion: at most 100 columns."""
+        began = in_words({"strategy": self.start.strategy, **differences(FitSettings(), self.start)})
+        title = f"{self.name}, global batch {self.global_batch_size}, from {began}"
+        rows = []
+        for one in self.results:
+            times = one.ratio
+            gain = (f"{times.median:.2f}x", f"{times.low:.2f} - {times.high:.2f}") if times else ("-", "-")
+            rows.append(
+                (one.stage, in_words(one.changes), *gain, str(one.num_rounds), one.effect.words, one.why or "kept")
+            )
+        columns = ("stage", "change", "times", "low - high", "rounds", "training", "")
+        table = Table(title, columns, rows, numbers=("times", "low - high", "rounds"))
+        lines = [Text(_HOW_TO_READ, style="dim"), Text(), *map(Text, self.notes), Text(self.verdict, style="bold")]
+        return Group(table.rich(), *lines, Text(self.effect_of(self.start, self.found).sentence))
 
     @property
     def verdict(self) -> str:
@@ -497,18 +403,13 @@ class Sweep(Shown):
             return "The total gain was not measured: time was up."
         return f"All changes together: {_times(self.total)} of the settings at the start."
 
-    @property
-    def left_s(self) -> float:
-        """The remaining time."""
-        return self.seconds - (time.time() - self.began_at)
-
     def share(self, strategy: str) -> int:
-        """Return the samples of a device in a global batch."""
-        return self.global_batch_size // num_shares(strategy, self.num_devices)
+        """Return the samples of a device in a global batch, rounded up."""
+        return math.ceil(self.global_batch_size / num_shares(strategy, self.num_devices))
 
     def fewest_pieces(self, strategy: str) -> int:
         """Return the smallest number of micro-batches per device that fits into memory."""
-        return 1 if self.known.largest is None else max(1, math.ceil(self.share(strategy) / self.known.largest))
+        return math.ceil(self.share(strategy) / (self.known.largest or math.inf)) or 1
 
     def threads(self, settings: FitSettings) -> int:
         """Return the number of threads of one process in a run with these settings."""
@@ -519,8 +420,21 @@ class Sweep(Shown):
         task, endless = load(self.task), replace(settings, epochs=None, steps=_MANY_STEPS)
         return Entrant(task, endless, settings.strategy, world, self.num_devices, [self.threads(settings)])
 
-    def _effect(self, before: FitSettings, after: FitSettings) -> Effect:
-        return effect_of(before, after, num_devices=self.num_devices, layers=self.known.layers)
+    def effect_of(self, before: FitSettings, after: FitSettings) -> Effect:
+        """Return the effect of a change of settings on the training."""
+
+        def division(settings: FitSettings) -> tuple[int, int, bool]:
+            # The replicas of dp draw dropout from one generator on CPUs, so the same division is not enough there.
+            is_threaded = "dropout" in self.known.layers and settings.strategy == "dp"
+            return num_shares(settings.strategy, self.num_devices), settings.accumulate, is_threaded
+
+        names = differences(before, after).keys()
+        if names & {"precision", "compression"}:
+            return Effect.ARITHMETIC
+        if self.known.layers and division(before) != division(after):
+            return Effect.DIVISION
+        # Samples and random numbers depend only on the position, not on the process that loads them.
+        return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
 
     def run(self) -> None:
         """Try all stages, or as many as there is time for.
@@ -532,145 +446,92 @@ class Sweep(Shown):
         self._probe()
         # For the last stage, which measures all changes together.
         reserve_s = min(20.0, 0.2 * self.seconds)
-        for index, stage in enumerate(_STAGES):
-            changes = candidates(stage, self)
-            left_s = self.left_s - reserve_s
-            if changes and left_s <= 0:
-                self.notes.append("Time was up before all changes were tried. More time (--minutes M) may find more.")
-                break
-            if changes:
+        for index, stage in enumerate(STAGES):
+            if changes := candidates(stage, self):
+                if (left_s := self.until - time.time() - reserve_s) <= 0:
+                    self.notes.append("Time was up: more time (--minutes M) may find more.")
+                    break
                 # Twice an equal share: it is better to complete fewer stages than to complete none.
-                best = self._try(stage, changes, self.found, min(left_s, 2 * left_s / (len(_STAGES) - index)))
-                self.found = self.found if best is None else replace(self.found, **best.changes)
+                self._try(stage, changes, self.found, min(left_s, 2 * left_s / (len(STAGES) - index)))
         if self.found != self.start:
             # Gains measured separately may not add up; if there is no gain in total, no change is kept.
-            self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.left_s)
-            result = self.results[-1]
+            result = self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.until - time.time())
             if result.num_rounds >= FEWEST_ROUNDS:
-                self.total = result.ratio
-                self.found = self.start if result.why_no_gain else self.found
+                self.total, self.found = result.ratio, self.start if result.why else self.found
 
     def _probe(self) -> None:
         """Find the largest micro-batch that fits, in processes that may be killed, and what else they know then."""
-        base = self.start
-        share = math.ceil(self.global_batch_size / num_shares(base.strategy, self.num_devices))
+        base, share = self.start, self.share(self.start.strategy)
         # Halves of a share; but batch norm does not accept a single sample.
         sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
         devices = self.num_devices if base.strategy in PER_PROCESS else 1
-        limit_s = max(_PATIENCE_S, 0.4 * self.left_s)
+        limit_s = max(_PATIENCE_S, 0.4 * (self.until - time.time()))
         for size in [0] if _sets_sizes(base) else reversed(sizes):
             try:
                 self.known = run_ranks(probe, self, size, devices=devices, timeout_s=limit_s)[0]
                 break
-            except LaunchTimeout as error:
-                raise LockstepError(
-                    f"The task's first steps were not done within {limit_s:.0f} s.\n"
-                    "Check which other programs use this machine, or give more time (--minutes M)."
-                ) from error
             except (OutOfMemory, RankFailed) as error:
                 # A process that was killed has no cause. Smaller micro-batches do not help other errors of the task.
-                is_of_task = isinstance(error, RankFailed) and isinstance(error.__cause__, Exception)
-                if size in (0, sizes[0]) or (
-                    is_of_task and not isinstance(error.__cause__, RuntimeError | MemoryError)
-                ):
+                if size in (0, sizes[0]) or not isinstance(error.__cause__, RuntimeError | MemoryError | None):
                     raise
         largest, needed = self.known.largest, f"{self.known.largest_bytes / MIB:,.0f} MiB"
         if largest is None:
             return
-        if math.ceil(share / base.accumulate) > largest:
-            # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
-            self.start = self.found = replace(base, accumulate=math.ceil(share / largest))
-        whole = "a device's whole part of the global batch" if largest >= share else f"of {share} for each device"
-        self.notes.append(f"The largest micro-batch that fits has {largest} samples ({whole}): {needed}.")
+        # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
+        self.start = self.found = replace(base, accumulate=max(base.accumulate, math.ceil(share / largest)))
+        self.notes.append(f"The largest micro-batch that fits has {largest} samples (of {share} per device): {needed}.")
         if largest >= share:  # no limit was found: activations grow with the number of samples
             most = largest * self.limit_bytes / self.num_devices / max(1, self.known.largest_bytes)
             self.known = replace(self.known, largest=max(largest, int(most)))
 
-    def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result | None:
-        """Measure changes against ``base``; return the best allowed one."""
+    def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result:
+        """Measure changes against ``base``, and keep the best allowed one; return its result."""
         log(f"{stage}: {'; '.join(map(in_words, tried))}; at most {seconds:.0f} s")
-        rounds, lost = self._measure({in_words(each): each for each in tried}, base, time.time() + seconds)
-        results = []
-        for changes in tried:
-            name, effect = in_words(changes), self._effect(base, replace(base, **changes))
-            result = Result(stage, changes, effect, ratio_of(name, rounds), sum(name in each for each in rounds))
-            results.append(replace(result, why=lost.get(name) or result.why_no_gain or self._why_forbidden(effect)))
-        gains = [each for each in results if not each.why]
-        best = max(gains, key=lambda each: each.ratio.median if each.ratio else 0.0, default=None)
-        self.results += [
-            replace(each, why="another was better") if each in gains and each is not best else each for each in results
-        ]
+        results = self._measure(stage, tried, base, seconds)
+        best = min(results, key=lambda each: (bool(each.why), -each.ratio.median if each.ratio else 0.0))
+        for each in results:
+            each.why = each.why or ("" if each is best else "another was better")
+        if not best.why:
+            self.found = replace(base, **best.changes)
+        self.results += results
         return best
 
-    def _measure(
-        self, changes: dict[str, Changes], base: FitSettings, until: float
-    ) -> tuple[list[dict[str, float]], dict[str, str]]:
-        """Run rounds; return them, and the reasons why some changes have none."""
-        if time.time() >= until:
-            return [], {}
-        entrants = {NOW: base} | {name: replace(base, **each) for name, each in changes.items()}
-        limit_s = until - time.time() + max(_PATIENCE_S, 0.25 * self.seconds)
+    def _measure(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> list[Result]:
+        """Run rounds of ``base`` and of each change to it."""
+        entrants = {NOW: base} | {in_words(each): replace(base, **each) for each in tried}
+        rounds: dict[str, list[float]] = {name: [] for name in entrants}
+        limit_s, failure = seconds + max(_PATIENCE_S, 0.25 * self.seconds), ""
         try:
-            return run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0], {}
+            if seconds > 0:
+                until = time.time() + seconds
+                rounds = run_ranks(rounds_of, self, entrants, until, devices=self.num_devices, timeout_s=limit_s)[0]
         except LockstepError as error:
-            if len(changes) == 1:
-                cause = error.__cause__ if isinstance(error, RankFailed) else None
-                return [], dict.fromkeys(changes, _reason(cause or error))
-        # A change has ended the ranks, or they do not fit into memory together: now each change alone.
-        rounds: list[dict[str, float]] = []
-        lost: dict[str, str] = {}
-        for place, (name, each) in enumerate(changes.items()):
-            own_until = time.time() + (until - time.time()) / (len(changes) - place)
-            own_rounds, own_lost = self._measure({name: each}, base, own_until)
-            rounds += own_rounds
-            lost |= own_lost
-        return rounds, lost
-
-    def _why_forbidden(self, effect: Effect) -> str:
-        """Return why a faster change is not allowed; empty if it is."""
-        if effect in self.allowed:
-            return ""
-        if effect is Effect.ARITHMETIC:
-            return "offered: use --allow-precision"
-        return f"offered: divides batches in another way for {' and '.join(self.known.layers)}; use --allow-division"
+            # A change has ended the ranks, or they do not fit into memory together: now each change alone.
+            if len(tried) > 1:
+                return [self._measure(stage, [each], base, seconds / len(tried))[0] for each in tried]
+            cause = error.__cause__ or error
+            failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        results = []
+        for changes, name in zip(tried, list(entrants)[1:], strict=True):
+            effect = self.effect_of(base, entrants[name])
+            ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
+            result = Result(stage, changes, effect, ratio, len(rounds[NOW]))
+            offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.known.layers))
+            result.why = failure or result.why_no_gain or offer
+            results.append(result)
+        return results
 
 
-def _reason(error: BaseException) -> str:
-    """Return the cause in one line."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    first = (lines[-1] if lines[0].startswith("Caught ") else lines[0]).rstrip(".")  # the error of a thread
-    return first if isinstance(error, LockstepError) else f"{type(error).__name__}: {first}"
+_OFFERS = {
+    Effect.ARITHMETIC: "offered: use --allow-precision",
+    Effect.DIVISION: "offered: divides batches in another way for {}; use --allow-division",
+}
 
-
-# The result, for a terminal and as a file that ``lockstep train --settings`` reads.
-
-_HOW_TO_READ = (
-    "Times: the samples/s of the change divided by those of the settings so far, measured in interleaved rounds: the "
-    "median, and its 90% confidence interval. A change is kept if the interval is above 1 and the gain is at least 2%. "
-    "Training: the effect of the change on it; 'rounding' means that only the order of additions differs."
-)
-
-
-def render(outcome: Sweep) -> RenderableType:
-    """Lay out the table, the remarks and the conclusion: at most 100 columns."""
-    began = in_words({"strategy": outcome.start.strategy, **differences(FitSettings(), outcome.start)})
-    title = f"{outcome.name}: {outcome.device}, global batch {outcome.global_batch_size}, from {began}"
-    rows = []
-    for each in outcome.results:
-        times = f"{each.ratio.median:.2f}x" if each.ratio else "-"
-        span = f"{each.ratio.low:.2f} - {each.ratio.high:.2f}" if each.ratio else "-"
-        came = each.why or "kept"
-        rows.append((each.stage, in_words(each.changes), times, span, str(each.num_rounds), each.effect.words, came))
-    columns = ("stage", "change", "times", "low - high", "rounds", "training", "")
-    table = Table(title, columns, rows, numbers=("times", "low - high", "rounds"))
-    lines = [Text(_HOW_TO_READ, style="dim"), Text(), *map(Text, outcome.notes), Text(outcome.verdict, style="bold")]
-    if outcome.found != outcome.start:
-        lines.append(Text(outcome.effect.sentence))
-    return Group(table.rich(), *lines)
+_HOW_TO_READ = "Times: the samples/s over those of the settings so far, a median with its 90% confidence interval."
 
 
 def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, str]) -> str:
-    """Return the text of the file: each setting with its gain, and rejected changes as comments.
+    """Return the text of the file for ``lockstep train --settings``: each setting with its gain.
 
     Args:
         outcome: The result.
@@ -678,31 +539,24 @@ def as_file(outcome: Sweep, *, task_file: str, file: str, facts: Mapping[str, st
         file: The file's own name.
         facts: Of machine and versions.
     """
-    batch, found = outcome.global_batch_size, outcome.found
+    found = outcome.found
     lines = [
-        f"{FIRST_LINE}: {outcome.name} on {outcome.device}, global batch {batch}.",
+        f"{FIRST_LINE}: {outcome.name}, global batch {outcome.global_batch_size}.",
         *(f"# {name}: {value}" for name, value in facts.items()),
         f"# lockstep train {task_file} --settings {file}",
-        "#",
-        f"# {outcome.verdict}",
-        f"# {outcome.effect.sentence}",
-        "",
+        f"#\n# {outcome.verdict}",
+        f"# {outcome.effect_of(outcome.start, found).sentence}",
     ]
-    num_devices = num_shares(found.strategy, outcome.num_devices)
-    values = {"devices": num_devices, "strategy": found.strategy, **differences(FitSettings(), found)}
     gave = {name: each for each in outcome.results if not each.why and each.stage != TOGETHER for name in each.changes}
-    for name, value in values.items():
-        if name in gave and found != outcome.start:
-            each = gave[name]
+    devices = num_shares(found.strategy, outcome.num_devices)
+    for name, value in {"devices": devices, "strategy": found.strategy, **differences(FitSettings(), found)}.items():
+        lines.append("")
+        if name in gave and found != outcome.start and (each := gave[name]).ratio:
             lines.append(f"# {in_words(each.changes)}: {_times(each.ratio)}; training: {each.effect.words}")
-        elif name in differences(FitSettings(), outcome.start):
-            lines.append("# as at the start")
-        lines += [toml_line(name, value), ""]
-    return "\n".join(lines).rstrip() + "\n"
+        lines.append(toml_line(name, value))
+    return "\n".join(lines) + "\n"
 
 
-def _times(ratio: Spread | None) -> str:
+def _times(ratio: Spread) -> str:
     """Return a gain with its spread."""
-    if ratio is None:
-        return "not measured"
     return f"{ratio.median:.2f} times the samples/s ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import warnings
@@ -38,13 +39,12 @@ from lockstep.train.trainer import StepRecord, Trainer
 # The default candidates, in the order of the table.
 STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp", "ddp")
 
-# Candidates that only take part if they are named.
-ON_REQUEST: tuple[StrategyName, ...] = ("ddp-zero1",)
+# One only takes part if it is named.
+POSSIBLE: tuple[StrategyName, ...] = (*STRATEGIES, "ddp-zero1")
 
 # How long to measure the load by other programs. A load average would include programs of the last minute.
 BUSY_INTERVAL_S = 0.5
 
-Name = TypeVar("Name", bound=str)
 T = TypeVar("T")
 
 # The duration of the fastest candidate's turn by default: long compared with the clock's resolution and the start.
@@ -126,17 +126,22 @@ def compare(
         price=Price.read(price),
     )
     benchmark = Benchmark(task, settings, taking_part, setup, quiet)
-    reports: list[RankReport] = run_ranks(run_benchmark, benchmark, devices=devices)
-    benchmark = replace(benchmark, setup=reports[0].setup)
+    by_rank = run_ranks(run_benchmark, benchmark, devices=devices)
+    setup, _, losses = by_rank[0]
+    benchmark = replace(benchmark, setup=setup)
     contenders: list[Candidate] = []
     for name in taking_part:
-        turns, losses = merge([report.turns[name] for report in reports]), tuple(reports[0].losses[name])
         # Threads of one device's work: one process of DataParallel has the cores of all its replicas.
         num_threads = benchmark.threads(name) if name == SINGLE else max(1, num_cores // devices)
-        peaks = _peaks(benchmark, name) if memory else None
-        single = contenders[0] if contenders else None
-        contenders.append(Candidate(name, num_threads, turns, losses, peaks, single, devices))
-    found = Comparison(reports[0].setup, tuple(contenders), left_out)
+        peaks: tuple[int, ...] | None = None
+        if memory:
+            benchmark.log(f"measuring the peak memory of {name} in fresh processes")
+            # In a shared process, the memory of the candidates would add up.
+            by_process = run_ranks(measure_peak, benchmark, name, devices=devices if name in PER_PROCESS else 1)
+            peaks = tuple(itertools.chain(*by_process))
+        single, turns = contenders[0] if contenders else None, merge([turns[name] for _, turns, _ in by_rank])
+        contenders.append(Candidate(name, num_threads, turns, tuple(losses[name]), peaks, single, devices))
+    found = Comparison(setup, tuple(contenders), left_out)
     return replace(found, verdict=judge(found))
 
 
@@ -146,11 +151,10 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     Raises:
         ConfigurationError: There is no such strategy.
     """
-    possible = (*STRATEGIES, *ON_REQUEST)
-    unknown = [name for name in strategies if name not in possible]
+    unknown = [name for name in strategies if name not in POSSIBLE]
     if unknown:
-        raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(possible)}.")
-    wanted = [name for name in possible if name in strategies or name == SINGLE]
+        raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(POSSIBLE)}.")
+    wanted = [name for name in POSSIBLE if name in strategies or name == SINGLE]
     if cuda or "torch-dp" not in wanted:
         return tuple(wanted), ()
     left_out = LeftOut("torch-dp", "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp.")
@@ -178,6 +182,11 @@ class Benchmark:
     setup: Setup
     quiet: bool = False
 
+    def log(self, text: str) -> None:
+        """Print a line about progress: instead of a bar, whose thread would draw during the measurements."""
+        if not self.quiet:
+            log(text)
+
     def threads(self, strategy: str) -> int:
         """Return the threads of one process (dp divides them among its replicas)."""
         if strategy == SINGLE and self.setup.single_threads:
@@ -194,17 +203,13 @@ class Benchmark:
         return Entrant(task, self.settings, strategy, world, num_devices, threads)
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """The measurements of one rank: by strategy, its turns (none if it only waited) and the losses of all steps."""
-
-    setup: Setup
-    turns: dict[str, list[Measurement]]
-    losses: dict[str, list[float]]
+# By strategy, the turns of a rank (none if it only waited), and the losses of all steps.
+Turns = dict[str, list[Measurement]]
+Losses = dict[str, list[float]]
 
 
-def run_benchmark(benchmark: Benchmark, world: World) -> RankReport:
-    """Run all turns of all candidates and return the measurements of this rank.
+def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, Losses]:
+    """Run all turns of all candidates and return what was set up, and the measurements of this rank.
 
     Collective: every rank of a launched job. Ranks that do not take part in a turn sleep.
 
@@ -221,32 +226,26 @@ def run_benchmark(benchmark: Benchmark, world: World) -> RankReport:
             ) from error
 
 
-def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> RankReport:
+def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> tuple[Setup, Turns, Losses]:
     names, setup = benchmark.strategies, benchmark.setup
-    turns: dict[str, list[Measurement]] = {name: [] for name in names}
-
-    def report(text: str) -> None:
-        # Lines instead of a bar, whose thread would draw during the measurements.
-        if world.is_rank_zero and not benchmark.quiet:
-            log(text)
-
-    report("building the models")
+    turns: Turns = {name: [] for name in names}
     entrants: dict[str, Entrant] = {}
     for name in names:
         entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
-    report("warming up")
     losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
     num_steps = setup.num_steps or chosen
 
     began_at = time.perf_counter()
     for index in range(setup.num_rounds):
-        for place, name in enumerate(order_of_round(names, index)):
-            measure = partial(measure_candidate, name=name, num_steps=num_steps, round_index=index, place=place)
-            if measured := entrants[name].turn(measure):
-                turns[name].append(measured[0])
-                losses[name] += measured[1]
+        for place, strategy in enumerate(order_of_round(names, index)):
+            measure = partial(measure_candidate, name=strategy, num_steps=num_steps, round_index=index, place=place)
+            if measured := entrants[strategy].turn(measure):
+                turns[strategy].append(measured[0])
+                losses[strategy] += measured[1]
+        if not world.is_rank_zero:
+            continue
         left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
-        report(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
+        benchmark.log(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
     trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
     setup = replace(
         setup,
@@ -256,7 +255,7 @@ def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack
         split_layers=split_layers(trainer.model),
     )
     # Read only now: reading a loss waits for the device.
-    return RankReport(setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()})
+    return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
 
 
 class Entrant:
@@ -271,23 +270,17 @@ class Entrant:
     """
 
     def __init__(
-        self,
-        task: Task,
-        settings: Settings,
-        strategy: StrategyName,
-        world: World,
-        num_devices: int,
-        threads: Sequence[int],
+        self, task: Task, settings: Settings, name: StrategyName, world: World, num_devices: int, threads: Sequence[int]
     ) -> None:
-        self._strategy, self._world, self.threads, self.num_threads = strategy, world, threads, threads[0]
+        self._strategy, self._world, self.threads, self.num_threads = name, world, threads, threads[0]
         ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
         self._num_steps_ahead = math.ceil(ahead / settings.accumulate) + 1 if ahead else 0
         self.trainer: Trainer | None = None
-        if takes_part(strategy, world):
+        if takes_part(name, world):
             task = replace(task, eval_dataset=None, metrics=None, after=None)
-            devices = devices_for(strategy, world, num_devices)
-            with _note_candidate(strategy):
-                self.trainer = Trainer(task, settings, world, strategy=strategy, devices=devices)
+            with _note_candidate(name):
+                devices = devices_for(name, world, num_devices)
+                self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
 
     def close(self) -> None:
         """End its processes and free its memory."""
@@ -336,9 +329,8 @@ def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.dev
     """Return the devices that this process uses for ``strategy``."""
     if strategy in PER_PROCESS or strategy == SINGLE:
         return [world.device]
-    if world.device.type == "cpu":
-        return [world.device] * num_devices
-    return [torch.device(world.device.type, index) for index in range(num_devices)]
+    is_cpu = world.device.type == "cpu"
+    return [world.device if is_cpu else torch.device(world.device.type, index) for index in range(num_devices)]
 
 
 def takes_part(strategy: str, world: World) -> bool:
@@ -367,7 +359,7 @@ def start_together(strategy: str, num_threads: int, world: World) -> bool:
     return takes_part(strategy, world)
 
 
-def order_of_round(strategies: Sequence[Name], round_index: int) -> list[Name]:
+def order_of_round(strategies: Sequence[str], round_index: int) -> list[str]:
     """Return the order of the candidates in a round.
 
     A turn leaves warm caches and a warm processor to the next, so no candidate may always follow the same one: the
@@ -445,16 +437,15 @@ def measure_candidate(
     meter = UsageMeter(trainer.devices)
     seconds, records = time_steps(trainer, num_steps)
     energy_j = meter.read().energy_j
-    exposed_s = trainer.strategy.exposed_s  # of the last step
+    exposed_s = trainer.strategy.exposed_s if trainer.device.type == "cpu" else None  # of the last step
     if exposed_s is not None:
         # The engine measures only one micro-batch, and by the host's clock, which does not include work of a device.
-        exposed_s = exposed_s * trainer.settings.accumulate if trainer.device.type == "cpu" else None
+        exposed_s *= trainer.settings.accumulate
     # With the same data still in the caches, so that only the synchronisation differs.
     with trainer.without_sync():
         _, alone = time_steps(trainer, max(3, num_steps // 3))
     backward_s, alone_s = (
-        [times.part("backward") + times.part("exposed") for times in (record.times for record in each)]
-        for each in (records, alone)
+        [one.times.part("backward") + one.times.part("exposed") for one in each] for each in (records, alone)
     )
     if name in PER_PROCESS:
         exposed_s = median(backward_s) - median(alone_s)
@@ -498,23 +489,13 @@ def split_layers(model: torch.nn.Module) -> tuple[str, ...]:
     """Return the kinds of layer whose result depends on how a batch is divided over devices."""
     found = set()
     for layer in model.modules():
-        is_batch_norm = isinstance(layer, BatchNorm)
-        if is_batch_norm and not isinstance(layer, torch.nn.SyncBatchNorm):
+        if isinstance(layer, BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
             found.add("batch norm")
         # Recurrent layers and attention have their rate in a number named dropout; others have a layer of this name.
         rate = getattr(layer, "p" if isinstance(layer, Dropout) else "dropout", None)
         if isinstance(rate, float | int) and rate > 0:
             found.add("dropout")
     return tuple(sorted(found))
-
-
-def _peaks(benchmark: Benchmark, strategy: StrategyName) -> tuple[int, ...]:
-    """Measure peak memory in fresh processes: in a shared process, the memory of the candidates would add up."""
-    if not benchmark.quiet:
-        log(f"measuring the peak memory of {strategy} in fresh processes")
-    num_processes = benchmark.setup.num_devices if strategy in PER_PROCESS else 1
-    by_process = run_ranks(measure_peak, benchmark, strategy, devices=num_processes)
-    return tuple(peak for peaks in by_process for peak in peaks)
 
 
 def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> list[int]:

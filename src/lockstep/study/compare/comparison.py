@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -12,7 +11,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from typing_extensions import override
 
-from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
 from lockstep.telemetry.cost import Price
@@ -188,12 +186,6 @@ class Comparison(Shown):
     def __rich__(self) -> RenderableType:
         return render(self)
 
-    @override
-    def _repr_html_(self) -> str:
-        with contextlib.suppress(ConfigurationError):  # matplotlib is not installed
-            return super()._repr_html_() + draw(self)
-        return super()._repr_html_()
-
     @property
     def single(self) -> Candidate:
         """The candidate on one device, which every comparison has."""
@@ -212,20 +204,16 @@ class Comparison(Shown):
 # The same as tables of at most 80 columns, for a terminal and for the page.
 
 
-def title(comparison: Comparison) -> str:
-    """Name the task and how it was run, in one line."""
-    setup = comparison.setup
-    return (
-        f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
-        f"{setup.num_rounds} rounds of {setup.num_steps} steps"
-    )
-
-
 _TIMED = ("data_wait", "forward", "backward", "exposed", "optimizer")
 
 
 def tables(comparison: Comparison) -> tuple[Table, Table]:
     """Return the figures and the parts of a step; a dash stands where a figure has no meaning."""
+    setup = comparison.setup
+    title = (
+        f"{setup.task}: {setup.num_devices} x {setup.device}, global batch {setup.global_batch_size}, "
+        f"{setup.num_rounds} rounds of {setup.num_steps} steps"
+    )
     of_speed = ("samples/s", "low - high", "speed-up", "peak MiB", "loss", "vs single")
     of_step = ("step", "data wait", "forward", "backward", "exposed", "optimizer", "other")
     speeds, steps = [], []
@@ -234,18 +222,23 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
         span = f"{number(rate.low)} - {number(rate.high)}"
         peak = f"{max(candidate.peak_bytes) / MIB:,.0f}" if candidate.peak_bytes else "-"
         times, loss = f"{candidate.speed_up.median:.2f}x", f"{candidate.last_loss:.4f}"
-        other_loss = f"{difference:+.1e}" if difference else "0"
-        against = "-" if candidate is comparison.single else other_loss
+        against = "-" if candidate is comparison.single else f"{difference:+.1e}" if difference else "0"
         speeds.append((candidate.strategy, number(rate.median), span, times, peak, loss, against))
         step = candidate.step
         *before, exposed, update = (_ms(step.part(name)) for name in _TIMED)
         exposed = "-" if step.exposed_s is None else exposed
-        other = _ms(step.other_s + step.part("core_wait"))
-        steps.append((candidate.strategy, _ms(step.total_s), *before, exposed, update, other))
+        after = exposed, update, _ms(step.other_s + step.part("core_wait"))
+        steps.append((candidate.strategy, _ms(step.total_s), *before, *after))
     return (
-        Table(title(comparison), ("strategy", *of_speed), speeds, numbers=of_speed),
+        Table(title, ("strategy", *of_speed), speeds, numbers=of_speed),
         Table("Time per step (ms)", ("strategy", *of_step), steps, numbers=of_step),
     )
+
+
+_PEAKS = "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
+_PEAKS_ON_CPU = (
+    "Peak memory: growth of a fresh process's resident memory, of the fullest one; dp has one for all replicas."
+)
 
 
 def footnotes(comparison: Comparison) -> list[str]:
@@ -261,38 +254,16 @@ def footnotes(comparison: Comparison) -> list[str]:
         single, *others = (f"{each.strategy} {each.num_threads}" for each in comparison.contenders)
         tried = f"{single} (the faster of 1 and {setup.num_cores})" if setup.num_cores > 1 else single
         notes.append(f"Threads of each process or replica: {', '.join([tried, *others])}.")
-    if comparison.single.peak_bytes and setup.device == "cpu":
-        notes.append(
-            "Peak memory: growth of a fresh process's resident memory from before the task is built, of the fullest "
-            "process; dp holds all its replicas in one process."
-        )
-    elif comparison.single.peak_bytes:
-        notes.append("Peak memory: most bytes that tensors held on the fullest device, in fresh processes.")
+    if comparison.single.peak_bytes:
+        notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
     return notes + [f"{left.strategy} was left out: {left.reason}" for left in comparison.left_out]
 
 
 def render(comparison: Comparison) -> RenderableType:
     """Lay out tables, footnotes and verdict for a terminal."""
-    laid_out = (table.rich() for table in tables(comparison))
     notes = (Text(note, style="dim") for note in footnotes(comparison))
-    return Group(
-        *laid_out,
-        *notes,
-        Text(),
-        Text("Verdict", style="bold"),
-        grid(("-", sentence) for sentence in comparison.verdict.sentences),
-    )
-
-
-def draw(comparison: Comparison) -> str:
-    """Return the plot of where the steps go, as HTML.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
-    rows = {each.strategy: each.step.parts() for each in comparison.contenders}
-    with drawing.drawing_style():
-        return drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
+    verdict = Text("\nVerdict", style="bold"), grid(("-", sentence) for sentence in comparison.verdict.sentences)
+    return Group(*(table.rich() for table in tables(comparison)), *notes, *verdict)
 
 
 def render_page(comparison: Comparison, provenance: Provenance) -> str:
@@ -302,10 +273,14 @@ def render_page(comparison: Comparison, provenance: Provenance) -> str:
         ConfigurationError: matplotlib is not installed.
     """
     setup = comparison.setup
-    body = drawing.figures_body(draw(comparison), tables(comparison), footnotes(comparison), setup.command, provenance)
+    rows = {each.strategy: each.step.parts() for each in comparison.contenders}
+    with drawing.drawing_style():
+        plot = drawing.stacked_bars("Where the step goes", "milliseconds per step", rows)
+    shown = tables(comparison)
+    body = drawing.figures_body(plot, shown, footnotes(comparison), setup.command, provenance)
     heading = f"{setup.task} on one device{f' and on {setup.num_devices}' if setup.num_devices > 1 else ''}"
     tab = f"{setup.task} on {setup.num_devices} {setup.device}: lockstep compare"
-    return drawing.html_page(tab, heading, title(comparison), comparison.verdict.sentences, body)
+    return drawing.html_page(tab, heading, shown[0].title, comparison.verdict.sentences, body)
 
 
 def number(value: float) -> str:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
-from lockstep.study.common import MIB, Spread
+from lockstep.study.common import Spread
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Setup, Verdict
 from lockstep.telemetry.cost import format_energy, more_than_alone
 from lockstep.telemetry.provenance import Provenance
@@ -20,9 +20,6 @@ WORTH = 1.05
 # The share of single's step spent waiting for data from which loading, not computing, is the limit.
 STARVED = 0.3
 
-# The share of dp's step that its threads take longer than ddp's processes for the same work, from which it is named.
-WAITING = 0.1
-
 # The share of a step that is not the model's own work from which the work is too small to divide.
 TOO_SMALL = 0.2
 
@@ -31,9 +28,6 @@ NOISY = 0.2
 
 # The share of a step spent waiting for a core from which the figures are of a busy machine.
 CROWDED = 0.1
-
-# Where exchanging so much takes long, it is the bytes that do, not each message's own delay.
-LARGE_GRADIENTS_BYTES = 4 * MIB
 
 # The same weights and samples: only the order of additions differs. As a share of single's first loss.
 FIRST_LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
@@ -70,7 +64,7 @@ def _times(step: StepTimes) -> dict[str, Any]:
 
 def judge(comparison: Comparison) -> Verdict:
     """Return in words what the figures mean."""
-    single = comparison.single
+    chosen, sentences = comparison.single, ["Only single took part, so there is nothing to compare."]
     if comparison.others:
         chosen, recommendation = _recommend(comparison)
         sentences = [
@@ -78,10 +72,7 @@ def judge(comparison: Comparison) -> Verdict:
             _explain(comparison, chosen),
             *_efficiency(comparison),
             *_against_torch(comparison),
-            *_threads_against_processes(comparison),
         ]
-    else:
-        chosen, sentences = single, ["Only single took part, so there is nothing to compare."]
     sentences += [*_loss(comparison), *_noise(comparison), *_costs(comparison)]
     return Verdict(chosen.strategy, (*_core_wait(comparison), *sentences))
 
@@ -106,7 +97,7 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     rest = [each.strategy for each in tied if each is not chosen]
     if rest:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
-    return chosen, text + _held_back(comparison, chosen.efficiency)
+    return chosen, text
 
 
 def _explain(comparison: Comparison, chosen: Candidate) -> str:
@@ -124,23 +115,12 @@ def _explain(comparison: Comparison, chosen: Candidate) -> str:
     total_s = divided.step.total_s
     lost = max(0.0, total_s - ideal_s) / total_s
     communication = min(divided.step.part("exposed") / total_s, lost)
-    overhead = lost - communication
     if lost < TOO_SMALL:
         return _shares(divided)
-    samples = f"{setup.global_batch_size / setup.num_devices:g} samples"
-    shares = (
-        f"communication takes {communication:.0%} and other overhead {overhead:.0%} of {divided.strategy}'s step of "
-        f"{total_s * 1e3:.1f} ms"
-    )
-    gradients_bytes = 4 * setup.num_parameters
-    if communication > overhead and gradients_bytes >= LARGE_GRADIENTS_BYTES:
-        return (
-            f"The batch is too small for {gradients_bytes / MIB:.0f} MiB of gradients, at {samples} each of "
-            f"{_devices(setup)}: {shares}. A larger batch gives more to compute for the same exchange."
-        )
     return (
-        f"The model is too small to gain from {_devices(setup)} at {samples} each: {shares}. A larger batch or model "
-        "gives the devices more to do."
+        f"The step is too short to gain from {_devices(setup)} at {setup.global_batch_size / setup.num_devices:g} "
+        f"samples each: communication takes {communication:.0%} and other overhead {lost - communication:.0%} of "
+        f"{divided.strategy}'s step of {total_s * 1e3:.1f} ms. A larger batch or model gives the devices more to do."
     )
 
 
@@ -167,21 +147,10 @@ def _efficiency(comparison: Comparison) -> list[str]:
     text = f"{GOOD_EFFICIENCY:.0%} efficiency on {_devices(setup)} is {reached}{rest}."
     # Single computes with all the cores that the others have together; not if one thread is faster.
     if setup.device == "cpu" and 1 < setup.num_devices <= comparison.single.num_threads:
-        text += (
-            f" All strategies share the same {setup.num_cores} cores, so an efficiency of {1 / setup.num_devices:.0%} "
-            "is single's own speed."
-        )
-    return [text + _held_back(comparison, max(value for value, _ in named))]
-
-
-def _held_back(comparison: Comparison, efficiency: float) -> str:
-    """Return why devices give more than there is in them, for the same line; empty if they do not."""
-    if round(efficiency, 2) <= 1:
-        return ""
-    why = "its whole batch may not fit into the caches of one device (try another --global-batch-size)"
-    if (waited := comparison.single.core_wait_share) >= CROWDED:
-        why = f"it waited for a core during {waited:.0%} of its step"
-    return f" An efficiency of {efficiency:.0%} means that single is held back: {why}, or something else ran there."
+        text += f" All share {setup.num_cores} cores, so {1 / setup.num_devices:.0%} is single's own speed."
+    if max(each.efficiency for each in comparison.others) >= 1.005:
+        text += " More than 100% means that single is held back, as by caches: try another --global-batch-size."
+    return [text]
 
 
 def _core_wait(comparison: Comparison) -> list[str]:
@@ -189,20 +158,20 @@ def _core_wait(comparison: Comparison) -> list[str]:
     if max(waits.values()) < CROWDED:
         return []
     during = _and([f"{name} {share:.0%}" for name, share in waits.items()])
-    why = "other programs use the cores, or the ranks are more than the cores"
     return [
-        f"The machine is not quiet: {why}. Steps waited for a core: {during} of their time. Compare again when the "
-        "machine is quiet."
+        "The machine is not quiet: other programs use the cores, or the ranks are more than the cores. Steps waited "
+        f"for a core: {during} of their time. Compare again when the machine is quiet."
     ]
 
 
 def _costs(comparison: Comparison) -> list[str]:
     setup, single = comparison.setup, comparison.single
     shares_cores = setup.device == "cpu" and single.num_threads > 1
-    num_alone = setup.num_devices if shares_cores else 1
     bought = []
     for each in comparison.others:
-        more = more_than_alone(1 / each.speed_up.median, setup.num_devices, num_alone, setup.price)
+        more = more_than_alone(
+            1 / each.speed_up.median, setup.num_devices, setup.num_devices if shares_cores else 1, setup.price
+        )
         per_sample_j = _joules_per_sample(each) - _joules_per_sample(single)
         energy = format_energy(3600 * single.samples_per_s.median * per_sample_j, "+")
         bought.append(f"{each.strategy} {more}, {energy}")
@@ -219,28 +188,11 @@ def _joules_per_sample(candidate: Candidate) -> float:
 def _against_torch(comparison: Comparison) -> list[str]:
     sentences = []
     for name in ("dp", "ddp"):
-        ours, torchs = comparison.find(name), comparison.find(f"torch-{name}")
-        if ours and torchs:
+        if (ours := comparison.find(name)) and (torchs := comparison.find(f"torch-{name}")):
             ratio = ours.speed_over(torchs)
             how = "ties with" if ratio.holds(1.0) else "is faster than" if ratio.median > 1.0 else "is slower than"
             sentences.append(f"Our {name} {how} torch-{name}: {ratio.median:.2f}x its speed {_range(ratio)}.")
     return sentences
-
-
-def _threads_against_processes(comparison: Comparison) -> list[str]:
-    dp, ddp = comparison.find("dp"), comparison.find("ddp")
-    # Where dp's own share was not measured, the sum of the gradients is within its backward.
-    if dp is None or ddp is None or dp.step.exposed_s is None:
-        return []
-    in_threads_s, in_processes_s = (each.step.part("forward") + each.step.part("backward") for each in (dp, ddp))
-    ratio = dp.speed_over(ddp)
-    if ratio.high >= 1.0 or in_threads_s - in_processes_s < WAITING * dp.step.total_s:
-        return []
-    return [
-        f"Our dp is slower than ddp: {ratio.median:.2f}x its speed {_range(ratio)}. The same forward and backward take "
-        f"{in_threads_s * 1e3:.1f} ms in its threads and {in_processes_s * 1e3:.1f} ms in processes: threads share one "
-        "interpreter lock, and wait for it where a model has many small operations. Use ddp for such a model."
-    ]
 
 
 def _loss(comparison: Comparison) -> list[str]:
@@ -272,15 +224,13 @@ def _loss(comparison: Comparison) -> list[str]:
 
 
 def _noise(comparison: Comparison) -> list[str]:
-    sentences = []
     noisiest = max(comparison.contenders, key=lambda each: each.samples_per_s.relative_width)
-    width = noisiest.samples_per_s.relative_width
-    if width > NOISY:
-        sentences.append(
-            f"The rounds of {noisiest.strategy} spread over {width:.0%} of their median. "
-            "Use a quiet machine and more rounds (--rounds) for more precise figures."
-        )
-    return sentences
+    if (width := noisiest.samples_per_s.relative_width) <= NOISY:
+        return []
+    return [
+        f"The rounds of {noisiest.strategy} spread over {width:.0%} of their median. "
+        "Use a quiet machine and more rounds (--rounds) for more precise figures."
+    ]
 
 
 def _range(ratio: Spread) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
-from lockstep.study.common import log
 from lockstep.study.verify.fingerprint import DOUBLE, EXACT, SINGLE, Kind, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, Switch
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
@@ -32,8 +30,7 @@ class Cause(Enum):
 
     DATA = (
         "data order",
-        "Make the data set the same on every rank, and in the same order: fit divides it among the ranks. Remove rank, "
-        "world size, set order and private generators from it.",
+        "Make the data set the same on every rank, in the same order, without rank, set order or private generators.",
     )
     WEIGHTING = (
         "sample weighting",
@@ -50,8 +47,7 @@ class Cause(Enum):
     )
     RATES = (
         "learning-rate rule",
-        "Let the learning rate depend on the global batch only (--lr-scaling linear follows it): remove rank and world "
-        "size from Task.optimizer and Task.schedule.",
+        "Let the learning rate depend on the global batch only, not on the rank: in Task.optimizer and Task.schedule.",
     )
     BUFFERS = (
         "buffers changed on one rank",
@@ -59,13 +55,11 @@ class Cause(Enum):
     )
     PARAMETERS = (
         "parameters changed in forward",
-        "Keep what forward computes from its batch in a buffer (register_buffer), which --reproducible {num} combines "
-        "over the parts of the batch, or all-reduce it yourself.",
+        "Keep what forward computes in a buffer, which --reproducible {num} combines, or all-reduce it yourself.",
     )
     OPERATOR = (
         "non-deterministic operator",
-        "Derive everything from the seed: do not use the clock, system randomness or the order of threads. If an "
-        "operator is the cause, torch.use_deterministic_algorithms(True) replaces it or names it.",
+        "Derive everything from the seed; torch.use_deterministic_algorithms(True) replaces or names operators.",
     )
     SUM = (
         "a loss that sums instead of averages",
@@ -73,33 +67,27 @@ class Cause(Enum):
     )
     COUPLED = (
         "samples that depend on each other",
-        "Train with --reproducible {num}: each part is then computed alike on any number of ranks, though not as in "
-        "one undivided batch. Or gather what the samples need of each other from all ranks in the loss.",
+        "Train with --reproducible {num}, or gather what the samples need of each other from all ranks in the loss.",
     )
     CLIPPED = (
         "parts clipped before they are summed",
-        "Clip the gradient of the whole batch: with --clip NORM fit does so after the sum. Or train with "
-        "--reproducible {num}, which clips the same parts on any number of ranks.",
+        "Clip the gradient of the whole batch with --clip NORM, or train with --reproducible {num}.",
     )
     CLAMPED = (
         "a loss clamped after its mean is taken",
-        "Clamp the loss of each sample before taking the mean, or clip the gradient of the whole batch with "
-        "--clip NORM. Or train with --reproducible {num}, which clamps the same parts on any number of ranks.",
+        "Clamp the loss of each sample before taking the mean, or train with --reproducible {num}.",
     )
     TERM = (
         "a regulariser scaled by the local batch",
-        "Scale such a term by a constant, such as the number of samples of the data set: not by the number of samples "
-        "that the loss is given, which is another on several ranks.",
+        "Scale such a term by a constant, not by the number of samples that the loss is given.",
     )
     STATE = (
         "state in a plain attribute",
-        "Keep what forward remembers, such as a running mean, in a buffer (register_buffer): buffers are saved, "
-        "synchronised, and combined over the parts of the batch by --reproducible {num}.",
+        "Keep what forward remembers in a buffer (register_buffer), which --reproducible {num} combines.",
     )
     OUTSIDE = (
         "parameters that no module registers",
-        "Make them part of the model: use nn.ModuleList for a list of modules and nn.ParameterList for a list of "
-        "parameters. All parameters that the loss trains must be attributes of the model.",
+        "Make them part of the model: use nn.ModuleList for a list of modules and nn.ParameterList for parameters.",
     )
     RANK = (
         "a forward pass that depends on the rank",
@@ -107,8 +95,7 @@ class Cause(Enum):
     )
     BACKWARD = (
         "a backward pass that depends on the rank",
-        "Remove rank and world size from hooks and from the backward of autograd functions: the engine already "
-        "averages over the ranks.",
+        "Remove rank and world size from hooks and autograd functions: the engine already averages over the ranks.",
     )
     MODEL = (
         "a model that depends on the rank",
@@ -116,13 +103,8 @@ class Cause(Enum):
     )
 
 
-OWN_PART = (
-    "Train with --reproducible {num}, which combines what all parts of the batch write, or all-reduce it yourself."
-)
-OWN_GENERATOR = (
-    "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task: --reproducible "
-    "{num} sets these generators for each part of the batch, but no others."
-)
+OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
+OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."
 
 
 @dataclass(frozen=True)
@@ -160,35 +142,9 @@ class Row:
     error: str = ""
 
 
-# Seconds between two lines of progress.
-LINE_S = 2.0
-
 T = TypeVar("T")
 # The traces of a run, or why it failed.
 Outcome = list[Trace] | str
-
-
-class Progress:
-    """Logs every few seconds how much is done, and the maximum remaining time.
-
-    Args:
-        what: The name of the counted items.
-        most: The maximum number of items.
-        shows: Whether to log at all.
-    """
-
-    def __init__(self, what: str, most: int, *, shows: bool) -> None:
-        self._what, self._most, self._shows = what, most, shows
-        self._num = 0
-        self._began_at = self._shown_at = time.monotonic()
-
-    def count(self) -> None:
-        """Count one more."""
-        self._num, now = self._num + 1, time.monotonic()
-        if self._shows and now - self._shown_at > LINE_S:
-            left_s = (now - self._began_at) / self._num * max(0, self._most - self._num)
-            log(f"{self._what} {self._num} of at most {self._most}, {left_s:.0f} s left")
-            self._shown_at = now
 
 
 def attempt(run: Callable[..., T], *args: Any) -> T | str:
@@ -219,11 +175,10 @@ class Findings:
     explained: bool = True
     runs: dict[Experiment, Outcome] = field(default_factory=dict)
 
-    def run(self, experiment: Experiment, given: Given, world: World, progress: Progress) -> Outcome:
+    def run(self, experiment: Experiment, given: Given, world: World) -> Outcome:
         """Return the outcome of an experiment, which runs only once. Collective for ``ranks``: every rank."""
         if experiment not in self.runs:
             self.runs[experiment] = attempt(perform, self.subject, experiment, given, world)
-            progress.count()
         return self.runs[experiment]
 
     def add(self, cause: Cause, evidence: str, advice: str = "") -> None:
@@ -268,12 +223,10 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
     findings.rows.append(Row("nothing", TWICE, str(plain), plain.same))
     if plain.of_kind("sample", "size"):
         base |= {"data"}
-        evidence = f"One process loads other samples the second time ({plain.first}): they do not follow the seed."
-        findings.add(Cause.DATA, evidence)
+        findings.add(Cause.DATA, f"One process loads other samples the second time, whatever the seed: {plain.first}.")
     if plain.of_kind("initial parameter", "initial buffer"):
         base |= {"initial"}
-        evidence = "One process starts from other weights the second time: they do not follow the seed."
-        findings.add(Cause.RANDOM, evidence, Cause.MODEL.fix)
+        findings.add(Cause.RANDOM, "One process starts from other weights the second time.", Cause.MODEL.fix)
     again = plain
     if base:
         one, two = (attempt(perform, findings.subject, Experiment("one", base), given, world) for _ in range(2))
@@ -281,8 +234,7 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         again = findings.compare(turned_off, TWICE, one, two, EXACT) or plain
     if again.first is None:
         return base
-    evidence = f"The same process, run twice from the same seed, gives another {again.first}."
-    findings.add(Cause.OPERATOR, evidence)
+    findings.add(Cause.OPERATOR, f"The same process, run twice from the same seed, gives another {again.first}.")
     # A difference in rounding only does not hide differences of the ranks.
     if max(again.worst.values()) <= tolerance_of(findings.subject).relative:
         return base
@@ -303,9 +255,7 @@ _OF_DIVISION: dict[Switch, str] = {
 GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(
-    findings: Findings, given: Given, world: World, base: Off, progress: Progress
-) -> tuple[Given, Off, Off]:
+def study_division(findings: Findings, given: Given, world: World, base: Off) -> tuple[Given, Off, Off]:
     """Find what makes the result depend on the division of the batch.
 
     Args:
@@ -313,7 +263,6 @@ def study_division(
         given: The data of the single process.
         world: Of this process alone.
         base: The features turned off in all runs.
-        progress: Counts the runs.
 
     Returns:
         ``given`` with the factors that the shares' losses need, the switches that turn off the found causes, and the
@@ -325,8 +274,8 @@ def study_division(
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
         # The whole batch has no weights; shares only have the given data and rates.
-        one = findings.run(Experiment("one", (base | off) - {"weights"}), given, world, progress)
-        shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world, progress)
+        one = findings.run(Experiment("one", (base | off) - {"weights"}), given, world)
+        shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world)
         for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
             draws.update(dict.fromkeys(trace.draws))
             written.update(trace.written)
@@ -337,9 +286,9 @@ def study_division(
     if plain is not None and plain.same:
         return given, frozenset(), frozenset(live)
     weights = attempt(measure_weights, findings.subject, given, base, world.device)
+    if isinstance(weights, str):
+        findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
-        if isinstance(weights, str):
-            findings.add_failed("sample weighting", PAIR, weights)
         findings.explained = False
         return given, frozenset(), frozenset(live)
     given = replace(given, factors={step.step: step.factors for step in weights})
@@ -371,10 +320,8 @@ def study_division(
         changed = [one for one in plain.differences if one.kind in ("buffer", "parameter") and one.name in written]
         what = f"the {changed[0].kind} {changed[0].name}" if changed else "a buffer or parameter"
         evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."
-        if changed and changed[0].kind == "parameter":
-            findings.add(Cause.PARAMETERS, evidence)
-        else:
-            findings.add(Cause.BUFFERS, evidence, OWN_PART)
+        is_parameter = bool(changed) and changed[0].kind == "parameter"
+        findings.add(*((Cause.PARAMETERS, evidence) if is_parameter else (Cause.BUFFERS, evidence, OWN_PART)))
     if is_named := "weights" in found or (not is_same and kind in _NOT_TURNED_OFF):
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
@@ -386,51 +333,31 @@ def study_division(
 _NOT_TURNED_OFF = ("state", "clamped", "sum", "single", "clipped", "term", "coupled")
 
 
+# By kind of loss: its cause and the evidence.
+_COUPLED = (
+    "the gradient of the whole batch does not add up from its parts: a sample's loss depends on the others with it"
+)
+_EVIDENCE = {
+    "coupled": (Cause.COUPLED, _COUPLED),
+    "single": (Cause.COUPLED, _COUPLED),
+    "clipped": (Cause.CLIPPED, "each part of the batch is scaled or clipped by itself, and then they are summed"),
+    "clamped": (
+        Cause.CLAMPED,
+        "the loss of the whole batch or of a part is not zero, but has no gradient: it is clamped",
+    ),
+    "sum": (Cause.SUM, "the loss of the whole batch is the sum of the losses of its parts, not their mean"),
+    "mean": (Cause.WEIGHTING, "the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}"),
+    "term": (Cause.TERM, "a term of the loss depends on the number of samples, but not on the samples"),
+    "state": (Cause.STATE, "the same forward gives another loss the second time: it keeps something that is no buffer"),
+}
+
+
 def _add_weighting(findings: Findings, kind: str, step: StepWeights) -> None:
     """Add the cause for a kind of loss; ``step`` is an example."""
     counted, wanted = (" : ".join(f"{round(weight, 6):.3g}" for weight in each) for each in (step.counted, step.wanted))
-    sizes = " + ".join(map(str, step.sizes))
-    of_clipped = f"count {wanted} in the whole, which is no mean"
-    if step.wanted == step.counted:
-        of_clipped = "have losses that add up to that of the whole, and gradients that do not"
-    coupled = (
-        Cause.COUPLED,
-        "with random state and batch norm turned off, the gradient of the whole batch does not add up from those "
-        "of its parts: a sample's loss depends on which others are with it",
-    )
-    cause, evidence = {
-        "coupled": coupled,
-        "single": coupled,
-        "clipped": (
-            Cause.CLIPPED,
-            f"the parts of the batch {of_clipped}: each is scaled or clipped by itself, then they are summed",
-        ),
-        "clamped": (
-            Cause.CLAMPED,
-            "the loss of the whole batch or of a part is not zero, but its gradient is, while others have one: the "
-            "mean was clamped, and the mean of a part lies on another side of the limit than that of the whole",
-        ),
-        "sum": (
-            Cause.SUM,
-            f"the loss of the whole batch is the sum of the losses of its {len(step.sizes)} parts, not their mean: it "
-            "grows with the number of samples",
-        ),
-        "mean": (
-            Cause.WEIGHTING,
-            f"the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}",
-        ),
-        "term": (
-            Cause.TERM,
-            "the whole batch and its parts differ by the same gradient with other samples: a term of the loss depends "
-            "on the number of samples, but not on the samples",
-        ),
-        "state": (
-            Cause.STATE,
-            "the same forward, on the same samples and from the same weights, buffers and random state, gives another "
-            "loss the second time: it keeps something that is no buffer, so each rank keeps that of its own samples",
-        ),
-    }[kind]
-    findings.add(cause, f"At step {step.step} {evidence}.")
+    cause, text = _EVIDENCE[kind]
+    text = text.format(sizes=" + ".join(map(str, step.sizes)), counted=counted, wanted=wanted)
+    findings.add(cause, f"At step {step.step} {text}.")
 
 
 # Does it matter which rank computes a share? The ranks are compared with one process that simulates them.
@@ -472,22 +399,18 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
         found = compare_with(BUT_RANDOM, "all but random state")
         if found is not None and found.first is not None:
             evidence = (
-                f"Forward draws other random numbers on a rank than one process does for the same part: without them, "
-                f"the {found.first.kind} is as in one process. They come from a generator that is seeded by rank or "
-                "shared by parts."
+                f"Forward draws other random numbers on a rank: without them, the {found.first.kind} is the same."
             )
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
         found = compare_with(BUT_STATE, "all but changes of buffers in forward")
         if found is not None and found.first is not None:
             written = found.of_kind("buffer") or found.first
-            evidence = f"Forward writes other values on each rank: {written}. Without these changes the runs agree."
-            findings.add(Cause.BUFFERS, evidence)
+            findings.add(Cause.BUFFERS, f"Forward writes other values on each rank: {written}.")
     elif nothing is not None and nothing.first is not None:
         # Data, weights, rates and draws are the same, but the ranks differ: the reason is the task's own code.
         hidden = compare_with(HIDDEN, "all of that, and rank and world size hidden from the task")
         if nothing.first.kind == "parameter":
-            evidence = f"Gradients and learning rates are as in one process, but the update is not: {nothing.first}."
-            findings.add(Cause.RATES, evidence)
+            findings.add(Cause.RATES, f"Gradients and rates are as in one process, the update is not: {nothing.first}.")
         elif hidden is not None and hidden.same:
             evidence = f"The {nothing.first} is as in one process once rank and world size are hidden from the task."
             findings.add(Cause.BACKWARD if nothing.first.kind == "gradient" else Cause.RANK, evidence)

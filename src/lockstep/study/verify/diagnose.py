@@ -16,10 +16,10 @@ from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study.common import load, log, run_ranks
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, Progress, attempt, tolerance_of
+from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
-from lockstep.study.verify.reference_loop import perform_and_keep
+from lockstep.study.verify.reference_loop import perform, perform_and_keep
 from lockstep.study.verify.verify_table import Verification, count_ranks
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
@@ -31,9 +31,8 @@ REPETITIONS, ENOUGH_S = 3, 1.0
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
 
-# The features turned off in the runs of the process that simulates the ranks, and the maximum number of runs.
+# The features turned off in the runs of the process that simulates the ranks.
 VARIANTS: tuple[Off, ...] = (causes.NOTHING, causes.EVERYTHING, causes.BUT_RANDOM, causes.BUT_STATE)
-MOST_RUNS = 19
 
 # Called with a function, its arguments and a number of devices; see `run_ranks`.
 Processes = Callable[..., list[Any]]
@@ -73,7 +72,7 @@ def verify(
             raise
     # A form of the task from which every run can create a new copy.
     form = task if isinstance(task, str) else cloudpickle.dumps(task)
-    subject = Subject(form, settings, devices, steps, shows=not quiet)
+    subject = Subject(form, settings, devices, steps)
     processes = partial(run_ranks, timeout_s=TIMEOUT_S)
     return diagnose(subject, processes, (lambda _: None) if quiet else log)
 
@@ -126,13 +125,8 @@ def _wanted(study: AloneStudy, ranks: causes.Runs, *, reads_others: bool) -> lis
     """Return the experiments that the ranks have to run; ``reads_others``: their samples differ."""
     wanted: list[Off | str] = [causes.NOTHING] if causes.NOTHING not in ranks else []
     if wanted or not _is_same(study, ranks[causes.NOTHING]):
-        wanted += [
-            causes.EVERYTHING,
-            causes.HIDDEN,
-            causes.BUT_RANDOM,
-            causes.BUT_STATE,
-            *([causes.BUT_RATES] if reads_others else []),
-        ]
+        wanted += [causes.EVERYTHING, causes.HIDDEN, causes.BUT_RANDOM, causes.BUT_STATE]
+        wanted += [causes.BUT_RATES] if reads_others else []
     return [*wanted, *study.fixes]
 
 
@@ -256,8 +250,7 @@ def _plain(subject: Subject, division: Division) -> Experiment:
 def run_alone(subject: Subject, world: World) -> Alone:
     """Train in one process, twice, in float64 if that is possible."""
     experiment, why_single = _plain(subject, "one"), ""
-    progress = Progress("step", 2 * subject.num_steps, shows=subject.shows)
-    train = partial(perform_and_keep, experiment=experiment, world=world, after_step=progress.count)
+    train = partial(perform_and_keep, experiment=experiment, world=world)
     found = attempt(lambda: train(subject, given=Given()))
     if isinstance(found, str):  # if float64 is not the reason, it fails again, and this is the error
         why_single, subject = found, replace(subject, double=False)
@@ -275,8 +268,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
 
 def run_ranks_plain(subject: Subject, world: World) -> list[Trace]:
     """Train on the ranks. Collective: every rank of ``world``."""
-    progress = Progress("step", len(subject.steps), shows=subject.shows and world.is_rank_zero)
-    return perform_and_keep(subject, _plain(subject, "ranks"), Given(), world, progress.count)[0]
+    return perform(subject, _plain(subject, "ranks"), Given(), world)
 
 
 @dataclass(frozen=True)
@@ -332,8 +324,7 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    progress = Progress("run", MOST_RUNS, shows=subject.shows)
-    given, off, live = causes.study_division(division, alone.given, world, base, progress)
+    given, off, live = causes.study_division(division, alone.given, world, base)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
@@ -341,7 +332,7 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     study = AloneStudy(repetition, given, base, division, off, live, fixes)
     names: list[Off | str] = [*VARIANTS, *fixes]
     needed = [study.experiment(name, "shares") for name in names]
-    runs = {one: division.run(one, given, world, progress) for one in needed}
+    runs = {one: division.run(one, given, world) for one in needed}
     division.runs = {}
     return replace(study, runs=runs)
 
@@ -351,14 +342,13 @@ def run_on_ranks(study: AloneStudy, wanted: Sequence[Off | str], world: World) -
 
     Collective: every rank of ``world``.
     """
-    subject, found = study.division.subject, Findings(study.division.subject)
-    progress = Progress("run", len(wanted), shows=subject.shows and world.is_rank_zero)
+    found = Findings(study.division.subject)
     live: set[str] = {"random", "state"}
     outcomes: dict[Off | str, Outcome] = {}
     for name in wanted:
         if (name == causes.BUT_RANDOM and "random" not in live) or (name == causes.BUT_STATE and "state" not in live):
             continue
-        outcome = outcomes[name] = found.run(study.experiment(name, "ranks"), study.given, world, progress)
+        outcome = outcomes[name] = found.run(study.experiment(name, "ranks"), study.given, world)
         if name == causes.EVERYTHING:
             mine = [] if isinstance(outcome, str) else sorted(outcome[0].live)
             live = set().union(*all_gather_object(mine, group=world.group, device=world.device))

@@ -49,7 +49,6 @@ class Subject:
         num_steps: The requested number of steps.
         steps: The steps; determined by the first run.
         double: Whether to compute in float64.
-        shows: Whether processes report their progress.
     """
 
     task: str | bytes
@@ -58,7 +57,6 @@ class Subject:
     num_steps: int
     steps: tuple[int, ...] = ()
     double: bool = True
-    shows: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Run an experiment in this process: with the loop of `fit`, or with the reference loop, which simulates N ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,15 +138,13 @@ def perform(subject: Subject, experiment: Experiment, given: Given, world: World
 
     Collective for ``ranks``: every rank of ``world``.
     """
-    return perform_and_keep(subject, experiment, given, world, lambda: None)[0]
+    return perform_and_keep(subject, experiment, given, world)[0]
 
 
-def perform_and_keep(
-    subject: Subject, experiment: Experiment, given: Given, world: World, after_step: Callable[[], None]
-) -> tuple[list[Trace], Given]:
+def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, world: World) -> tuple[list[Trace], Given]:
     """Run ``experiment``; return the traces of this process, and the data that other runs can be given.
 
-    Collective for ``ranks``: every rank of ``world``. Calls ``after_step`` after each step.
+    Collective for ``ranks``: every rank of ``world``.
     """
     with open_sandbox(subject, experiment, given) as sandbox, ExitStack() as stack:
         loop: FitLoop | ReferenceLoop
@@ -177,7 +175,6 @@ def perform_and_keep(
                 if task.gradients is not None:
                     tensors["gradient"] = task.gradients
                 so_far.append(StepTrace(step, digests, loss, rates, tensors))
-            after_step()
         watch = sandbox.watch
         seen = tuple(sorted(watch.draws)), tuple(sorted(watch.written)), frozenset(watch.live)
         traces = [Trace(loop.sizes, start, tuple(so_far), *seen) for start, so_far in zip(initial, steps, strict=True)]

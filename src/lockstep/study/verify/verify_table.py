@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lockstep.study import common
 from lockstep.study.common import Shown, Table
-from lockstep.study.verify.causes import PAIR, RANKS_PAIR, TWICE, Cause, Diagnosis, Row, tolerance_of
+from lockstep.study.verify.causes import Diagnosis, Row, tolerance_of
 from lockstep.study.verify.fingerprint import TraceComparison
 from lockstep.study.verify.interventions import Subject
 
@@ -53,14 +53,6 @@ class Verification(Shown):
         return render(self)
 
 
-# By the pair of runs that they compare: the causes that experiments exclude, unless one of them fails.
-_EXCLUDED = {
-    PAIR: {Cause.WEIGHTING, Cause.RANDOM, Cause.BATCHNORM, Cause.BUFFERS, Cause.SUM},
-    RANKS_PAIR: {Cause.DATA, Cause.RANDOM, Cause.RATES, Cause.BUFFERS},
-    TWICE: {Cause.OPERATOR},
-}
-
-
 def sentences(verification: Verification) -> list[str]:
     """Return the verdict, a paragraph each: what is, then cause and fix for each cause."""
     found = [_headline(verification)]
@@ -71,10 +63,8 @@ def sentences(verification: Verification) -> list[str]:
         found.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
     failed = [row for row in verification.rows if row.error]
     if not verification.same and not verification.findings:
-        open_causes = {cause for row in failed for cause in _EXCLUDED.get(row.compared, ())}
-        excluded = [cause.value for cause in Cause if cause in set().union(*_EXCLUDED.values()) - open_causes]
         found.append(
-            f"No cause was found. Turning off each of these did not make the runs the same: {', '.join(excluded)}. "
+            "No cause was found: turning off each of the features below did not make the runs the same. "
             "Check how the first tensor that differs is computed, and whether that can depend on the rank."
         )
     elif not verification.same and not verification.explained:
@@ -151,14 +141,13 @@ def render(verification: Verification) -> RenderableType:
             for row in verification.rows
         ]
         parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
-    notes = [f"Computed in {_exactness(verification)}."]
-    if verification.why_single:
-        notes.append(f"Not computed in float64, because the task fails there: {verification.why_single}")
-    if verification.remark:
-        notes.append(verification.remark)
-    if not verification.repeatable:
-        notes.append("Two runs of one process differ.")
-    parts += [Text(note, style="dim") for note in notes]
+    notes = (
+        f"Computed in {_exactness(verification)}.",
+        verification.why_single and f"Not computed in float64, because the task fails there: {verification.why_single}",
+        verification.remark,
+        "" if verification.repeatable else "Two runs of one process differ.",
+    )
+    parts += [Text(note, style="dim") for note in notes if note]
     return Group(*parts)
 
 
