@@ -71,8 +71,8 @@ def connection_to_server(number):
         words = [sys.executable, "-m", "tests.forking", str(theirs.fileno())]
         folder = Path(__file__).parents[1]
         process = subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=folder)
-    atexit.register(process.wait, 10)
-    atexit.register(ours.close)
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # before that: it may be importing
     return ours
 
 
