@@ -20,12 +20,13 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "
 GREY = "#999999"
 
 
-def _read(name: str) -> str:
-    return files("lockstep.study").joinpath(name).read_text()
+def fill(name: str, markup: Mapping[str, str]) -> str:
+    """Return a file of this package, with ``markup`` in the places that it names."""
+    return Template(files("lockstep.study").joinpath(name).read_text()).substitute(markup)
 
 
 # Of all pages, which contain it.
-STYLE = _read("page.css")
+STYLE = fill("page.css", {})
 
 # Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
@@ -186,10 +187,6 @@ def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], comma
 
 def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:
     """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
-    texts = {
-        "title": escape(title),
-        "heading": escape(heading),
-        "subtitle": escape(subtitle),
-        "verdict": items(verdict),
-    }
-    return Template(_read("page.html")).substitute(texts, style=STYLE, body=body)
+    texts = {"title": title, "heading": heading, "subtitle": subtitle}
+    markup = {"verdict": items(verdict), "style": STYLE, "body": body}
+    return fill("page.html", {name: escape(text) for name, text in texts.items()} | markup)
