@@ -34,8 +34,7 @@ class Resources:
     """The use of memory so far, updated regularly, as it cannot be read after a rank has ended.
 
     Attributes:
-        rank_bytes: By rank, the last known memory of its processes.
-        peak_bytes: By rank, the maximum so far.
+        rank_bytes: By rank, the last known memory of its processes, and the maximum so far.
         devices: By rank, a sentence on each of its devices, from its heartbeat.
         least_free_bytes: The minimum of the free memory of the machine, or of the container.
         total_bytes: The memory of the machine, or of the container.
@@ -43,8 +42,7 @@ class Resources:
         shm_least_free_bytes: The minimum of its free space.
     """
 
-    rank_bytes: dict[int, int] = field(default_factory=dict)
-    peak_bytes: dict[int, int] = field(default_factory=dict)
+    rank_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
     devices: dict[int, list[str]] = field(default_factory=dict)
     least_free_bytes: float = math.inf
     total_bytes: int = 0
@@ -62,8 +60,7 @@ class Resources:
             # Children of main threads only, which is faster: this runs twice a second.
             held = sum(_resident_bytes(each) for each in process_tree(pid, of_all_threads=False))
             if held:  # otherwise it has just ended
-                self.rank_bytes[rank] = held
-                self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
+                self.rank_bytes[rank] = held, max(held, self.rank_bytes.get(rank, (0, 0))[1])
         free, self.total_bytes = free_and_total_bytes()
         self.least_free_bytes = min(free, self.least_free_bytes)
         with contextlib.suppress(OSError):
@@ -80,8 +77,8 @@ class Resources:
         if not self.rank_bytes:
             return ""
         lines = ["Last known memory of the ranks of this machine:"]
-        for rank, held in sorted(self.rank_bytes.items()):
-            on_host = f"{format_bytes(held)} on the host (at most {format_bytes(self.peak_bytes[rank])})"
+        for rank, (held, peak) in sorted(self.rank_bytes.items()):
+            on_host = f"{format_bytes(held)} on the host (at most {format_bytes(peak)})"
             lines.append(f"rank {rank}: {'; '.join([*self.devices.get(rank, []), on_host])}")
         free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
         return "\n".join([*lines, f"The minimum of free memory was {free} of the host's {total}."])
@@ -214,8 +211,7 @@ class MachineSampler:
         self._workers: dict[int, psutil.Process] = {}
         self._sent: dict[str, Sent] = {}
         self._host: dict[str, float] = {}
-        self._sample_cores([])
-        self._process.cpu_percent()  # percentages refer to the time since the last call
+        self._sample_cores([])  # percentages refer to the time since the last call
 
     def __call__(self) -> dict[str, Any]:
         """Return the figures as a line; see docs/reference/metrics.md."""

@@ -143,8 +143,7 @@ class TensorBoard(MetricsSink):
         # TensorBoard then hides what other files in the folder have from this step on.
         self._add(step=run.first_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
         if run.first_step == 0:
-            cells = {name: str(value).replace("|", "&#124;").replace("\n", " ") for name, value in run.config.items()}
-            rows = "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+            rows = "\n".join(f"| {name} | {' '.join(str(value).split())} |" for name, value in run.config.items())
             self._add(summary=text("run", f"| {run.name} | |\n|---|---|\n{rows}"))
 
     def _write(self, step: int, time_s: float, values: Mapping[str, float], event: Event | None = None) -> None:
