@@ -5,9 +5,13 @@ the heartbeat reads them from a thread of its own.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from threading import get_ident, main_thread
+from threading import Thread, get_ident, main_thread
 from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Operations of `waiting`: the host waits for its device, which may itself wait for other ranks; and a rank that needs
 # nothing any more waits for the others to leave with them.
@@ -95,6 +99,30 @@ class waiting:
     ) -> None:
         if get_ident() == _MAIN_THREAD:
             now.collective = self._outer
+
+
+def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
+    """Return what ``action(*args)`` returns, or raise what it raises. Blocks at most ``seconds``.
+
+    An action that takes longer continues in a thread that ends with the process: a call to a name server, a file system
+    or a service that does not answer cannot be cancelled.
+
+    Raises:
+        TimeoutError: The action took longer.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action(*args))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # Not an executor: Python waits for its threads at exit.
+    Thread(target=run, name="lockstep-in-time", daemon=True).start()
+    if not wait([outcome], seconds).done:
+        raise TimeoutError(f"no answer in {seconds:.3g} s")
+    return outcome.result()
 
 
 def one_line(error: BaseException) -> str:

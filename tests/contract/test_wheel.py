@@ -77,7 +77,8 @@ def test_a_wheel_runs_in_an_empty_environment(has_compiler, tmp_path):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     library = {"lockstep/comm/shm/_native.so"} if has_compiler else set()
     assert inside == {name for name in sources() if Path(name).suffix not in (".c", ".h")} | library
-    assert {"lockstep/py.typed", "lockstep/study/page.css"} <= inside
+    pages = {"lockstep/study/page.css", "lockstep/study/page.html", "lockstep/study/report.html"}
+    assert {"lockstep/py.typed", *pages} <= inside
 
     programs = install(wheel, tmp_path / "venv")
     script = tmp_path / "script.py"

@@ -147,7 +147,7 @@ def test_time_without_a_core_comes_first_and_nothing_is_advised_for_it():
     causes = {
         "the quota of the control group stops the ranks": {"throttled": 3.0},
         "the hypervisor keeps 1.9 of 2 cores": {"stolen": 1.9},
-        "the ranks have more threads than the 2 cores": {"others": 0.1},
+        "the ranks have more threads than the 2 cores": {"others": 0.1, "threads": 2, "num_ranks": 2},
     }
     for cause, changes in causes.items():
         (advice,) = advise(replace(starved, cores=crowd._replace(**changes)))

@@ -13,8 +13,13 @@ from lockstep.telemetry.figures import Spread, scalars, with_waits
 from lockstep.telemetry.record import StepLine
 from lockstep.telemetry.recorder import RankMeans
 from lockstep.telemetry.resources import MachineSampler
+<<<<<<< HEAD
 from lockstep.telemetry.sinks import SeriesSink
 from lockstep.telemetry.step_times import TIMES, StepTimes
+=======
+from lockstep.telemetry.sinks import MetricsSink
+from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
+>>>>>>> w/c3
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -155,9 +160,9 @@ def test_a_step_of_which_nothing_is_known_has_no_shares():
 def test_evaluations_keep_their_step_and_names_that_every_sink_takes():
     scores = {"loss": 0.5, "top 5/accuracy": 0.75}
     written = []
-    sink = SimpleNamespace(write=lambda step, time_s, values, event: written.append((step, time_s, values)))
-    SeriesSink.event(sink, event("evaluation", 8, metrics=scores))
-    SeriesSink.event(sink, event("remark", 9))
+    sink = SimpleNamespace(_write=lambda step, time_s, values, event: written.append((step, time_s, values)))
+    MetricsSink.event(sink, event("evaluation", 8, metrics=scores))
+    MetricsSink.event(sink, event("remark", 9))
     assert written == [(8, 1e9 + 8, {"eval/loss": 0.5, "eval/top_5_accuracy": 0.75}), (9, 1e9 + 9, {})]
 
 

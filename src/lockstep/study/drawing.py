@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from importlib.resources import files
+from string import Template
 from types import ModuleType
 from typing import Any, Literal
 
@@ -18,8 +19,14 @@ from lockstep.telemetry.step_times import PARTS, Part
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#999999"
 
+
+def fill(name: str, markup: Mapping[str, str]) -> str:
+    """Return a file of this package, with ``markup`` in the places that it names."""
+    return Template(files("lockstep.study").joinpath(name).read_text()).substitute(markup)
+
+
 # Of all pages, which contain it.
-STYLE = files("lockstep.study").joinpath("page.css").read_text()
+STYLE = fill("page.css", {})
 
 # Placeholders that no plot uses otherwise. In the SVG they are replaced by the page's colours for light and dark mode.
 TEXT, GRID = "#010203", "#040506"
@@ -135,10 +142,8 @@ def finish_plot(heading: str, alt: str, figure: Any, note: str = "") -> str:
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d{3,}", r"\1", tag[0]), svg)
     svg = svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)")
     shown = f'<p class="note">{escape(note)}</p>' if note else ""
-    return (
-        f"<figure><figcaption>{escape(heading)}</figcaption>{shown}"
-        f'<div role="img" aria-label="{escape(alt)}">{svg}</div></figure>'
-    )
+    drawn = f'<div role="img" aria-label="{escape(alt)}">{svg}</div>'
+    return f"<figure><figcaption>{escape(heading)}</figcaption>{shown}{drawn}</figure>"
 
 
 _SVG_EDITS = {
@@ -147,29 +152,22 @@ _SVG_EDITS = {
     r'<g id="[^"]*"': "<g",  # the same ids would be in every drawing
     r"font-family: [^;]*; ?": "",  # the page sets it once; these would be half of its size
     r' xmlns(:xlink)?="[^"]*"': "",  # not needed in HTML
-    r'^(<svg[^>]*?) width="[^"]*"': r"\1",
-    r'^(<svg[^>]*?) height="[^"]*"': r"\1",
+    r'^(<svg[^>]*?) (?:width|height)="[^"]*"([^>]*?) (?:width|height)="[^"]*"': r"\1\2",
 }
-
-
-IS_TEXT = ' class="text"'
 
 
 def html_table(table: Table) -> str:
     """Return a table without its title; it scrolls on narrow screens."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    looks = ["" if column in table.numbers else ' class="text"' for column in table.columns[1:]]
     rows = []
     for first, *others in ([str(cell) for cell in row] for row in table.rows):
-        cells = "".join(
-            f"<td{'' if column in table.numbers else IS_TEXT}>{escape(cell)}</td>"
-            for column, cell in zip(table.columns[1:], others, strict=True)
-        )
+        cells = "".join(f"<td{look}>{escape(cell)}</td>" for look, cell in zip(looks, others, strict=True))
         differs = ' class="differs"' if first in table.differs else ""
         rows.append(f'<tr{differs}><th scope="row">{escape(first)}</th>{cells}</tr>')
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    region = f'tabindex="0" role="region" aria-label="{escape(table.title)}"'
+    return f'<div class="scroll" {region}><table>{body}</table></div>'
 
 
 def items(texts: Sequence[str]) -> str:
@@ -183,36 +181,12 @@ def figures_body(plot: str, tables: Sequence[Table], notes: Sequence[str], comma
     shown = html_table(first) + "".join(f"\n<h2>{escape(each.title)}</h2>\n{html_table(each)}" for each in others)
     below = "\n".join(f'<p class="soft">{escape(note)}</p>' for note in notes)
     facts = " &middot; ".join(f"{escape(name)} {escape(text)}" for name, text in provenance.facts())
-    return f"""<div class="plots">
-{plot}
-</div>
-<h2 id="figures">Figures</h2>
-{shown}
-{below}
-<footer>
-<p><code>{escape(command)}</code></p>
-<p>{facts}</p>
-</footer>"""
+    made = f"<footer>\n<p><code>{escape(command)}</code></p>\n<p>{facts}</p>\n</footer>"
+    return f'<div class="plots">\n{plot}\n</div>\n<h2 id="figures">Figures</h2>\n{shown}\n{below}\n{made}'
 
 
 def html_page(title: str, heading: str, subtitle: str, verdict: Sequence[str], body: str) -> str:
     """Return one self-contained page for desktop and phone, light and dark; only ``body`` is markup."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<a class="skip" href="#figures">To the figures</a>
-<main>
-<h1>{escape(heading)}</h1>
-<p class="soft">{escape(subtitle)}</p>
-<ul class="verdict">{items(verdict)}</ul>
-{body}
-</main>
-</body>
-</html>
-"""
+    texts = {"title": title, "heading": heading, "subtitle": subtitle}
+    markup = {"verdict": items(verdict), "style": STYLE, "body": body}
+    return fill("page.html", {name: escape(text) for name, text in texts.items()} | markup)

@@ -1,9 +1,9 @@
 """A snapshot as text: a line for a pipe, or a view for a terminal; and the live view of rank zero."""
 
+import math
 import os
 import sys
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,7 +14,6 @@ from typing import Any, final
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
-from typing_extensions import override
 
 from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, erase_rows
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
@@ -55,14 +54,10 @@ def slowest_rank(snapshot: Snapshot) -> int | None:
 def line(snapshot: Snapshot) -> str:
     """Return the progress of a run in one line, for a pipe."""
     of_all = "" if snapshot.num_steps is None else f"/{snapshot.num_steps}"
-    words = [f"step {snapshot.step}{of_all}", *_loss_and_rates(snapshot)]
-    if snapshot.left_s is not None:
-        words.append(f"{duration(snapshot.left_s)} left")
-    words.append(largest(snapshot.ranks, 3))
-    if (slowest := slowest_rank(snapshot)) is not None:
-        words.append(f"rank {slowest} is slowest")
-    words.append(slowest_link(snapshot))
-    return "  ".join(filter(None, words))
+    left = "" if snapshot.left_s is None else f"{duration(snapshot.left_s)} left"
+    slowest = "" if (rank := slowest_rank(snapshot)) is None else f"rank {rank} is slowest"
+    begin = [f"step {snapshot.step}{of_all}", *_loss_and_rates(snapshot), left]
+    return "  ".join(filter(None, [*begin, largest(snapshot.ranks, 3), slowest, slowest_link(snapshot)]))
 
 
 def _loss_and_rates(snapshot: Snapshot) -> list[str]:
@@ -121,16 +116,16 @@ MOST_RANKS = 16
 _NUM_SLOWEST = 6
 
 _MOST_EVENTS = 3
-_WIDE, _ROOMY, _NARROWEST_BAR = 100, 90, 6
+_WIDE, _NARROWEST_BAR = 100, 6
 _STALE_S = 10.0
 
 
-def picture(snapshot: Snapshot, events: Sequence[Event], *, width: int, height: int) -> list[Text]:
+def picture(snapshot: Snapshot, events: Iterable[Event], *, width: int, height: int) -> list[Text]:
     """Return the lines of a view.
 
     Args:
         snapshot: The snapshot to show.
-        events: The last events of the run, oldest first.
+        events: The last events of the run, oldest first; `_MOST_EVENTS` at most.
         width: Columns of the terminal; the maximum length of a line.
         height: Rows of the terminal; more than the number of lines.
     """
@@ -141,7 +136,7 @@ def picture(snapshot: Snapshot, events: Sequence[Event], *, width: int, height: 
         lines += [step.append_text(bar(snapshot.ranks, max(8, width - len(step)))), *_legend(snapshot, width)]
     if link := slowest_link(snapshot):
         lines.append(Text(link))
-    tail = [_event(event) for event in events[-_MOST_EVENTS:]]
+    tail = [_event(event) for event in events]
     room = height - 2 - len(lines) - len(tail)
     if room > 0 and snapshot.ranks:
         lines += _ranks(snapshot, width, room)
@@ -164,10 +159,8 @@ def _progress(snapshot: Snapshot, width: int) -> Text:
 
 
 def _metrics_line(snapshot: Snapshot) -> Text:
-    words = _loss_and_rates(snapshot)
-    for name, value in (("lr", snapshot.learning_rate), ("grad norm", snapshot.grad_norm)):
-        if value is not None:
-            words.append(f"{name} {value:.3g}")
+    numbers = {"lr": snapshot.learning_rate, "grad norm": snapshot.grad_norm}
+    words = _loss_and_rates(snapshot) + [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
     if snapshot.num_skipped_steps:
         words.append(f"skipped {snapshot.num_skipped_steps}")
     return Text("  ".join(words) or "the first steps take longest")
@@ -206,7 +199,7 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
     if len(shown) > min(room, MOST_RANKS):
         by_work = sorted(shown, key=lambda each: (-(each["own_s"] or 0.0), each.rank))
         shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda each: each.rank)
-    words = [_rank(each, width, is_slowest=each.rank == slowest) for each in shown]
+    words = [_rank(each, is_slowest=each.rank == slowest) for each in shown]
     bar_width = min(20, width - max(map(len, words)) - 10)  # the remaining space, equal for all ranks
     lines = []
     for each, text in zip(shown, words, strict=True):
@@ -219,24 +212,19 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
     return lines[:room]
 
 
-def _rank(each: RankFigures, width: int, *, is_slowest: bool) -> Text:
+def _rank(each: RankFigures, *, is_slowest: bool) -> Text:
     own_s, wait_s, age_s = each["own_s"], each["exposed_s"], each["age_s"] or 0.0
     words = ["no step done yet" if own_s is None else f"works {milliseconds(own_s):>7}"]
     if own_s is not None and wait_s is not None:
         words.append(f"waits {milliseconds(wait_s):>7}")
-    if (percent := each["gpu_percent"]) is not None:
-        words.append(f"GPU {percent:3.0f}%")
-    elif (percent := each["cpu_percent"]) is not None:
-        words.append(f"CPU {percent:3.0f}%")
-    if (held := each["memory_bytes"]) is not None:
-        peak = f" (peak {format_bytes(each['memory_peak_bytes'] or 0)})" if width >= _ROOMY else ""
-        words.append(f"{format_bytes(held)}{peak}")
-    elif (held := each["rss_bytes"]) is not None:
+    device = "CPU" if each["gpu_percent"] is None else "GPU"
+    if (percent := each[f"{device.lower()}_percent"]) is not None:
+        words.append(f"{device} {percent:3.0f}%")
+    held = each["rss_bytes"] if each["memory_bytes"] is None else each["memory_bytes"]
+    if held is not None:
         words.append(format_bytes(held))
     text = Text("  ".join([*words, *["slowest"] * is_slowest]), style="bold" if is_slowest else "")
-    if age_s > _STALE_S:
-        text.append(f"  no report for {duration(age_s)}", style="bold")
-    return text
+    return text.append(f"  no report for {duration(age_s)}", style="bold") if age_s > _STALE_S else text
 
 
 def _event(event: Event) -> Text:
@@ -244,62 +232,32 @@ def _event(event: Event) -> Text:
     return Text(f"{clock} step {event.step:,} {event.event}: {event.text}".replace("\n", " "), style="dim")
 
 
-# --- the live view ----------------------------------------------------------------------------------------------------
-
-# Events that are printed as permanent lines, and so are not shown in the view.
-PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
-
-
-class LiveView(Subscriber):
-    """Shows the last snapshot and the last events, and redraws them in place."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
-
-    @override
-    def event(self, event: Event) -> None:
-        if event.event not in PRINTED_EVENTS:
-            self._events.append(event)
-
-    @override
-    def update(self, snapshot: Snapshot) -> None:
-        width, height = self._size()
-        self._show(picture(snapshot, list(self._events), width=width, height=height))
-
-    @abstractmethod
-    def _size(self) -> tuple[int, int]:
-        """Return columns and rows to use."""
-
-    @abstractmethod
-    def _show(self, lines: Sequence[Text]) -> None:
-        """Replace the lines shown by ``lines``."""
+# --- where a view is drawn --------------------------------------------------------------------------------------------
 
 
 @final
-class OwnTerminalView(LiveView):
-    """The view on the terminal of this process, or in the output of a notebook cell; output appears above it."""
+class OwnTerminal:
+    """The terminal of this process, or the output of a notebook cell; output appears above the view."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._streams = sys.stdout, sys.stderr
         # Without rich's refresh thread, as the view changes only with a snapshot, once a second.
         self._live = Live(console=Console(), auto_refresh=False, transient=True)
         self._live.start()
-        if not self._live.console.is_jupyter:
-            self._live.console.show_cursor(True)  # otherwise it stays hidden if this process is killed
+        self._live.console.show_cursor(True)  # otherwise it stays hidden if this process is killed
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
-    @override
-    def close(self) -> None:
-        self._live.stop()
-
-    @override
-    def _size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int]:
+        """Return columns and rows to use."""
         return self._live.console.size
 
-    @override
-    def _show(self, lines: Sequence[Text]) -> None:
+    def show(self, lines: Sequence[Text]) -> None:
+        """Replace the lines shown by ``lines``."""
         self._live.update(Group(*lines), refresh=True)
+
+    def close(self) -> None:
+        """Remove the view."""
+        self._live.stop()
 
     def _leave_to_parent(self) -> None:
         """In a forked child, such as a loader process: restore the streams, as the parent draws the view."""
@@ -308,8 +266,8 @@ class OwnTerminalView(LiveView):
 
 
 @final
-class LauncherTerminalView(LiveView):
-    """The view on the terminal of the launcher of this rank, which also prints there; see `TerminalRegion`.
+class LauncherTerminal:
+    """The terminal of the launcher of this rank, which also prints there; see `TerminalRegion`.
 
     Args:
         folder: The run folder of the launcher.
@@ -317,47 +275,44 @@ class LauncherTerminalView(LiveView):
     """
 
     def __init__(self, folder: Path, terminal: str) -> None:
-        super().__init__()
         self._file = open(terminal, "w")  # noqa: SIM115 - open as long as the view
         self._region = TerminalRegion(folder)
         self._console = Console(file=self._file, force_terminal=True)
 
-    @override
-    def close(self) -> None:
-        if self._file.closed:  # closed a second time, as after an error
-            return
-        with suppress(OSError):
-            self._show([])
-        self._file.close()
-        self._region.close()
-
-    @override
-    def _size(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int]:
+        """Return columns and rows to use."""
         columns, rows = os.get_terminal_size(self._file.fileno())
         return columns or 80, rows or 25
 
-    @override
-    def _show(self, lines: Sequence[Text]) -> None:
+    def show(self, lines: Sequence[Text]) -> None:
+        """Replace the lines shown by ``lines``."""
         with self._console.capture() as capture:
             for each in lines:
                 self._console.print(each, no_wrap=True, overflow="ignore", crop=False, highlight=False)
         with self._region.locked() as rows:
-            if rows < 0:  # the last row holds an unfinished line of output
-                return
-            self._file.write(erase_rows(rows) + capture.get())
-            self._file.flush()
-            self._region.rows = len(lines)
+            if rows >= 0:  # otherwise the last row holds an unfinished line of output
+                self._file.write(erase_rows(rows) + capture.get())
+                self._file.flush()
+                self._region.rows = len(lines)
+
+    def close(self) -> None:
+        """Remove the view. May be called again, as after an error."""
+        if not self._file.closed:
+            with suppress(OSError):
+                self.show([])
+            self._file.close()
+            self._region.close()
 
 
-def open_live_view() -> LiveView | None:
-    """Return a live view, or None without a terminal or notebook."""
+def open_terminal() -> OwnTerminal | LauncherTerminal | None:
+    """Return where a live view can be drawn; None without a terminal or notebook."""
     folder, terminal = current_run_folder(), os.environ.get(TERMINAL)
     if folder is not None:
         with suppress(OSError):  # the terminal is closed, or belongs to another user
-            return None if terminal is None else LauncherTerminalView(folder, terminal)
+            return None if terminal is None else LauncherTerminal(folder, terminal)
         return None
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    return OwnTerminalView() if is_terminal or _is_notebook() else None
+    return OwnTerminal() if is_terminal or _is_notebook() else None
 
 
 def _is_notebook() -> bool:
@@ -372,6 +327,9 @@ def _is_notebook() -> bool:
 # Seconds between two lines of progress.
 _LINE_S = 10.0
 
+# Events that are printed as permanent lines, and so are not shown in the view.
+PRINTED_EVENTS = ("evaluation", "skipped", "straggler", "remark")
+
 
 @final
 class Display(Subscriber):
@@ -385,34 +343,33 @@ class Display(Subscriber):
     def __init__(self, view: str = "auto", *, silent: bool) -> None:
         self._silent = silent
         # The log of a CI service would contain every frame of a live view.
-        may_draw = view == "live" or (view == "auto" and "CI" not in os.environ)
-        self._live = open_live_view() if may_draw and not silent else None
-        self._has_lines = view != "none" and not silent
-        self._shown_at = time.perf_counter()
+        may_draw = not silent and (view == "live" or (view == "auto" and "CI" not in os.environ))
+        self._terminal = open_terminal() if may_draw else None
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._shown_at = math.inf if silent or view == "none" else time.perf_counter()
 
     def log(self, text: str) -> None:
         """Print a log line."""
         if not self._silent:
             print(f"{text}\n", end="", flush=True)  # one write, because other threads print as well
 
-    @override
     def event(self, event: Event) -> None:
-        if self._live is not None:
-            self._live.event(event)
+        """Show an event in the view from now on."""
+        if event.event not in PRINTED_EVENTS:
+            self._events.append(event)
 
-    @override
     def update(self, snapshot: Snapshot) -> None:
-        if self._live is not None:
-            self._live.update(snapshot)
-        elif self._has_lines:
-            now_s = time.perf_counter()
-            # The loss of a script may be unknown.
-            is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
-            if now_s - self._shown_at >= _LINE_S and is_known and not snapshot.is_last:
-                self._shown_at = now_s
-                self.log(line(snapshot))
+        """Draw the view again, or print a line if the last one is old enough."""
+        # The loss of a script may be unknown.
+        is_known = snapshot.loss is not None or (snapshot.num_steps is None and snapshot.step > 0)
+        if self._terminal is not None:
+            width, height = self._terminal.size()
+            self._terminal.show(picture(snapshot, self._events, width=width, height=height))
+        elif is_known and not snapshot.is_last and time.perf_counter() >= self._shown_at + _LINE_S:
+            self._shown_at = time.perf_counter()
+            self.log(line(snapshot))
 
-    @override
     def close(self) -> None:
-        if self._live is not None:
-            self._live.close()
+        """Remove the view."""
+        if self._terminal is not None:
+            self._terminal.close()

@@ -1,11 +1,9 @@
 """Memory, processor time and devices of this machine and its ranks."""
 
 import contextlib
-import functools
 import math
 import os
 import resource
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +34,7 @@ class Resources:
     """The use of memory so far, updated regularly, as it cannot be read after a rank has ended.
 
     Attributes:
-        rank_bytes: By rank, the last known memory of its processes.
-        peak_bytes: By rank, the maximum so far.
+        rank_bytes: By rank, the last known memory of its processes, and the maximum so far.
         devices: By rank, a sentence on each of its devices, from its heartbeat.
         least_free_bytes: The minimum of the free memory of the machine, or of the container.
         total_bytes: The memory of the machine, or of the container.
@@ -45,8 +42,7 @@ class Resources:
         shm_least_free_bytes: The minimum of its free space.
     """
 
-    rank_bytes: dict[int, int] = field(default_factory=dict)
-    peak_bytes: dict[int, int] = field(default_factory=dict)
+    rank_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
     devices: dict[int, list[str]] = field(default_factory=dict)
     least_free_bytes: float = math.inf
     total_bytes: int = 0
@@ -64,14 +60,12 @@ class Resources:
             # Children of main threads only, which is faster: this runs twice a second.
             held = sum(_resident_bytes(each) for each in process_tree(pid, of_all_threads=False))
             if held:  # otherwise it has just ended
-                self.rank_bytes[rank] = held
-                self.peak_bytes[rank] = max(held, self.peak_bytes.get(rank, 0))
+                self.rank_bytes[rank] = held, max(held, self.rank_bytes.get(rank, (0, 0))[1])
         free, self.total_bytes = free_and_total_bytes()
         self.least_free_bytes = min(free, self.least_free_bytes)
         with contextlib.suppress(OSError):
-            shm = os.statvfs(SHM)
-            self.shm_total_bytes, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-            self.shm_least_free_bytes = min(free, self.shm_least_free_bytes)
+            shm = psutil.disk_usage(SHM)
+            self.shm_total_bytes, self.shm_least_free_bytes = shm.total, min(shm.free, self.shm_least_free_bytes)
 
     def was_short_of_memory(self) -> bool | None:
         """Return whether the kernel has killed processes for lack of memory since the start; ``None`` if unknown."""
@@ -83,8 +77,8 @@ class Resources:
         if not self.rank_bytes:
             return ""
         lines = ["Last known memory of the ranks of this machine:"]
-        for rank, held in sorted(self.rank_bytes.items()):
-            on_host = f"{format_bytes(held)} on the host (at most {format_bytes(self.peak_bytes[rank])})"
+        for rank, (held, peak) in sorted(self.rank_bytes.items()):
+            on_host = f"{format_bytes(held)} on the host (at most {format_bytes(peak)})"
             lines.append(f"rank {rank}: {'; '.join([*self.devices.get(rank, []), on_host])}")
         free, total = format_bytes(self.least_free_bytes), format_bytes(self.total_bytes)
         return "\n".join([*lines, f"The minimum of free memory was {free} of the host's {total}."])
@@ -103,12 +97,11 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def num_kills() -> int | None:
-    """Return how many processes the kernel has killed for lack of memory on this machine or in this container."""
-    texts = [*_group_texts("memory.events")[:1], *_group_texts("memory.oom_control")]  # of the second and first version
+    """Return how many processes the kernel of this machine has killed for lack of memory, also in containers."""
     with contextlib.suppress(OSError):
-        texts.append((PROC / "vmstat").read_text())
-    known = [int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("oom_kill ")]
-    return sum(known) if known else None
+        counters = dict(line.split() for line in (PROC / "vmstat").read_text().splitlines())
+        return int(counters["oom_kill"])
+    return None
 
 
 def free_and_total_bytes() -> tuple[int, int]:
@@ -117,15 +110,11 @@ def free_and_total_bytes() -> tuple[int, int]:
     free, total = machine.available, machine.total
     # The files of cgroup v2 and v1; the lowest limit of all levels counts.
     for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for limit, used in zip(*map(_group_texts, names), strict=False):
+        texts = (read_groups("memory", name, CGROUPS, PROC / "self/cgroup") for name in names)
+        for limit, used in zip(*texts, strict=False):
             if limit != "max" and int(limit) < machine.total:
-                free = min(free, max(0, int(limit) - int(used)))
-                total = min(total, int(limit))
+                free, total = min(free, max(0, int(limit) - int(used))), min(total, int(limit))
     return free, total
-
-
-def _group_texts(file: str) -> list[str]:
-    return read_groups("memory", file, CGROUPS, PROC / "self/cgroup")
 
 
 def _resident_bytes(pid: int) -> int:
@@ -145,17 +134,13 @@ _GPU_SLOWED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 _TELLING_BYTES = 256 * 1024
 
 
-# By counter, joules, and the value at which it starts again at 0.
-Counters = dict[str, tuple[float, float]]
-
-
 class UsageMeter:
     """Measures for how long devices are held, and the energy that they take.
 
     The energy of GPUs is that of NVML's counters (package ``nvidia-ml-py``). That of CPUs is that of RAPL's, which on
     most machines only root may read. Without them it is unknown; it is never estimated. A counter covers a whole GPU,
-    or all CPU packages of the machine and their memory, including the work of other processes. If several ranks share
-    a counter, the first that reads it counts it, and it is 0 on the others.
+    or all CPU packages of the machine and their memory, including the work of other processes. The latter is counted by
+    local rank 0, and is 0 on the others.
 
     Args:
         devices: Those of this process.
@@ -172,35 +157,21 @@ class UsageMeter:
         """
         read_at, before = self._read_at, self._counters
         self._read_at, self._counters = time.perf_counter(), self._read_counters()
-        if not before or before.keys() != self._counters.keys():
-            joules = math.nan
-        else:
-            job = RankEnv.from_environ(os.environ).master_port or os.getpid()
-            joules = 0.0
-            for name, (now, limit) in self._counters.items():
-                joules += (now - before[name][0]) % limit * _is_first(f"{job}-{name}", os.getpid())
+        joules = math.nan
+        if before and before.keys() == self._counters.keys():
+            joules = sum((now - before[name][0]) % limit for name, (now, limit) in self._counters.items())
+            if not self._gpus and RankEnv.from_environ(os.environ).local_rank > 0:
+                joules = 0.0
         return Usage(self._num_devices * (self._read_at - read_at), joules)
 
-    def _read_counters(self) -> Counters:
-        with contextlib.suppress(Exception):  # there are none, or they cannot be read
+    def _read_counters(self) -> dict[str, tuple[float, float]]:
+        """Return by counter joules, and the value at which it starts again at 0; empty if one cannot be read."""
+        with contextlib.suppress(Exception):
             return _nvml_counters(self._gpus) if self._gpus else _rapl_counters()
         return {}
 
 
-@functools.cache
-def _is_first(name: str, pid: int) -> bool:
-    """Return whether the process ``pid``, which is this one, is the first of this machine that asks for a name."""
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(f"\0lockstep-{name}")  # in the abstract namespace: the name is free again once the process has ended
-    except OSError:
-        claim.close()
-        return False
-    claim.detach()  # it stays open as long as this process
-    return True
-
-
-def _nvml_counters(gpus: Sequence[torch.device]) -> Counters:
+def _nvml_counters(gpus: Sequence[torch.device]) -> dict[str, tuple[float, float]]:
     nvml, handles = _nvml_handles(gpus)
     return {name: (nvml.nvmlDeviceGetTotalEnergyConsumption(each) / 1e3, 2.0**64) for name, each in handles.items()}
 
@@ -213,7 +184,7 @@ def _nvml_handles(gpus: Sequence[torch.device]) -> tuple[Any, dict[str, Any]]:
     return nvml, {name: nvml.nvmlDeviceGetHandleByUUID(name) for name in names}
 
 
-def _rapl_counters() -> Counters:
+def _rapl_counters() -> dict[str, tuple[float, float]]:
     found = {}
     for zone in POWERCAP.glob("intel-rapl:*"):  # the name on AMD, too
         # Other zones are parts of a package, or hold all packages: they would count twice.
@@ -240,8 +211,7 @@ class MachineSampler:
         self._workers: dict[int, psutil.Process] = {}
         self._sent: dict[str, Sent] = {}
         self._host: dict[str, float] = {}
-        self._sample_cores([])
-        self._process.cpu_percent()  # percentages refer to the time since the last call
+        self._sample_cores([])  # percentages refer to the time since the last call
 
     def __call__(self) -> dict[str, Any]:
         """Return the figures as a line; see docs/reference/metrics.md."""
@@ -281,8 +251,8 @@ class MachineSampler:
     def _gpu_throttled_percent(self) -> float | None:
         with contextlib.suppress(Exception):  # as above
             nvml, handles = _nvml_handles(self._gpus[:1])
-            reasons = [nvml.nvmlDeviceGetCurrentClocksThrottleReasons(each) for each in handles.values()]
-            return 100.0 * bool(reasons[0] & _GPU_SLOWED)
+            (reasons,) = map(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handles.values())
+            return 100.0 * bool(reasons & _GPU_SLOWED)
         return None
 
     def _sample_cores(self, pids: Sequence[int]) -> dict[str, float | None]:
@@ -294,19 +264,16 @@ class MachineSampler:
         times = psutil.cpu_times()
         now = {"steal": times.steal, "throttled": throttled_s(), "at": time.monotonic()}
         # The fields after the eighth are parts of the others.
-        now["busy"] = sum(times[:8]) - times.idle - times.iowait - times.steal
+        now["host_cpu"] = sum(times[:8]) - times.idle - times.iowait - times.steal
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
                 now[str(pid)] = int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
         before, self._host = self._host, now
         past_s = now["at"] - before.get("at", 0.0)
         percent = {name: 100 * (now[name] - before[name]) / past_s for name in now if name in before and past_s > 0}
-        waits = [value for name, value in percent.items() if name.isdecimal()]
-        return {
-            "core_wait_percent": max(waits, default=None),
-            "host_cpu_percent": percent.get("busy"),
-            "steal_percent": percent.get("steal"),
-            "throttled_percent": percent.get("throttled"),
+        found = {f"{name}_percent": percent.get(name) for name in ("host_cpu", "steal", "throttled")}
+        return found | {
+            "core_wait_percent": max((percent[str(pid)] for pid in pids if str(pid) in percent), default=None)
         }
 
     def _sample_links(self) -> dict[str, Any]:
@@ -318,9 +285,8 @@ class MachineSampler:
             if sent >= _TELLING_BYTES and busy_s > 0:
                 rates[peer] = sent / busy_s
         slowest = min(rates, key=rates.__getitem__, default=None)
-        total = sum(each.num_bytes for each in self._sent.values())
-        rate = None if slowest is None else rates[slowest]
-        return {"sent_bytes": total if self._sent else None, "link_bytes_per_s": rate, "link_peer": slowest}
+        total = sum(each.num_bytes for each in self._sent.values()) if self._sent else None
+        return {"sent_bytes": total, "link_bytes_per_s": rates.get(slowest or ""), "link_peer": slowest}
 
     def _sample_workers(self) -> tuple[float, int]:
         found: dict[int, psutil.Process] = {}

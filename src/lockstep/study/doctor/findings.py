@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
@@ -66,7 +64,6 @@ class NotChecked:
 
 
 F = TypeVar("F")
-T = TypeVar("T")
 
 
 class Problem(NamedTuple):
@@ -232,25 +229,3 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     """Return the first names, separated by commas, and the number of the others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def in_time(seconds: float, action: Callable[[], T]) -> T:
-    """Return what ``action`` returns, or raise what it raises. Blocks at most ``seconds``.
-
-    An action that takes longer continues in a thread that ends with the process: a call to a name server or a file
-    system that does not answer cannot be cancelled.
-
-    Raises:
-        TimeoutError: The action took longer.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # Not an executor: Python waits for its threads at exit.
-    threading.Thread(target=run, name="lockstep-doctor", daemon=True).start()
-    return outcome.result(seconds)

@@ -20,9 +20,10 @@ import psutil
 import torch
 
 from lockstep import env
+from lockstep.activity import in_time
 from lockstep.comm.shm.communicator import library
 from lockstep.study.common import MIB
-from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, in_time, paste
+from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, paste
 from lockstep.study.doctor.task import TaskFacts
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import free_and_total_bytes

@@ -10,9 +10,10 @@ import psutil
 import torch
 
 from lockstep.accelerator import default_device, nccl_version
+from lockstep.activity import in_time
 from lockstep.comm.network import GLOO_INTERFACE, is_local, reachable_address
 from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
-from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, in_time, listed, paste
+from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.study.links import Link, cable_bytes, format_rate
 from lockstep.telemetry import provenance
 

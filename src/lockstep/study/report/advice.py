@@ -144,14 +144,10 @@ def who_has_the_cores(cores: Cores | None) -> tuple[str, str]:
 def _crowded(cores: Cores) -> tuple[str, str]:
     """Return the same for ranks that have the cores to themselves."""
     num, threads = cores.num_ranks, cores.threads
-    if threads and num * threads <= cores.total:
+    if num * threads <= cores.total:
         return f"loaders and other threads of the ranks use the {cores.total:g} cores, too", ""
-    ways = []
-    # In a record of an earlier version, the number of threads is unknown.
-    if 0 < (fitting := int(cores.total // threads) if threads else num - 1) < num:
-        ways.append(f"fewer ranks (--devices {fitting})")
-    if threads != 1:
-        ways.append(f"fewer threads (--threads {max(1, int(cores.total // num))})")
+    ways = [f"fewer ranks (--devices {fitting})"] if 0 < (fitting := int(cores.total // threads)) < num else []
+    ways += [f"fewer threads (--threads {max(1, int(cores.total // num))})"] if threads != 1 else []
     return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
 
 
@@ -287,7 +283,8 @@ _RULES = (_cores, _loading, _slow_rank, _exchange, _optimizer, _too_small, _larg
 
 def find_facts(run: Recorded, device: str, figures: Figures, network: Network | None) -> Facts:
     """Return the input of the rules from the record of a run."""
-    session, settings = run.last, run.settings
+    known: dict[str, Any] = {"workers": None, "gradient_bytes": 0, "accumulate": 1, "global_batch_size": None}
+    found = {**run.settings, **run.last}
     return Facts(
         num_ranks=len(figures.by_rank),
         device=device,
@@ -295,16 +292,9 @@ def find_facts(run: Recorded, device: str, figures: Figures, network: Network | 
         network=network,
         critical=figures.critical,
         straggler=figures.straggler,
-        workers=_whole(session.get("workers", settings.get("workers"))),
-        gradient_bytes=_whole(session.get("gradient_bytes")) or 0,
-        is_compressed=settings.get("compression") is not None,
-        strategy=str(settings.get("strategy", "ddp")),
-        accumulate=_whole(settings.get("accumulate")) or 1,
+        is_compressed=run.settings.get("compression") is not None,
+        strategy=str(run.settings.get("strategy", "ddp")),
         paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},
-        global_batch_size=_whole(session.get("global_batch_size")),
         cores=find_cores(run),
+        **{name: found[name] if type(found.get(name)) is int else default for name, default in known.items()},
     )
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None

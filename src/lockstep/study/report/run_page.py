@@ -4,17 +4,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
-from typing_extensions import override
 
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
@@ -56,11 +56,9 @@ class Report(Shown):
         """One HTML file, which opens offline; needs matplotlib."""
         return render(self.view, self.baseline, self.costs)
 
-    @override
     def __rich__(self) -> RenderableType:
         return Text("\n".join(self.sentences))
 
-    @override
     def _repr_html_(self) -> str:
         with suppress(ConfigurationError):  # matplotlib is not installed
             # A frame, since the page has its own style.
@@ -101,24 +99,18 @@ def render(view: View, baseline: BaselineComparison | None = None, costs: Sequen
         plots = draw(view, baseline)
     how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
     others = [advice.text for advice in view.advice[1:_MOST_ADVICE]]  # the first one is a part of the summary above
-    body = f"""{_listing("What is missing in this record", view.run.gaps, "gaps")}
-{_listing("What else to change", others, note=f"{how}measured here.")}
-<h2 id="figures">Figures</h2>
-<div class="plots">
-{"".join(plots)}
-</div>
-{_folded([ranks_table(view), _events(view)])}
-{_listing("What it used", costs)}
-<h2>The run</h2>
-{_folded(about_tables(view, baseline))}
-{_commands(view)}
-<footer>
-<p>Made by lockstep report. Times are means over the steps that all ranks recorded, without the first few and
-without spikes. Exchange is what the rank that came last waited for gradients; what others waited longer, they waited
-for it.</p>
-</footer>"""
+    parts = {
+        "gaps": _listing("What is missing in this record", view.run.gaps, "gaps"),
+        "advice": _listing("What else to change", others, note=f"{how}measured here."),
+        "plots": "".join(plots),
+        "tables": _folded([ranks_table(view), _events(view)]),
+        "costs": _listing("What it used", costs),
+        "about": _folded(about_tables(view, baseline)),
+        "commands": _commands(view),
+    }
     hosts = len({record.host for record in view.run.ranks.values()})
     subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
+    body = drawing.fill("report.html", parts)
     return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
 
 
@@ -129,20 +121,15 @@ def _listing(heading: str, texts: Sequence[str], look: str = "", note: str = "")
 
 
 def _folded(tables: Sequence[Table]) -> str:
-    return "".join(
-        f"<details><summary>{escape(table.title)}</summary>{html_table(table)}</details>\n"
-        for table in tables
-        if table.rows
-    )
+    shown = {escape(table.title): html_table(table) for table in tables if table.rows}
+    return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in shown.items())
 
 
 def _commands(view: View) -> str:
-    command, folder = view.run.last.get("command"), view.run.last.get("working_directory")
-    if not isinstance(command, str):
+    if "command" not in view.run.last:
         return ""
-    lines = [f"cd {folder}", command] if isinstance(folder, str) else [command]
-    text = "<br>".join(f"<code>{escape(line)}</code>" for line in lines)
-    return f"<p>To repeat it:<br>{text}</p>"
+    lines = (f"cd {view.run.last.get('working_directory')}", str(view.run.last["command"]))
+    return f"<p>To repeat it:{''.join(f'<br><code>{escape(line)}</code>' for line in lines)}</p>"
 
 
 # All figures as tables: for readers who cannot see the drawings, and for values that drawings omit.
@@ -159,24 +146,21 @@ LOADS = {
 
 def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
     """Return the tables of program and machine; with a baseline in a second column, and differences marked."""
-    views = [view] if baseline is None else [view, baseline.view]
-    columns = ["", "this run", *([] if baseline is None else [baseline.name])]
+    views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
     found = []
-    settings, machines = [_plain(each.run.settings) for each in views], [_machine_facts(each) for each in views]
-    for heading, facts in (("Settings", settings), ("Machine and versions", machines)):
-        names = dict.fromkeys(name for each in facts for name in each)
-        rows = [[name, *(each.get(name, "") for each in facts)] for name in names]
+    for heading, read in (("Settings", lambda each: each.run.settings), ("Machine and versions", _machine_facts)):
+        facts = [_plain(read(each)) for each in views.values()]
+        rows = [[name, *(each.get(name, "") for each in facts)] for name in dict.fromkeys(chain(*facts))]
         differs = [row[0] for row in rows if len(set(row[1:])) > 1]
-        found.append(Table(heading, columns, rows, differs=differs))
+        found.append(Table(heading, ["", *views], rows, differs=differs))
     return found
 
 
 def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
     figures = view.figures
-    peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
-    labels = [part.label for part in PARTS.values()]
+    labels = (part.label for part in PARTS.values())
     columns = [*labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
     rows = []
     for rank in sorted(view.run.ranks):
@@ -184,7 +168,7 @@ def ranks_table(view: View) -> Table:
         if figures is not None and rank in figures.by_rank:
             cells = [f"{figures.by_rank[rank].part(name) * 1e3:.2f}" for name in (*PARTS, "total")]
             cells.append(f"{figures.last_share[rank]:.0%}")
-        peaks = _values(view, rank, peak)
+        peaks = _values(view, rank, "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes")
         cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
         # The first line was written before the first step.
         means = [_values(view, rank, name)[1:] for name in loads]
@@ -209,24 +193,20 @@ def _events(view: View) -> Table:
     return Table(f"Events{left_out}", columns, rows)
 
 
-def _plain(values: dict[str, Any]) -> dict[str, str]:
-    """Return values as texts, without values that are unknown or empty."""
-    return {
-        str(name): value if isinstance(value, str) else json.dumps(value)
-        for name, value in values.items()
-        if value is not None
-    }
+def _plain(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as texts, without those that are unknown."""
+    known = {str(name): value for name, value in values.items() if value is not None}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
 
 
-def _machine_facts(view: View) -> dict[str, str]:
+def _machine_facts(view: View) -> dict[str, Any]:
     last = view.run.last
     provenance = last.get("provenance") or {}
     found = {"recorded": provenance.get("when"), **provenance.get("versions", {}), **provenance.get("machine", {})}
     found |= {f"{name} commit": value for name, value in provenance.get("commits", {}).items()}
-    for name in ("backend", "global_batch_size", "num_parameters", "gradient_bytes", "workers", "num_restarts"):
-        found[name.replace("_", " ")] = last.get(name)
-    found |= {f"rank {rank}": f"{each.device} on {each.host}" for rank, each in sorted(view.run.ranks.items())}
-    return _plain(found)
+    names = ("backend", "global_batch_size", "num_parameters", "gradient_bytes", "workers", "num_restarts")
+    found |= {name.replace("_", " "): last.get(name) for name in names}
+    return found | {f"rank {rank}": f"{each.device} on {each.host}" for rank, each in sorted(view.run.ranks.items())}
 
 
 # The plots: where the time of a step goes, curves over the steps, the timeline. None contains text from a record.
@@ -240,12 +220,12 @@ MOST_POINTS = 240
 def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
     """Return the drawings for which there are figures."""
     found = dict.fromkeys(name for event in view.run.events for name in event.metrics or {} if name != "loss")
-    metrics = list(found)[:_MOST_METRICS]
+    metrics = [*found][:_MOST_METRICS]
     plots = [
         _parts(view),
         _curve(view, None, "Throughput", "samples/s", lambda step: step.samples / (step.lasted_s or math.nan)),
         _curve(view, baseline, "Loss", "loss of the global batch", lambda step: step.loss, metric="loss"),
-        *(_curve(view, baseline, f"Evaluation: {name}", "evaluated", metric=name) for name in metrics),
+        *(_curve(view, baseline, f"Evaluation: {name}", "evaluated", lambda _: None, metric=name) for name in metrics),
         _curve(view, None, "Learning rate", "learning rate", lambda step: step.learning_rate),
         _curve(view, None, "Gradient norm", "before clipping", lambda step: step.grad_norm),
         draw_timeline(view),
@@ -278,31 +258,27 @@ def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in pieces]
 
 
+# Of a step: the value that a curve shows.
+_Read = Callable[[StepLine], float | None]
+
 # The looks of a run in curves: its steps, its evaluations; then those of the run that it is compared with.
 _LOOKS = ((drawing.BLUE, "-"), (drawing.GREEN, "-o"), (drawing.VERMILION, "--"), (drawing.TEXT, "--s"))
 
 
 def _curve(
-    view: View,
-    baseline: BaselineComparison | None,
-    heading: str,
-    label: str,
-    read: Callable[[StepLine], float | None] = lambda _: None,
-    *,
-    metric: str = "",
+    view: View, baseline: BaselineComparison | None, heading: str, label: str, read: _Read, *, metric: str = ""
 ) -> str | None:
     """Draw a figure of the steps, a metric of the evaluations, or both, and the baseline's; None if none changed."""
     views = {"training": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves: dict[str, list[tuple[float, float | None]]] = {}
     for name, each in views.items():
-        steps, events = each.run.zero.steps, each.run.events
-        curves[name] = [(step.step + 1.0, value) for step in steps if (value := read(step)) is not None]
+        curves[name] = [(step.step + 1.0, read(step)) for step in each.run.zero.steps]
         evaluated = "evaluation" if len(views) == 1 else f"{name}, evaluation"
-        found = [(float(event.step), (event.metrics or {}).get(metric)) for event in events]
-        curves[evaluated] = [(step, value) for step, value in found if value is not None]
+        curves[evaluated] = [(float(event.step), (event.metrics or {}).get(metric)) for event in each.run.events]
     figure, axes = drawing.make_axes(2.8 if heading == "Loss" else 2.0, grid="y")
     words = []
-    for (name, points), (colour, look) in zip(curves.items(), _LOOKS, strict=False):
+    for (name, curve), (colour, look) in zip(curves.items(), _LOOKS, strict=False):
+        points = [(step, value) for step, value in curve if value is not None]
         known = [value for _, value in points if math.isfinite(value)]
         if not known or (min(known) == max(known) and heading != "Loss"):
             continue
@@ -311,8 +287,7 @@ def _curve(
         words.append(f"{name}: {text}" if len(views) > 1 or name == "evaluation" else text)
     if not words:
         return None
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
+    axes.set(xlabel="step", ylabel=label)
     if len(words) > 1:
         axes.legend()
     alt = f"Curve of the {heading.lower()} over the steps: {'; '.join(words)}."
@@ -324,11 +299,6 @@ def _curve(
 
 # The transfer and waiting for ranks, which the timeline of a rank cannot tell apart.
 _WAITING = replace(PARTS["peers"], label="waiting")
-
-NOTE = (
-    "What each rank did when. Hatched is waiting; the thin lines below a bar are buckets of gradients, from ready over "
-    "sent to reduced."
-)
 
 _MOST_RANKS = 8
 _MOST_BARS = 12
@@ -353,7 +323,9 @@ def draw_timeline(view: View) -> str | None:
     drawing.label_rows(axes, labels, "milliseconds")
     first, last = (step[ranks[0]].step + 1 for step in (steps[0], steps[-1]))
     named = f"step {first}" if first == last else f"steps {first} to {last}"
-    return drawing.finish_plot(f"Timeline of {named}", f"What each rank did when, in {named}, as bars.", figure, NOTE)
+    alt, note = f"What each rank did when, in {named}, as bars.", "Hatched is waiting; the thin lines below a bar are "
+    note += "buckets of gradients, from ready over sent to reduced."
+    return drawing.finish_plot(f"Timeline of {named}", alt, figure, note)
 
 
 def _draw_lane(axes: Any, row: int, timeline: Timeline, zero: float) -> None:

@@ -19,28 +19,22 @@ from lockstep.telemetry.step_times import PARTS, milliseconds
 
 @dataclass(frozen=True)
 class View:
-    """A recorded run, its figures and its advice."""
+    """A recorded run, its figures and its advice.
+
+    Attributes:
+        task: The name of the task.
+        device: The type of the devices, such as ``cuda``.
+        num_devices: The number of devices on which it trained.
+    """
 
     run: Recorded
     figures: Figures | None
     window: dict[int, list[Timeline]]
+    network: Network | None
     advice: list[Advice]
-    network: Network | None = None
-
-    @property
-    def task(self) -> str:
-        """The name of the task."""
-        return str(self.run.last.get("task") or "a run")
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices on which it trained."""
-        return sum(len(record.device.split(", ")) for record in self.run.ranks.values())
-
-    @property
-    def device(self) -> str:
-        """The type of the devices, such as ``cuda``."""
-        return self.run.zero.device.partition(":")[0] or "cpu"
+    task: str
+    device: str
+    num_devices: int
 
 
 def view_run(folder: Path) -> View:
@@ -50,12 +44,12 @@ def view_run(folder: Path) -> View:
         ConfigurationError: Nothing was recorded in ``folder``.
     """
     run = read_run(folder)
-    figures = find_figures(run)
+    figures, device = find_figures(run), run.zero.device.partition(":")[0] or "cpu"
     network = None if figures is None else find_network(run, figures)
-    view = View(run, figures, find_window(run), [], network)
-    if figures is not None:
-        view.advice.extend(advise(find_facts(run, view.device, figures, network)))
-    return view
+    advice = [] if figures is None else advise(find_facts(run, device, figures, network))
+    num_devices = sum(len(record.device.split(", ")) for record in run.ranks.values())
+    task = str(run.last.get("task") or "a run")
+    return View(run, figures, find_window(run), network, advice, task, device, num_devices)
 
 
 # Comparison with another run: are the losses the same, and how much faster is it?
@@ -96,8 +90,8 @@ def compare_with_baseline(view: View, other: View) -> BaselineComparison:
         scaling = f"{speed_up:.2f} times as fast as {name}"
         num_times = view.num_devices / max(1, other.num_devices)
         if num_times > 1:
-            is_good = speed_up >= GOOD_SHARE * num_times
-            scaling += f", {speed_up / num_times:.0%} of linear{'' if is_good else f' ({GOOD_SHARE:.0%} is good)'}"
+            note = "" if speed_up >= GOOD_SHARE * num_times else f" ({GOOD_SHARE:.0%} is good)"
+            scaling += f", {speed_up / num_times:.0%} of linear{note}"
     return BaselineComparison(name, other, _compare_losses(view, other, name), scaling)
 
 
@@ -108,12 +102,10 @@ def _compare_losses(view: View, other: View, name: str) -> str:
     apart = {step: abs(here[step] - there[step]) / scale for step in here if step in there}
     if not apart:
         return f"This run and that on {name} have no step in common."
-    differs = [] if view.task == other.task else [f"task {view.task} here, {other.task} there"]
     # The batch size may be that of the task, which is not a setting, but a value of the session.
-    here_set, there_set = ({**each.run.settings, **each.run.last} for each in (view, other))
-    for setting in _ALIKE:
-        if here_set.get(setting) != there_set.get(setting):
-            differs.append(f"{setting} {here_set.get(setting)} here, {there_set.get(setting)} there")
+    sets = [{**each.run.settings, **each.run.last, "task": each.task} for each in (view, other)]
+    settings = {name: [each.get(name) for each in sets] for name in ("task", *_ALIKE)}
+    differs = [f"{name} {mine} here, {theirs} there" for name, (mine, theirs) in settings.items() if mine != theirs]
     # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
     first, far = min(apart), max(apart, key=lambda step: apart[step])
     why = " (lockstep verify finds the cause)" if apart[first] > _ROUNDING else ""
