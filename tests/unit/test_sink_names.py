@@ -13,13 +13,8 @@ from lockstep.telemetry.figures import Spread, scalars, with_waits
 from lockstep.telemetry.record import StepLine
 from lockstep.telemetry.recorder import RankMeans
 from lockstep.telemetry.resources import MachineSampler
-<<<<<<< HEAD
-from lockstep.telemetry.sinks import SeriesSink
-from lockstep.telemetry.step_times import TIMES, StepTimes
-=======
 from lockstep.telemetry.sinks import MetricsSink
-from lockstep.telemetry.step_times import TIMES, StepMarks, StepTimes
->>>>>>> w/c3
+from lockstep.telemetry.step_times import TIMES, StepTimes
 from tests.unit.sinks_planted import event, snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
