@@ -21,7 +21,6 @@ import time
 import traceback
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lockstep import activity
@@ -40,7 +39,8 @@ _NUM_FRAMES = 120
 _RECORDED_AFTER = 0.5
 # No program trains alone for so many steps before it joins a process group.
 _SURE_STEPS = 100
-_HOW_TO_JOIN = (
+_ALONE = (
+    "lockstep: no rank has joined a process group: each of {} processes runs the whole script alone.\n"
     "To train one model on all of them, call lockstep.init() and wrap the model in lockstep.DistributedDataParallel; "
     "if each is to run alone, nothing is wrong."
 )
@@ -64,22 +64,11 @@ def internals() -> Any:
 _COUNTER = struct.Struct("qq")
 
 
-def make_step_counter(run_dir: str, rank: int) -> memoryview:
-    """Create the file ``run_dir/step-RANK``, and return its two numbers, which are mapped into memory.
-
-    So the step of a rank that was killed can be read.
-    """
-    with rank_file(run_dir, STEP, rank).open("wb+") as file:
-        file.truncate(_COUNTER.size)
-        return memoryview(mmap.mmap(file.fileno(), _COUNTER.size)).cast("q")
-
-
 def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
     """Return the current or last step of a rank, counted from 0, and the number of its optimizer steps."""
-    try:
-        step, num_updates = _COUNTER.unpack(rank_file(run_dir, STEP, rank).read_bytes())
-    except (OSError, struct.error):
-        return None, 0
+    path = rank_file(run_dir, STEP, rank)
+    numbers = path.read_bytes() if path.is_file() else b""
+    step, num_updates = _COUNTER.unpack(numbers.ljust(_COUNTER.size, b"\0"))
     return (step - 1 if step else None), num_updates
 
 
@@ -102,11 +91,14 @@ class Heartbeat:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
         # Kept open, as a signal handler cannot open it; for appending, as the launcher empties it.
         self._stacks = rank_file(run_dir, STACKS, rank).open("a")
-        activity.now.step_counter = make_step_counter(run_dir, rank)
+        # Mapped into memory, so that the step of a rank that was killed can be read.
+        with rank_file(run_dir, STEP, rank).open("wb+") as file:
+            file.truncate(_COUNTER.size)
+            activity.now.step_counter = memoryview(mmap.mmap(file.fileno(), _COUNTER.size)).cast("q")
         self._num_bytes = 0
         self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9
         self._counts_steps = False
-        self._num_peers, self._has_warned = num_peers if rank == 0 else 1, False
+        self._num_peers, self._has_warned = num_peers, rank != 0 or num_peers == 1
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._devices: list[str] = []
@@ -119,20 +111,16 @@ class Heartbeat:
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
         self._count_steps()
-        atexit.register(self._warn_if_alone, is_over=True)
+        atexit.register(self._warn_if_alone)
         if not self._is_read:
             return
         self.write()
         thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         thread.start()
-
-        def stop() -> None:
-            # The frames that the thread reads may hold the last reference to a process group. If it frees one while
-            # the interpreter is finalized, C++ ends the process with SIGABRT.
-            self._ends.set()
-            thread.join(_STOP_TIMEOUT_S)
-
-        atexit.register(stop)
+        # The frames that the thread reads may hold the last reference to a process group. If it frees one while the
+        # interpreter is finalized, C++ ends the process with SIGABRT. Handlers run in the opposite order.
+        atexit.register(thread.join, _STOP_TIMEOUT_S)
+        atexit.register(self._ends.set)
 
     def write(self) -> None:
         """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""
@@ -140,7 +128,10 @@ class Heartbeat:
             return  # A forked child is not this rank; the lock may be held there forever.
         ident = threading.main_thread().ident or 0
         frame = sys._current_frames().get(ident)
-        frames, now, calls = _frames(frame), activity.now, _num_calls()
+        # `walk_stack(None)` would return the frames of this thread.
+        walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
+        frames = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+        now, calls = activity.now, _num_calls()
         place = (now.num_steps, calls, now.step, now.phase, now.collective, frame.f_lasti if frame else 0, frames)
         now_ns = time.monotonic_ns()
         # With the last instruction, a loop on one line counts as moving.
@@ -148,18 +139,14 @@ class Heartbeat:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
             self._recorded_call = recorded_call()
-        bucket = now.bucket
         content = {
             "pid": os.getpid(),
             "beat_ns": now_ns,
             "moved_ns": self._moved_at_ns,
             "frames": frames,
-            "step": now.step,
-            "phase": now.phase,
-            "num_steps": now.num_steps,
+            **{name: getattr(now, name) for name in ("step", "phase", "num_steps", "collective")},
             "has_trained": calls > 0 or now.num_steps > 0,
-            "bucket": "" if bucket is None else f"bucket {bucket[0]} ({name_of_bucket(bucket[1])})",
-            "collective": now.collective,
+            "bucket": "" if now.bucket is None else f"bucket {now.bucket[0]} ({name_of_bucket(now.bucket[1])})",
             "recorded_call": self._recorded_call or "",
             "handles": _handled_exception(ident),
             "failure": now.failure or "",
@@ -179,7 +166,7 @@ class Heartbeat:
         while True:
             self._count_steps()
             if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
-                self._warn_if_alone(is_over=False)
+                self._warn_if_alone()
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
@@ -195,16 +182,12 @@ class Heartbeat:
             if self._ends.wait(_PERIOD_S):
                 return
 
-    def _warn_if_alone(self, *, is_over: bool) -> None:
-        """Print on rank zero that no rank has joined a process group; without it, the others cannot have."""
-        if self._num_peers == 1 or os.getpid() != self._pid or activity.now.failure or has_joined():
+    def _warn_if_alone(self) -> None:
+        """Print once on rank zero that no rank has joined a process group; without it, the others cannot have."""
+        if self._has_warned or os.getpid() != self._pid or activity.now.failure or has_joined():
             return
         self._has_warned = True
-        each = f"each of {self._num_peers} processes"
-        text = f"no rank has joined a process group so far: {each} trains alone"
-        if is_over:
-            text = f"no rank joined a process group: {each} ran the whole script alone"
-        print(f"lockstep: {text}.\n{_HOW_TO_JOIN}", file=sys.stderr, flush=True)
+        print(_ALONE.format(self._num_peers), file=sys.stderr, flush=True)
 
     def _count_steps(self) -> None:
         # Modules are not imported here: that could change the program's measurements, and may fail while another
@@ -248,10 +231,7 @@ def _process_groups() -> list[Any]:
 
 def _num_calls() -> int:
     """Return how many collectives this process has called, as far as its process groups count them."""
-    total = activity.now.num_calls
-    for group in _process_groups():
-        total += internals().sequence_number(group)
-    return total
+    return activity.now.num_calls + sum(int(internals().sequence_number(group)) for group in _process_groups())
 
 
 def _handled_exception(ident: int) -> str:
@@ -263,13 +243,6 @@ def _handled_exception(ident: int) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return one_line(error)[:200] + place
-
-
-def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """Return file, line and function of the innermost frames, innermost first."""
-    # `walk_stack(None)` would return the frames of this thread.
-    walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
-    return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
 
 
 def uses_gpu() -> bool:
@@ -313,8 +286,8 @@ def recorded_call() -> str:
             if entries:
                 entry = entries[min(ended[-1] + 1, len(entries) - 1) if ended else -1]
                 name, numel = entry["profiling_name"].rpartition(":")[2], sum(map(math.prod, entry["input_sizes"]))
-                state = "completed" if _is_over(entry) else entry.get("state")
-                return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}"
+                state = "completed" if _is_over(entry) else entry["state"]
+                return f"{name} of {numel} elements, number {entry['collective_seq_id']}, {state}"
     return ""
 
 
