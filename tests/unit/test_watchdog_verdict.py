@@ -225,7 +225,7 @@ def test_a_sample_of_this_process():
 def test_what_lies_outside_of_the_job():
     assert (
         waits_outside([("/lib/socket.py", 1, "readinto"), ("/x/a.py", 2, "get")])
-        == "it waits for an answer from the network"
+        == "it waits for the network or another program, in socket.py of Python"
     )
     assert waits_outside([("/x/a.py", 2, "get")]) == ""
 

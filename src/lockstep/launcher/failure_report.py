@@ -33,7 +33,7 @@ class RankExit:
         exit_code: As of ``subprocess``: negative for a signal.
         record: What it wrote; or what is known of its end, with the stack that a fatal signal left as its trace.
         facts: A sentence with figures, such as those of memory.
-        was_short: Whether the kernel has ended processes for lack of memory during the run; ``None`` if unknown.
+        likely: What probably killed it, if more is known than the signal; a key of `_LIKELY`.
         was_stopped: Whether it still ran when the launcher stopped it because another rank had failed.
     """
 
@@ -41,7 +41,7 @@ class RankExit:
     exit_code: int
     record: FailureRecord
     facts: str = ""
-    was_short: bool | None = None
+    likely: str = ""
     was_stopped: bool = False
 
     @property
@@ -103,12 +103,12 @@ def job_error(
 SIGTERM_S = 5
 
 
+# By process, in nanoseconds since the epoch.
+Times = Mapping[int, int]
+
+
 def rank_exits(
-    failures: Mapping[int, ProcessFailure],
-    stopped_at_ns: Mapping[int, int],
-    ended_at_ns: Mapping[int, int],
-    folder: Path,
-    resources: Resources,
+    failures: Mapping[int, ProcessFailure], stopped_at_ns: Times, ended_at_ns: Times, folder: Path, resources: Resources
 ) -> list[RankExit]:
     """Return how ranks ended: those with a failure, and those that have written how they ended.
 
@@ -120,9 +120,8 @@ def rank_exits(
         resources: The memory that ranks used.
     """
     # A rank that caught the exception which ended `lockstep.init` has both, and the others waited for it.
-    failed, ended = (
-        {rank: FailureRecord.read(folder, rank, kind) for rank in rank_files(folder, kind)} for kind in (FAILURE, ENDED)
-    )
+    failed = {rank: FailureRecord.read(folder, rank) for rank in rank_files(folder, FAILURE)}
+    ended = {rank: FailureRecord.read(folder, rank, ENDED) for rank in rank_files(folder, ENDED)}
     exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items() if record is not None}
     for rank, failure in failures.items():
         pid, code = failure.pid, failure.exitcode
@@ -145,9 +144,9 @@ def _is_short(record: FailureRecord) -> bool:
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
     """Return how a rank without a recorded exception ended: it was killed, or is not a Python program."""
     number = -known.exit_code if known.exit_code < 0 else known.exit_code - 128
-    facts, was_short = "", None
+    likely, facts, error_type = "", "", ""
     if number == signal.SIGKILL:
-        was_short = resources.was_short_of_memory()
+        likely = {True: "short of memory", False: "not short of memory", None: ""}[resources.was_short_of_memory()]
         facts = resources.of_each()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
@@ -160,14 +159,11 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     crash = rank_file(folder, CRASH, known.rank)
     trace = tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else ""
     # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
-    is_by_nccl = number == signal.SIGABRT and bool(heartbeat.get("uses_gpu")) and trace and _CURRENT not in trace
-    if is_by_nccl and (call := heartbeat.get("recorded_call")):
-        facts = f"The collective in torch's record: {call}."
-    error_type = _NCCL_ABORT if is_by_nccl else ""
-    record = replace(
-        known.record, error_type=error_type, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps
-    )
-    return replace(known, record=record, facts=facts, was_short=was_short)
+    if number == signal.SIGABRT and heartbeat.get("uses_gpu") and trace and _CURRENT not in trace:
+        likely, error_type, call = "NCCL", _NCCL_ABORT, heartbeat.get("recorded_call")
+        facts = f"The collective in torch's record: {call}." if call else ""
+    record = replace(known.record, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps)
+    return replace(known, record=replace(record, error_type=error_type), facts=facts, likely=likely)
 
 
 def _step(record: FailureRecord) -> str:
@@ -188,13 +184,7 @@ _NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 
 # Texts in errors that only report that another rank is gone or silent.
 _OF_COLLECTIVES = ("CollectiveError", _NCCL_ABORT, "DistNetworkError", "DistStoreError", "gloo/transport", "NCCL error")
-_OF_CONNECTIONS = (
-    "BrokenPipeError",
-    "ConnectionResetError",
-    "on closed by peer",
-    "on reset by peer",
-    "remote process exited",
-)
+_OF_LINKS = ("BrokenPipeError", "ConnectionResetError", "closed by peer", "reset by peer", "remote process exited")
 
 
 def first_failure(exits: list[RankExit]) -> RankExit:
@@ -223,7 +213,7 @@ def _was_only_stopped(exit: RankExit) -> bool:
 
 def is_consequence(exit: RankExit) -> bool:
     """Return whether a rank's error only reports that another rank is gone or silent."""
-    return _has_mark(exit, (*_OF_COLLECTIVES, *_OF_CONNECTIONS))
+    return _has_mark(exit, (*_OF_COLLECTIVES, *_OF_LINKS))
 
 
 def _has_mark(exit: RankExit, marks: Iterable[str]) -> bool:
@@ -368,10 +358,7 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
         return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_LIKELY[code - 128]}"
     if code >= 0:
         return f"{name} left with exit code {code}, without an exception.\nIts earlier output is further up."
-    known: int | str = "NCCL" if record.error_type == _NCCL_ABORT else -code
-    if code == -signal.SIGKILL and exit.was_short is not None:
-        known = "short of memory" if exit.was_short else "not short of memory"
-    return f"{name} {_killed_by(-code)}: {_LIKELY.get(known, 'its earlier output is further up.')}"
+    return f"{name} {_killed_by(-code)}: {_LIKELY.get(exit.likely or -code, 'its earlier output is further up.')}"
 
 
 def _in_a_line(exit: RankExit) -> str:
@@ -442,9 +429,6 @@ Too many open files
 No space left on device
     A disk, or shared memory, is full.
     Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).
-could not create a primitive descriptor for the LSTM
-    torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.
-    Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False).
 Expected to have finished reduction in the prior iteration
     torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.
     Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.

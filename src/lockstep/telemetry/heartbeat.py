@@ -282,14 +282,12 @@ def recorded_call() -> str:
         for text in internals().flight_records():
             entries = [entry for entry in json.loads(text).get("entries", ()) if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
-            ended = [place for place, entry in enumerate(entries) if _is_over(entry)]
+            # Gloo only marks completed ones as retired.
+            states = ["completed" if entry.get("retired") else entry["state"] for entry in entries]
+            ended = [place for place, state in enumerate(states) if state == "completed"]
             if entries:
-                entry = entries[min(ended[-1] + 1, len(entries) - 1) if ended else -1]
-                name, numel = entry["profiling_name"].rpartition(":")[2], sum(map(math.prod, entry["input_sizes"]))
-                state = "completed" if _is_over(entry) else entry["state"]
-                return f"{name} of {numel} elements, number {entry['collective_seq_id']}, {state}"
+                place = min(ended[-1] + 1, len(entries) - 1) if ended else -1
+                name, sizes = entries[place]["profiling_name"].rpartition(":")[2], entries[place]["input_sizes"]
+                what = f"{name} of {sum(map(math.prod, sizes))} elements"
+                return f"{what}, number {entries[place]['collective_seq_id']}, {states[place]}"
     return ""
-
-
-def _is_over(entry: dict[str, Any]) -> bool:
-    return bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo sets the first, NCCL both

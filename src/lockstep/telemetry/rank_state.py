@@ -172,12 +172,8 @@ _WAITS = (".wait(", ".synchronize(")
 _READS = (".item(", ".cpu(", ".tolist(", ".numpy(")
 _GPU_WAITS = (*_WAITS, *_READS, "float(", "bool(", "int(", ".backward(")
 _DEBUGGERS = ("bdb.py", "pdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
-_OUTSIDE = {
-    "socket.py": "it waits for an answer from the network",
-    "ssl.py": "it waits for an answer from the network",
-    "base_events.py": "it waits for an event of asyncio",
-    "subprocess.py": "it waits for a program that it started",
-}
+# Of sockets, asyncio, and programs that the rank has started.
+_OUTSIDE = ("socket.py", "ssl.py", "base_events.py", "subprocess.py")
 
 
 @dataclass(frozen=True)
@@ -266,8 +262,8 @@ def is_debugged(seen: RankState) -> bool:
 def waits_outside(frames: Frames) -> str:
     """Return what outside of the job a rank waits for, by its frames; empty if nothing."""
     # Only the innermost frames, as a whole program may run within asyncio.
-    names = [os.path.basename(file) for file, _, _ in frames[:4]]
-    return next((_OUTSIDE[name] for name in names if name in _OUTSIDE), "")
+    found = [name for file, _, _ in frames[:4] if (name := os.path.basename(file)) in _OUTSIDE]
+    return f"it waits for the network or another program, in {found[0]} of Python" if found else ""
 
 
 def where_of(file: str, line: int) -> str:

@@ -99,10 +99,10 @@ def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_
     moving = [seen for seen in living if (seen.is_busy or seen.life) and not seen.is_stopped]
     if not living or moving or any(seen.idle_s < patience_s for seen in living):
         return Verdict.FINE
-    if len(ranks) == 1 and not living[0].is_stopped:
+    # A single rank may wait for anything; ranks that have not trained may be a service that waits for requests.
+    is_alone = len(ranks) == 1 and not living[0].is_stopped
+    if is_alone or not (is_strict or any(seen.has_trained for seen in living)):
         return Verdict.FINE
-    if not is_strict and not any(seen.has_trained for seen in living):
-        return Verdict.FINE  # It may be a service that waits for requests.
     if len(living) == 1 and not is_strict:
         return Verdict.SUSPECT  # It may wait for something that only its script knows.
     return Verdict.HANGS if all(seen.idle_s >= GRACE * patience_s for seen in living) else Verdict.SUSPECT
