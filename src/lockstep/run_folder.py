@@ -231,8 +231,7 @@ class TerminalRegion:
 
     def _set_rows(self, rows: int) -> None:
         self._file.truncate(0)
-        self._file.write(str(rows))
-        self._file.flush()
+        print(rows, file=self._file, flush=True)
 
     rows = property(fset=_set_rows, doc="The rows that the view takes from now on; to be set inside `locked`.")
 

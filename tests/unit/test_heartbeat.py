@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import pytest
 from lockstep import activity
 from lockstep.telemetry import watchdog as module
 from lockstep.telemetry.heartbeat import (
-    STACKS_SIGNAL_OFFSET,
+    STACKS_SIGNAL,
     Heartbeat,
     read_heartbeat,
     read_step_counter,
@@ -32,7 +31,7 @@ def heartbeat(tmp_path):
     made = Heartbeat(str(tmp_path), 0, patience_s=60.0)
     yield made
     activity.now.step_counter = before
-    faulthandler.unregister(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET)
+    faulthandler.unregister(STACKS_SIGNAL)
     made._stacks.close()
 
 
@@ -100,7 +99,6 @@ GOOD = {
     "bucket": "",
     "collective": "",
     "recorded_call": "",
-    "handles": "",
     "failure": "",
     "uses_gpu": False,
     "devices": [],

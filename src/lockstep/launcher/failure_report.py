@@ -87,7 +87,7 @@ def job_error(
     first = first_failure(exits)
     text = "\n".join([headline(first, exits), first.place])
     mine = NodeFailure(first.rank, is_consequence(first), text, hang, first.is_normal)
-    cause = find_cause(store, mine, num_nodes=num_nodes)
+    cause = mine if store is None else find_cause(store, mine, num_nodes=num_nodes)
     if cause.hang:
         return JobHangs(cause.hang)
     if cause == mine:
@@ -246,14 +246,11 @@ class NodeFailure:
     is_normal: bool = False
 
 
-def find_cause(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
+def find_cause(store: InterNodeStore, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
     """Return how the job ended on the machine with the cause; ``mine`` if that is this one, or if it is unknown.
 
     Blocks until all machines have posted, and if this one hosts the store, until all have read; some seconds at most.
     """
-    if store is None:
-        return mine
-
     is_host, is_cause = store.is_host(), bool(mine.hang) or not mine.is_consequence
     if is_cause:
         # One shared note: with one per machine, every launcher would have to read all of them.

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import activity
-from lockstep.activity import name_of_bucket, one_line
+from lockstep.activity import name_of_bucket
 from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
 from lockstep.telemetry.rank_state import STOPPED, format_bytes, process_state
 
-# Offset from SIGRTMIN of the signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
-STACKS_SIGNAL_OFFSET = 11
+# The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
+STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 _PERIOD_S = 0.5
 _STOP_TIMEOUT_S = 2.0
@@ -106,7 +106,7 @@ class Heartbeat:
         self._pid = os.getpid()
         self._writing = threading.Lock()
         self._ends = threading.Event()
-        faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
 
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
@@ -126,8 +126,7 @@ class Heartbeat:
         """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""
         if os.getpid() != self._pid or not self._is_read:
             return  # A forked child is not this rank; the lock may be held there forever.
-        ident = threading.main_thread().ident or 0
-        frame = sys._current_frames().get(ident)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         # `walk_stack(None)` would return the frames of this thread.
         walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
         frames = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
@@ -148,7 +147,6 @@ class Heartbeat:
             "has_trained": calls > 0 or now.num_steps > 0,
             "bucket": "" if now.bucket is None else f"bucket {now.bucket[0]} ({name_of_bucket(now.bucket[1])})",
             "recorded_call": self._recorded_call or "",
-            "handles": _handled_exception(ident),
             "failure": now.failure or "",
             "uses_gpu": uses_gpu(),
             "devices": self._devices,
@@ -232,17 +230,6 @@ def _process_groups() -> list[Any]:
 def _num_calls() -> int:
     """Return how many collectives this process has called, as far as its process groups count them."""
     return activity.now.num_calls + sum(int(internals().sequence_number(group)) for group in _process_groups())
-
-
-def _handled_exception(ident: int) -> str:
-    """Return the exception that a thread handles in an ``except`` or ``finally`` block; empty if there is none."""
-    found = sys._current_exceptions().get(ident)
-    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
-    if not isinstance(error, Exception):
-        return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return one_line(error)[:200] + place
 
 
 def uses_gpu() -> bool:

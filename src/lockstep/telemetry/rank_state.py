@@ -115,18 +115,12 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
         pid: The process of the rank.
         own_bytes: Bytes written by its heartbeat, which do not count.
     """
-    at_s = time.monotonic()
-    pids = frozenset(process_tree(pid))
-    cpu_s, num_bytes, num_wakeups, is_in_disk, is_ready = 0.0, -own_bytes, 0, False, False
-    for each in pids:
-        state, used_s = process_state(each)
-        cpu_s += used_s
-        is_in_disk |= state == "D"
-        is_ready |= state == "R"
-        num_bytes += _counted(f"/proc/{each}/io", "rchar|wchar")
-        # Of the main thread only.
-        num_wakeups += _counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches")
-    return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk, is_ready)
+    at_s, pids = time.monotonic(), frozenset(process_tree(pid))
+    states, used_s = zip(*map(process_state, pids), strict=True)
+    num_bytes = sum(_counted(f"/proc/{each}/io", "rchar|wchar") for each in pids) - own_bytes
+    # Of main threads only.
+    num_wakeups = sum(_counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches") for each in pids)
+    return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "D" in states, "R" in states)
 
 
 def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
@@ -195,7 +189,6 @@ class RankState:
         bucket: The bucket that it waits for, with the names of its parameters.
         collective: The collective of ours in which its main thread waits.
         recorded_call: The first collective in torch's record that has not completed, otherwise the last.
-        handles: The exception that it is handling.
         failure: The exception that ended its part in the job, if its process still runs.
         uses_gpu: Whether it has a CUDA context.
     """
@@ -215,7 +208,6 @@ class RankState:
     bucket: str = ""
     collective: str = ""
     recorded_call: str = ""
-    handles: str = ""
     failure: str = ""
     uses_gpu: bool = False
 
@@ -231,11 +223,9 @@ def operation(seen: RankState) -> str | None:
         return None
     if seen.bucket or seen.collective:
         return f"all_reduce of {seen.bucket}" if seen.bucket else seen.collective
-    for file, _, function in reversed(seen.frames):
-        if file.endswith(_COLLECTIVE_FILES) and not function.startswith(_NOT_CALLED):
-            return function
-    if not seen.frames:
-        return None
+    calls = [at[2] for at in seen.frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
+    if calls or not seen.frames:
+        return calls[-1] if calls else None
     # The engines of torch wait in native code, where only the line of the script tells what it waits for.
     file, _, _ = user_frame(seen.frames)
     inner, line, function = seen.frames[0]
@@ -298,5 +288,4 @@ def place(seen: RankState) -> str:
         return f"waits {'for its device' if name == DEVICE else f'in {name}'} ({where})"
     if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in seen.frames):
         function = "DataLoader.__next__"
-    handling = f", handling {seen.handles}" if seen.handles else ""
-    return f"is in {function} ({where}){handling}"
+    return f"is in {function} ({where})"

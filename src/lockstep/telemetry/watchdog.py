@@ -27,7 +27,7 @@ from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import FAILURE, HEARTBEAT, STACKS, rank_file, rank_files
 from lockstep.telemetry import rank_state
-from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, read_heartbeat
+from lockstep.telemetry.heartbeat import STACKS_SIGNAL, read_heartbeat
 from lockstep.telemetry.rank_state import STOPPED, WAKES_UP, Liveness, RankState, operation, place, user_frame, where_of
 from lockstep.telemetry.resources import Resources
 
@@ -123,9 +123,7 @@ def _call(seen: RankState) -> str:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def report(
-    ranks: Sequence[RankState], patience_s: float, verdict: Verdict, *, num_nodes: int = 1, num_seen: int = 1
-) -> str:
+def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_nodes: int = 1, num_seen: int = 1) -> str:
     """Return the report: the ranks that keep the others waiting first.
 
     Args:
@@ -245,9 +243,7 @@ class SharedJudgement:
         judge: Makes a judgement from its number, the states of ranks, and the number of machines that these are on.
     """
 
-    def __init__(
-        self, store: InterNodeStore, num_nodes: int, judge: Callable[[int, list[RankState], int], Judgement]
-    ) -> None:
+    def __init__(self, store: InterNodeStore, num_nodes: int, judge: Callable[..., Judgement]) -> None:
         self._store, self._judge = store, judge
         self._period_s = num_nodes / _NODES_A_SECOND
         self._stale_s = max(_STALE_S, 3 * self._period_s)
@@ -362,12 +358,11 @@ def _stacks_of(pid: int, file: Path) -> str:
     """Return the stacks that a process writes to ``file`` at our signal; empty if it does not handle that."""
     if rank_state.process_state(pid)[0] in STOPPED:
         return _STOPPED_TEXT
-    number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     with contextlib.suppress(OSError):  # it has just ended
         handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        if handled and int(handled[1], 16) >> (number - 1) & 1:  # it would kill other processes
+        if handled and int(handled[1], 16) >> (STACKS_SIGNAL - 1) & 1:  # it would kill other processes
             file.write_text("")
-            os.kill(pid, number)
+            os.kill(pid, STACKS_SIGNAL)
             poll_until(lambda: file.stat().st_size > 0, _STACKS_S, _PAUSE_S)
             time.sleep(5 * _PAUSE_S)  # until it has written all
             return file.read_text(errors="replace")
@@ -466,10 +461,8 @@ class Watchdog:
 
     def _judgement(self, number: int, ranks: list[RankState], num_seen: int) -> Judgement:
         # All may wait for a rank of a machine whose states are not known.
-        sees_all = num_seen >= self.num_nodes
-        verdict = judge(ranks, self.patience_s, is_strict=self.is_strict, sees_all=sees_all)
-        counts = {"num_nodes": self.num_nodes, "num_seen": num_seen}
-        text = "" if verdict is Verdict.FINE else report(ranks, self.patience_s, verdict, **counts)
+        verdict = judge(ranks, self.patience_s, is_strict=self.is_strict, sees_all=num_seen >= self.num_nodes)
+        text = report(ranks, self.patience_s, verdict, self.num_nodes, num_seen) if verdict else ""
         return Judgement(number, verdict, text, all(operation(each) is not None for each in ranks))
 
     def _report(self, seen: list[RankState], pids: dict[int, int], found: Judgement) -> bool:
