@@ -57,9 +57,8 @@ def replace_file(path: Path, text: str) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file does not exist, or contains something else."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        return content if isinstance(content, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_bytes()))
     return {}
 
 

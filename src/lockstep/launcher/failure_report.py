@@ -315,7 +315,7 @@ def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     return "\n".join(f"rank {rank}{pids.get(rank, '')}: {line}" for rank, line in lines.items())
 
 
-# Why a rank was killed, by the signal or by what else is known.
+# Why a rank ended and what to do, by the signal or by what else is known.
 _LIKELY: dict[int | str, str] = {
     signal.SIGKILL: "most likely the machine ran out of memory.\n"
     "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
@@ -329,13 +329,11 @@ _LIKELY: dict[int | str, str] = {
     "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
     "not short of memory": "something outside the job did that, such as a scheduler or `kill -9`.\n"
     "The kernel has not killed any process for lack of memory meanwhile.",
+    "normal": "Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same "
+    "number of\nbatches, or train within `with model.join()`.",
     "NCCL": "most likely by NCCL, as another rank ended or did not take part in a collective in time.\n"
     "Its own message is further up.",
 }
-_EARLY = (
-    "Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same number of\n"
-    "batches, or train within `with model.join()`."
-)
 
 
 def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
@@ -344,7 +342,7 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
     if exit.is_normal:
         missed = min((other for other in exits if not other.is_normal), key=_blame)
         still = f"while rank {missed.rank} was still training ({missed.record.where})"
-        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_EARLY}"
+        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_LIKELY['normal']}"
     if record.error_type == "SystemExit":
         status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
         return f"{name} left{status} ({record.message} at {record.where})."

@@ -317,7 +317,5 @@ class LogTail:
 def _put(stream: str, text: str) -> None:
     target = getattr(sys, stream)  # looked up each time: a notebook replaces it in every cell
     with contextlib.suppress(OSError, ValueError):  # its reader is gone
-        try:
-            target.write(text)
-        except UnicodeEncodeError:
-            target.write(text.encode(target.encoding, "backslashreplace").decode(target.encoding))
+        encoding = target.encoding or "utf-8"
+        target.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -160,8 +160,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, ends_children = 0.0, False
-        is_with_others = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        while True:
+        while not self._ends.wait(_PERIOD_S):
             self._count_steps()
             if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
                 self._warn_if_alone()
@@ -170,15 +169,13 @@ class Heartbeat:
                 atexit.register(end_stopped_children)
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
-                if is_with_others and _process_groups():
+                if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and _process_groups():
                     # Let the kernel probe the connections to other machines. Those of NCCL are opened later than the
                     # group, when a collective first needs them.
                     from lockstep.comm.network import set_keepalive
 
                     set_keepalive()
             self.write()
-            if self._ends.wait(_PERIOD_S):
-                return
 
     def _warn_if_alone(self) -> None:
         """Print once on rank zero that no rank has joined a process group; without it, the others cannot have."""
