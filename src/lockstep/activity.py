@@ -7,8 +7,8 @@ the heartbeat reads them from a thread of its own.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from itertools import groupby, takewhile
 from threading import Thread, get_ident, main_thread
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -94,9 +94,7 @@ class waiting:
             # A nested wait is a part of the outer one: ranks in different parts of one exchange are in the same call.
             now.collective = self._outer or self._operation
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if get_ident() == _MAIN_THREAD:
             now.collective = self._outer
 
@@ -136,11 +134,8 @@ def name_of_bucket(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     parts = [name.split(".")[:-1] for name in names]
-    common: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        common.append(level[0])
+    levels = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    common = [level[0] for level in levels]
     if common and (len(common) > 1 or all(part == common for part in parts)):
         return ".".join((*common, "*"))
     return f"{names[0]} ... {names[-1]}"
@@ -148,11 +143,8 @@ def name_of_bucket(names: Sequence[str]) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 3``, or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run of successive numbers, each differs from its place by the same amount.
+    grouped = groupby(enumerate(sorted(ranks)), lambda placed: placed[1] - placed[0])
+    runs = [[rank for _, rank in run] for _, run in grouped]
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(parts)}"

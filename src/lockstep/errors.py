@@ -10,7 +10,16 @@ EXIT_CODE = 1
 
 
 class LockstepError(RuntimeError):
-    """Base of all errors that Lockstep raises on purpose."""
+    """Base of all errors that Lockstep raises on purpose.
+
+    Args:
+        message: The cause, and what to do.
+        attributes: Those that the class declares, for programs that catch it.
+    """
+
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(message)
+        vars(self).update(attributes)
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows: the caller's lines and the message, which tells the cause without our frames."""
@@ -43,9 +52,7 @@ class RankFailed(LockstepError):
         rank: The rank that failed first; ``None`` if that is not known.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
+    rank: int | None = None
 
 
 class JobHangs(LockstepError):
@@ -69,11 +76,9 @@ class Stopped(LockstepError):
         results: What the ranks of `launch` then returned, by rank.
     """
 
-    def __init__(self, message: str, *, signal: int, saved: bool = False) -> None:
-        super().__init__(message)
-        self.signal = signal
-        self.saved = saved
-        self.results: list[Any] | None = None
+    signal: int
+    saved: bool = False
+    results: list[Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -99,13 +104,9 @@ class DataError(LockstepError):
         sample: Index or key of the sample that was read; ``None`` if none was.
     """
 
-    def __init__(
-        self, message: str, *, file: str | None = None, offset: int | None = None, sample: int | str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.file = file
-        self.offset = offset
-        self.sample = sample
+    file: str | None = None
+    offset: int | None = None
+    sample: int | str | None = None
 
 
 class NonFiniteGradient(LockstepError):
@@ -116,10 +117,8 @@ class NonFiniteGradient(LockstepError):
         ranks: Those on which it arose; empty where that is not known.
     """
 
-    def __init__(self, message: str, *, step: int | None = None, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.step = step
-        self.ranks = ranks
+    step: int | None = None
+    ranks: tuple[int, ...] = ()
 
 
 class ReplicasDiffer(LockstepError):
@@ -130,10 +129,8 @@ class ReplicasDiffer(LockstepError):
         sides: The ranks that agree with each other, by side; the largest side first.
     """
 
-    def __init__(self, message: str, *, tensor: str | None = None, sides: tuple[tuple[int, ...], ...] = ()) -> None:
-        super().__init__(message)
-        self.tensor = tensor
-        self.sides = sides
+    tensor: str | None = None
+    sides: tuple[tuple[int, ...], ...] = ()
 
 
 class LoaderDied(LockstepError):

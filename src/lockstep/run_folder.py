@@ -25,12 +25,8 @@ RUN_DIR = "LOCKSTEP_RUN_DIR"
 
 # Kinds of files, one per rank: its current activity, its current step, its Python stacks, the exception that ended it,
 # its normal end, and the Python stack at a fatal signal.
-HEARTBEAT = "heartbeat"
-STEP = "step"
-STACKS = "stacks"
-FAILURE = "failure"
-ENDED = "ended"
-CRASH = "crash"
+HEARTBEAT, STEP, STACKS = "heartbeat", "step", "stacks"
+FAILURE, ENDED, CRASH = "failure", "ended", "crash"
 # Of a rank of `lockstep.launch`: the result or the exception of its function.
 RESULT, ERROR = "result", "error"
 
@@ -61,9 +57,8 @@ def replace_file(path: Path, text: str) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file does not exist, or contains something else."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
-        return content if isinstance(content, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_bytes()))
     return {}
 
 
@@ -131,8 +126,7 @@ def announce_graceful_stop(folder: Path, rank: int) -> None:
 
 def withdraw_graceful_stop(folder: Path, rank: int) -> None:
     """Report to the launcher that this rank no longer stops gracefully."""
-    with contextlib.suppress(OSError):
-        rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
+    rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
 
 
 def num_graceful_ranks(folder: Path) -> int:
@@ -147,10 +141,8 @@ def request_stop(folder: Path, reason: str) -> None:
 
 def stop_reason(folder: Path) -> str | None:
     """Return the reason of the launcher's request to stop; ``None`` without a request."""
-    try:
-        return (folder / _STOP).read_text()
-    except OSError:
-        return None
+    path = folder / _STOP
+    return path.read_text() if path.exists() else None
 
 
 def is_stopped_by_signal(folder: Path) -> bool:
@@ -231,16 +223,14 @@ class TerminalRegion:
         is_locked = _lock(self._file.fileno(), _LOCK_S)
         try:
             self._file.seek(0)
-            text = self._file.read()
-            yield int(text) if text else 0
+            yield int(self._file.read() or 0)
         finally:
             if is_locked:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _set_rows(self, rows: int) -> None:
         self._file.truncate(0)
-        self._file.write(str(rows))
-        self._file.flush()
+        print(rows, file=self._file, flush=True)
 
     rows = property(fset=_set_rows, doc="The rows that the view takes from now on; to be set inside `locked`.")
 
@@ -336,11 +326,11 @@ def hide_secrets(command: Sequence[str]) -> str:
     for part in command:
         name, equals, _ = part.partition("=")
         is_secret = _SECRET_NAME.search(name) is not None
+        text = _SECRET_IN_ADDRESS.sub(_HIDDEN, part)
         if hides_next and not part.startswith("-"):
-            shown.append(_HIDDEN)
+            text = _HIDDEN
         elif equals and is_secret:
-            shown.append(f"{name}={_HIDDEN}")
-        else:
-            shown.append(_SECRET_IN_ADDRESS.sub(_HIDDEN, part))
+            text = f"{name}={_HIDDEN}"
+        shown.append(text)
         hides_next = is_secret and not equals and part.startswith("-")
     return shlex.join(shown)

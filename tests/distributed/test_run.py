@@ -231,19 +231,18 @@ if how == "joins late": join()
 if how == "fails": raise ValueError("boom")
 sys.exit(0)
 """
-JOIN = (
+NOTE = (
+    "lockstep: no rank has joined a process group: each of 2 processes runs the whole script alone.\n"
     "To train one model on all of them, call lockstep.init() and wrap the model in lockstep.DistributedDataParallel; "
     "if each is to run alone, nothing is wrong.\n"
 )
-SO_FAR = f"lockstep: no rank has joined a process group so far: each of 2 processes trains alone.\n{JOIN}"
-AT_THE_END = f"lockstep: no rank joined a process group: each of 2 processes ran the whole script alone.\n{JOIN}"
 
 
 @pytest.mark.parametrize(
     ("options", "how", "notes"),
     [
-        ([], "trains alone", SO_FAR + AT_THE_END),
-        (["--adopt", "--watchdog", "0"], "trains alone", AT_THE_END),
+        ([], "trains alone", NOTE),
+        (["--adopt", "--watchdog", "0"], "trains alone", NOTE),
         (["--quiet"], "trains alone", ""),
         ([], "joins first", ""),
         ([], "joins late", ""),
@@ -326,9 +325,7 @@ def test_a_restart_names_the_rank_that_was_killed(script):
     )
     done = lockstep("run", "--devices", "2", "--max-restarts", "1", path)
     assert (done.code, done.out) == (0, "again\n")
-    assert done.err.endswith(f"lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 1\n{AT_THE_END}"), (
-        done.err
-    )
+    assert done.err.endswith(f"lockstep: rank 1 was killed by SIGKILL (signal 9); restart 1 of 1\n{NOTE}"), done.err
 
 
 def test_of_ranks_killed_within_one_poll_of_torchs_the_first_is_named(script):

@@ -37,7 +37,7 @@ def test_lines_are_merged_and_kept(script, tmp_path):
     lines = done.out.splitlines()
     assert lines[:2] == ["all", "mine is 0"]
     assert sorted(lines[2:]) == ["[rank 1] mine is 1", "[rank 1] without an end", "[rank 2] mine is 2"]
-    alone = "lockstep: no rank joined a process group: each of 3 processes ran the whole script alone."
+    alone = "lockstep: no rank has joined a process group: each of 3 processes runs the whole script alone."
     assert [line for line in done.err.splitlines() if "OMP_NUM_THREADS" not in line][:2] == ["careful", alone]
     kept = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
     assert sorted(kept) == ["all", "careful", "mine is 1", "without an end"]

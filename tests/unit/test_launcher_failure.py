@@ -220,12 +220,12 @@ def test_records_of_an_end(tmp_path):
             "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            ended(1, -9, was_short=True),
+            ended(1, -9, likely="short of memory"),
             "Rank 1 was killed by SIGKILL (signal 9): the kernel killed it because memory ran out.\n"
             "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
         ),
         (
-            ended(1, -9, was_short=False),
+            ended(1, -9, likely="not short of memory"),
             "Rank 1 was killed by SIGKILL (signal 9): something outside the job did that, such as a scheduler or "
             "`kill -9`.\nThe kernel has not killed any process for lack of memory meanwhile.",
         ),

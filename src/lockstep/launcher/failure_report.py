@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +33,7 @@ class RankExit:
         exit_code: As of ``subprocess``: negative for a signal.
         record: What it wrote; or what is known of its end, with the stack that a fatal signal left as its trace.
         facts: A sentence with figures, such as those of memory.
-        was_short: Whether the kernel has ended processes for lack of memory during the run; ``None`` if unknown.
+        likely: What probably killed it, if more is known than the signal; a key of `_LIKELY`.
         was_stopped: Whether it still ran when the launcher stopped it because another rank had failed.
     """
 
@@ -39,7 +41,7 @@ class RankExit:
     exit_code: int
     record: FailureRecord
     facts: str = ""
-    was_short: bool | None = None
+    likely: str = ""
     was_stopped: bool = False
 
     @property
@@ -50,10 +52,12 @@ class RankExit:
     @property
     def place(self) -> str:
         """A sentence with the step, the line, the machine and the process."""
-        if self.is_normal:
-            return _place(replace(self.record, step=None, num_steps=0))  # the headline has the step
-        place = _place(self.record)
-        return place if self.record.message else f"Last seen {place[0].lower()}{place[1:]}"
+        where = f"at {self.record.where}" if self.record.where else ""
+        process = f"PID {self.record.pid}" if self.record.pid else ""
+        step = "" if self.is_normal else _step(self.record)  # then the headline has it
+        text = ", ".join(filter(None, (step, where, f"on {socket.gethostname()}", process)))
+        is_known = self.is_normal or self.record.message
+        return f"{text[0].upper()}{text[1:]}." if is_known else f"Last seen {text}."
 
 
 def job_error(
@@ -83,7 +87,7 @@ def job_error(
     first = first_failure(exits)
     text = "\n".join([headline(first, exits), first.place])
     mine = NodeFailure(first.rank, is_consequence(first), text, hang, first.is_normal)
-    cause = find_cause(store, mine, num_nodes=num_nodes)
+    cause = mine if store is None else find_cause(store, mine, num_nodes=num_nodes)
     if cause.hang:
         return JobHangs(cause.hang)
     if cause == mine:
@@ -99,12 +103,12 @@ def job_error(
 SIGTERM_S = 5
 
 
+# By process, in nanoseconds since the epoch.
+Times = Mapping[int, int]
+
+
 def rank_exits(
-    failures: Mapping[int, ProcessFailure],
-    stopped_at_ns: Mapping[int, int],
-    ended_at_ns: Mapping[int, int],
-    folder: Path,
-    resources: Resources,
+    failures: Mapping[int, ProcessFailure], stopped_at_ns: Times, ended_at_ns: Times, folder: Path, resources: Resources
 ) -> list[RankExit]:
     """Return how ranks ended: those with a failure, and those that have written how they ended.
 
@@ -116,9 +120,8 @@ def rank_exits(
         resources: The memory that ranks used.
     """
     # A rank that caught the exception which ended `lockstep.init` has both, and the others waited for it.
-    failed, ended = (
-        {rank: FailureRecord.read(folder, rank, kind) for rank in rank_files(folder, kind)} for kind in (FAILURE, ENDED)
-    )
+    failed = {rank: FailureRecord.read(folder, rank) for rank in rank_files(folder, FAILURE)}
+    ended = {rank: FailureRecord.read(folder, rank, ENDED) for rank in rank_files(folder, ENDED)}
     exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items() if record is not None}
     for rank, failure in failures.items():
         pid, code = failure.pid, failure.exitcode
@@ -141,9 +144,9 @@ def _is_short(record: FailureRecord) -> bool:
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
     """Return how a rank without a recorded exception ended: it was killed, or is not a Python program."""
     number = -known.exit_code if known.exit_code < 0 else known.exit_code - 128
-    facts, was_short = "", None
+    likely, facts, error_type = "", "", ""
     if number == signal.SIGKILL:
-        was_short = resources.was_short_of_memory()
+        likely = {True: "short of memory", False: "not short of memory", None: ""}[resources.was_short_of_memory()]
         facts = resources.of_each()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
@@ -156,14 +159,11 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     crash = rank_file(folder, CRASH, known.rank)
     trace = tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else ""
     # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
-    is_by_nccl = number == signal.SIGABRT and bool(heartbeat.get("uses_gpu")) and trace and _CURRENT not in trace
-    if is_by_nccl and (call := heartbeat.get("recorded_call")):
-        facts = f"The collective in torch's record: {call}."
-    error_type = _NCCL_ABORT if is_by_nccl else ""
-    record = replace(
-        known.record, error_type=error_type, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps
-    )
-    return replace(known, record=record, facts=facts, was_short=was_short)
+    if number == signal.SIGABRT and heartbeat.get("uses_gpu") and trace and _CURRENT not in trace:
+        likely, error_type, call = "NCCL", _NCCL_ABORT, heartbeat.get("recorded_call")
+        facts = f"The collective in torch's record: {call}." if call else ""
+    record = replace(known.record, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps)
+    return replace(known, record=replace(record, error_type=error_type), facts=facts, likely=likely)
 
 
 def _step(record: FailureRecord) -> str:
@@ -171,14 +171,6 @@ def _step(record: FailureRecord) -> str:
     if record.step is not None:
         return f"in step {record.step + 1}{f' ({record.phase})' if record.phase else ''}"
     return f"after {record.num_steps} optimizer step{'s' * (record.num_steps != 1)}" if record.num_steps else ""
-
-
-def _place(record: FailureRecord) -> str:
-    """Return where a rank was: the step, file and line, the machine and the process."""
-    where = f"at {record.where}" if record.where else ""
-    process = f"PID {record.pid}" if record.pid else ""
-    text = ", ".join(filter(None, (_step(record), where, f"on {socket.gethostname()}", process)))
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
@@ -191,22 +183,8 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
 _NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 
 # Texts in errors that only report that another rank is gone or silent.
-_ERRORS_OF_COLLECTIVES = (
-    "CollectiveError",
-    _NCCL_ABORT,
-    "DistNetworkError",
-    "DistStoreError",
-    "gloo/transport",
-    "NCCL error",
-)
-_CONSEQUENCES = (
-    *_ERRORS_OF_COLLECTIVES,
-    "BrokenPipeError",
-    "ConnectionResetError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "remote process exited",
-)
+_OF_COLLECTIVES = ("CollectiveError", _NCCL_ABORT, "DistNetworkError", "DistStoreError", "gloo/transport", "NCCL error")
+_OF_LINKS = ("BrokenPipeError", "ConnectionResetError", "closed by peer", "reset by peer", "remote process exited")
 
 
 def first_failure(exits: list[RankExit]) -> RankExit:
@@ -214,7 +192,7 @@ def first_failure(exits: list[RankExit]) -> RankExit:
     first = min((exit for exit in exits if not exit.is_normal), key=_blame)
     early = [exit for exit in exits if exit.is_normal and exit.record.has_joined]
     # Only an error of a collective means that another rank has ended: a script's own connections may break, too.
-    is_missed = bool(early) and _has_mark(first, _ERRORS_OF_COLLECTIVES)
+    is_missed = bool(early) and _has_mark(first, _OF_COLLECTIVES)
     return min(early, key=lambda exit: (exit.record.time_ns, exit.rank)) if is_missed else first
 
 
@@ -235,7 +213,7 @@ def _was_only_stopped(exit: RankExit) -> bool:
 
 def is_consequence(exit: RankExit) -> bool:
     """Return whether a rank's error only reports that another rank is gone or silent."""
-    return _has_mark(exit, _CONSEQUENCES)
+    return _has_mark(exit, (*_OF_COLLECTIVES, *_OF_LINKS))
 
 
 def _has_mark(exit: RankExit, marks: Iterable[str]) -> bool:
@@ -268,14 +246,11 @@ class NodeFailure:
     is_normal: bool = False
 
 
-def find_cause(store: InterNodeStore | None, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
+def find_cause(store: InterNodeStore, mine: NodeFailure, *, num_nodes: int) -> NodeFailure:
     """Return how the job ended on the machine with the cause; ``mine`` if that is this one, or if it is unknown.
 
     Blocks until all machines have posted, and if this one hosts the store, until all have read; some seconds at most.
     """
-    if store is None:
-        return mine
-
     is_host, is_cause = store.is_host(), bool(mine.hang) or not mine.is_consequence
     if is_cause:
         # One shared note: with one per machine, every launcher would have to read all of them.
@@ -340,7 +315,8 @@ def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
     return "\n".join(f"rank {rank}{pids.get(rank, '')}: {line}" for rank, line in lines.items())
 
 
-_LIKELY: dict[int, str] = {
+# Why a rank ended and what to do, by the signal or by what else is known.
+_LIKELY: dict[int | str, str] = {
     signal.SIGKILL: "most likely the machine ran out of memory.\n"
     "Look for 'Out of memory' in `dmesg`; use fewer ranks, a smaller batch or fewer DataLoader workers.",
     signal.SIGSEGV: "native code accessed invalid memory.\n"
@@ -349,24 +325,15 @@ _LIKELY: dict[int, str] = {
     "Look at `df /dev/shm`; use fewer DataLoader workers, or more shared memory (docker run --shm-size).",
     signal.SIGABRT: "native code aborted.\nIts own message is further up.",
     signal.SIGTERM: "something outside the job asked it to end.\nA scheduler, a time limit or `kill` does that.",
+    "short of memory": "the kernel killed it because memory ran out.\n"
+    "Use fewer ranks, a smaller batch or fewer DataLoader workers.",
+    "not short of memory": "something outside the job did that, such as a scheduler or `kill -9`.\n"
+    "The kernel has not killed any process for lack of memory meanwhile.",
+    "normal": "Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same "
+    "number of\nbatches, or train within `with model.join()`.",
+    "NCCL": "most likely by NCCL, as another rank ended or did not take part in a collective in time.\n"
+    "Its own message is further up.",
 }
-_SHORT_OF_MEMORY = (
-    "the kernel killed it because memory ran out.\nUse fewer ranks, a smaller batch or fewer DataLoader workers."
-)
-_NOT_SHORT = (
-    "something outside the job did that, such as a scheduler or `kill -9`.\n"
-    "The kernel has not killed any process for lack of memory meanwhile."
-)
-_BY_NCCL = (
-    "most likely by NCCL, as another rank ended or did not take part in a collective in time.\n"
-    "Its own message is further up."
-)
-
-
-_EARLY = (
-    "Every rank must run the same steps: let all ranks leave the loop in the same one, give them the same number of\n"
-    "batches, or train within `with model.join()`."
-)
 
 
 def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
@@ -375,35 +342,25 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
     if exit.is_normal:
         missed = min((other for other in exits if not other.is_normal), key=_blame)
         still = f"while rank {missed.rank} was still training ({missed.record.where})"
-        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_EARLY}"
+        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_LIKELY['normal']}"
     if record.error_type == "SystemExit":
         status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
         return f"{name} left{status} ({record.message} at {record.where})."
     if record.message:  # the rest of a long message is in the traceback below
-        cause = "a GPU is needed, but torch finds none here: " * any(mark in record.message for mark in _NO_GPU)
+        cause = "a GPU is needed, but torch finds none here: " * ("uses CUDA" in hint_for(record.message))
         return f"{name} failed: {cause}{_first_line(record.message)}"
     if code - 128 in _LIKELY:  # a shell or a similar wrapper reports a signal in this way
         return f"{name} left with exit code {code}: what it ran {_killed_by(code - 128)}, {_LIKELY[code - 128]}"
     if code >= 0:
         return f"{name} left with exit code {code}, without an exception.\nIts earlier output is further up."
-    likely = _LIKELY.get(-code, "its earlier output is further up.")
-    if code == -signal.SIGKILL and exit.was_short is not None:
-        likely = _SHORT_OF_MEMORY if exit.was_short else _NOT_SHORT
-    if record.error_type == _NCCL_ABORT:
-        likely = _BY_NCCL
-    return f"{name} {_killed_by(-code)}: {likely}"
-
-
-_LONGEST_LINE = 200
+    return f"{name} {_killed_by(-code)}: {_LIKELY.get(exit.likely or -code, 'its earlier output is further up.')}"
 
 
 def _in_a_line(exit: RankExit) -> str:
     if exit.is_normal:
         return f"ended normally {_step(exit.record)}".rstrip()
     if exit.record.message:
-        text = _first_line(exit.record.message)
-        if len(text) > _LONGEST_LINE:
-            text = f"{text[:_LONGEST_LINE].rpartition(' ')[0] or text[:_LONGEST_LINE]} ..."
+        text = textwrap.shorten(_first_line(exit.record.message), 200, placeholder=" ...")
         return f"{text} ({exit.record.where})" if exit.record.where else text
     if _was_only_stopped(exit):
         return "stopped by the launcher"
@@ -417,90 +374,62 @@ def _first_line(message: str) -> str:
 
 
 def _killed_by(number: int) -> str:
-    try:
-        return f"was killed by {signal.Signals(number).name} (signal {number})"
-    except ValueError:
-        return f"was killed by signal {number}"
+    names = {int(each): f"{each.name} (signal {number})" for each in signal.Signals}
+    return f"was killed by {names.get(number, f'signal {number}')}"
 
 
 # Hints: what the errors of NCCL, Gloo, the store and CUDA mean.
 
-_NO_GPU = (
-    "has no attribute '_cuda_",
-    "Torch not compiled with CUDA enabled",
-    "Found no NVIDIA driver",
-    "No CUDA GPUs are available",
-    "no GPUs found",
-    "torch.cuda.is_available() is False",
-)
-
 # Texts in an error; what they mean, and what to do about it.
-ERROR_HINTS: dict[tuple[str, ...], str] = {
-    ("Connection closed by peer", "Connection reset by peer", "remote process exited", "ncclRemoteError"): (
-        "Another rank's process has ended, or the network has dropped the connection to it.\n"
-        "Look for the rank that failed first, here or on another machine."
-    ),
-    ("Duplicate GPU detected",): (
-        "Two ranks use the same GPU.\n"
-        "Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU."
-    ),
-    ("unhandled system error", "ncclSystemError"): (
-        "A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.\n"
-        "Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME."
-    ),
-    ("unhandled cuda error", "ncclUnhandledCudaError"): (
-        "CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.\n"
-        "Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link."
-    ),
-    ("Watchdog caught collective operation timeout", "mismatch between collectives", "op.preamble.length"): (
-        "The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.\n"
-        "Look for code under `if rank == 0`, and for shapes that depend on a rank's own data."
-    ),
-    ("Socket Timeout", "wait timeout after", "Timed out waiting", "Timed out after"): (
-        "A rank or the store did not answer in time: it never started, has died, or is stuck.\n"
-        "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT."
-    ),
-    ("no socket interface found", "Unable to find interface", "Unable to find address for"): (
-        "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.\n"
-        "Take the name from `ip -brief address`, or unset the variable."
-    ),
-    ("No route to host", "Network is unreachable", "Connection timed out"): (
-        "The address of another machine cannot be reached from here: a wrong interface, or a firewall.\n"
-        "Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR."
-    ),
-    ("Connection refused",): (
-        "Nothing listens at that address: rank zero has not started, has ended, or has another address.\n"
-        "Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs."
-    ),
-    ("Address already in use", "EADDRINUSE"): (
-        "Another program, maybe an earlier run of this one, listens on that port.\n"
-        "End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one."
-    ),
-    ("device-side assert", "illegal memory access"): (
-        "A GPU kernel failed earlier; the line above is only where the error was reported.\n"
-        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range."
-    ),
-    _NO_GPU: (
-        "The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.\n"
-        "Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver."
-    ),
-    ("Too many open files",): (
-        "This process may not open more files: mostly many DataLoader workers that share tensors.\n"
-        "Raise the limit with `ulimit -n 65536`, or use fewer workers."
-    ),
-    ("No space left on device",): (
-        "A disk, or shared memory, is full.\n"
-        "Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g)."
-    ),
-    ("could not create a primitive descriptor for the LSTM",): (
-        "torch has no bf16 LSTM for this CPU: it asks oneDNN for one, which needs AVX-512.\n"
-        "Train with fp32, or run the LSTM under torch.backends.mkldnn.flags(enabled=False)."
-    ),
-    ("Expected to have finished reduction in the prior iteration",): (
-        "torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.\n"
-        "Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True."
-    ),
-}
+_HINTS = """\
+Connection closed by peer | Connection reset by peer | remote process exited | ncclRemoteError
+    Another rank's process has ended, or the network has dropped the connection to it.
+    Look for the rank that failed first, here or on another machine.
+Duplicate GPU detected
+    Two ranks use the same GPU.
+    Let each rank use the GPU of its LOCAL_RANK, as lockstep.init() does, and start at most one rank per GPU.
+unhandled system error | ncclSystemError
+    A call of the operating system failed inside NCCL: mostly the network, or too little shared memory.
+    Set NCCL_DEBUG=WARN to see which; check `df /dev/shm` (docker run --shm-size=8g) and NCCL_SOCKET_IFNAME.
+unhandled cuda error | ncclUnhandledCudaError
+    CUDA failed inside NCCL: often an earlier error of the same process, or GPUs that cannot reach each other.
+    Set NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 to see where; NCCL_P2P_DISABLE=1 tells whether it is the link.
+Watchdog caught collective operation timeout | mismatch between collectives | op.preamble.length
+    The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.
+    Look for code under `if rank == 0`, and for shapes that depend on a rank's own data.
+Socket Timeout | wait timeout after | Timed out waiting | Timed out after
+    A rank or the store did not answer in time: it never started, has died, or is stuck.
+    Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.
+no socket interface found | Unable to find interface | Unable to find address for
+    NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names a network interface that this machine does not have.
+    Take the name from `ip -brief address`, or unset the variable.
+No route to host | Network is unreachable | Connection timed out
+    The address of another machine cannot be reached from here: a wrong interface, or a firewall.
+    Choose the interface with NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; try `ping` to MASTER_ADDR.
+Connection refused
+    Nothing listens at that address: rank zero has not started, has ended, or has another address.
+    Check MASTER_ADDR and MASTER_PORT on every machine, and that the first machine's job runs.
+Address already in use | EADDRINUSE
+    Another program, maybe an earlier run of this one, listens on that port.
+    End it, or choose another port with --master-port; on one machine `lockstep run` finds a free one.
+device-side assert | illegal memory access
+    A GPU kernel failed earlier; the line above is only where the error was reported.
+    Run again with CUDA_LAUNCH_BLOCKING=1 to see the line; often an index is out of range.
+attribute '_cuda_ | not compiled with CUDA | no NVIDIA driver | No CUDA GPUs | no GPUs found | is_available() is False
+    The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.
+    Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver.
+Too many open files
+    This process may not open more files: mostly many DataLoader workers that share tensors.
+    Raise the limit with `ulimit -n 65536`, or use fewer workers.
+No space left on device
+    A disk, or shared memory, is full.
+    Look at `df` and `df /dev/shm`; DataLoader workers need shared memory (docker run --shm-size=8g).
+Expected to have finished reduction in the prior iteration
+    torch's DistributedDataParallel waits for gradients of parameters that took no part in the loss.
+    Run the script with --adopt, as Lockstep's engine needs no flag, or pass find_unused_parameters=True.
+"""
+_ENTRY = re.compile(r"^(\S.*)\n    (.*)\n    (.*)$", re.MULTILINE)
+ERROR_HINTS = {tuple(marks.split(" | ")): f"{means}\n{advice}" for marks, means, advice in _ENTRY.findall(_HINTS)}
 
 
 def hint_for(error: str) -> str:

@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from lockstep.activity import format_ranks
 from lockstep.errors import ConfigurationError
@@ -45,16 +44,15 @@ class LogSettings:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
+        error = ""
         if self.level not in LEVELS:
-            raise ConfigurationError(f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}.")
-        if "://" in str(self.folder):  # files are appended line by line, which object stores do not support
-            raise ConfigurationError(
-                f"--log-dir {self.folder} is not a local folder.\nName one; logs cannot be in an object store."
-            )
-        if self.excluded_by and self.flags:
-            raise ConfigurationError(
-                f"{self.flags} cannot be combined with {self.excluded_by}.\nLeave one of them out."
-            )
+            error = f"There is no log level {self.level!r}.\nPass one of {', '.join(LEVELS)}."
+        elif "://" in str(self.folder):  # files are appended line by line, which object stores do not support
+            error = f"--log-dir {self.folder} is not a local folder.\nName one; logs cannot be in an object store."
+        elif self.excluded_by and self.flags:
+            error = f"{self.flags} cannot be combined with {self.excluded_by}.\nLeave one of them out."
+        if error:
+            raise ConfigurationError(error)
 
     @property
     def flags(self) -> str:
@@ -79,12 +77,6 @@ _TORCH_PREFIX = re.compile(r"^\[rank\d+\]:\s?")
 _GLOG_PREFIX = re.compile(r"^\[([IWEF])\d{4} [\d:.]+ ")
 
 
-class _Held(NamedTuple):
-    at_s: float
-    text: str
-    key: str
-
-
 class LogDeduplicator:
     """One stream, such as standard output, of the ranks of a machine: the first rank's lines, and lines that differ.
 
@@ -103,7 +95,8 @@ class LogDeduplicator:
         self._first = ranks.start
         # On machines other than the first, lines without a prefix could be mistaken for those of rank zero.
         self._prefix = "" if ranks.start == 0 else f"[rank {ranks.start}] "
-        self._held: dict[int, deque[_Held]] = {rank: deque() for rank in ranks[1:]}
+        # Lines that wait for the first rank: their key, text, and time of arrival.
+        self._held: dict[int, deque[tuple[str, str, float]]] = {rank: deque() for rank in ranks[1:]}
         # Lines that the first rank has written and another one has not yet, oldest first.
         self._ahead: dict[int, Counter[str]] = {rank: Counter() for rank in ranks[1:]}
 
@@ -112,7 +105,7 @@ class LogDeduplicator:
         # What is compared: the line without torch's rank prefix, and without times in its log.
         key = _GLOG_PREFIX.sub(r"[\1 ", _TORCH_PREFIX.sub("", _last_state(text)))
         if rank != self._first:
-            self._held[rank].append(_Held(now_s, text, key))
+            self._held[rank].append((key, text, now_s))
             return self.due(now_s)
         for ahead in self._ahead.values():
             ahead[key] += 1
@@ -124,24 +117,22 @@ class LogDeduplicator:
         """Return the lines that have waited long enough for the first rank; all of them at the end."""
         shown = []
         for rank, held in self._held.items():
+            ahead = self._ahead[rank]
             while held:
-                line, ahead = held[0], self._ahead[rank]
-                if line.key in ahead:
-                    ahead.subtract([line.key])
-                    if not ahead[line.key]:
-                        del ahead[line.key]
+                key, text, at_s = held[0]
+                if key in ahead:
+                    ahead.subtract([key])
+                    if not ahead[key]:
+                        del ahead[key]
                     held.popleft()
-                elif final or now_s - line.at_s >= HOLD_S:
-                    shown.append(f"[{format_ranks(self._pop_alike(line.key))}] {line.text}")
+                elif final or now_s - at_s >= HOLD_S:
+                    alike = [each for each, lines in self._held.items() if lines and lines[0][0] == key]
+                    for each in alike:
+                        self._held[each].popleft()
+                    shown.append(f"[{format_ranks(alike)}] {text}")
                 else:
                     break
         return shown
-
-    def _pop_alike(self, key: str) -> list[int]:
-        alike = [rank for rank, held in self._held.items() if held and held[0].key == key]
-        for rank in alike:
-            self._held[rank].popleft()
-        return alike
 
 
 def _last_state(text: str) -> str:
@@ -182,23 +173,24 @@ class LogTail:
     def __init__(self, run_dir: Path, num_ranks: int, settings: LogSettings) -> None:
         self._shown, self._folder = LEVELS[settings.level], settings.folder
         self._files: dict[int, int] = {}
+        self._closing = contextlib.ExitStack()
         # With several machines, the numbers of the ranks are known later.
         if settings.num_nodes == 1:
             try:
                 self._open_files(range(num_ranks))
             except OSError as error:
-                self._close_files()
-                raise ConfigurationError(
-                    f"{error.filename} cannot be written: {error.strerror}.\nName another place with --log-dir."
-                ) from None
+                self._closing.close()
+                text = f"{error.filename} cannot be written: {error.strerror}.\nName another place with --log-dir."
+                raise ConfigurationError(text) from None
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._selector = selectors.DefaultSelector()
+        self._selector = self._closing.enter_context(selectors.DefaultSelector())
         for local_rank in range(num_ranks):
             for stream in STREAMS:
                 path = rank_file(run_dir, stream, local_rank)
                 os.mkfifo(path, 0o600)
                 # Opened for reading and writing, so that it has no end while no rank has it open.
                 descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+                self._closing.callback(os.close, descriptor)
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
                 self._selector.register(descriptor, selectors.EVENT_READ, _Pipe(stream, local_rank, decoder))
         self._set_ranks(range(num_ranks))
@@ -209,6 +201,7 @@ class LogTail:
         self._region: TerminalRegion | None = None
         if "stdout" in self._shown and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             self._region = TerminalRegion(run_dir)
+            self._closing.callback(self._region.close)
             os.environ[TERMINAL] = os.ttyname(sys.stdout.fileno())  # for the ranks
         self._thread = threading.Thread(target=self._follow, name="lockstep-log-tail", daemon=True)
 
@@ -229,6 +222,7 @@ class LogTail:
         for rank in ranks:
             if self._folder is not None and rank not in self._files:
                 self._files[rank] = open_locked(Path(self._folder) / f"rank-{rank}.log")
+                self._closing.callback(os.close, self._files[rank])
                 if os.fstat(self._files[rank]).st_size:
                     self._keep(rank, time.strftime("--- another run, %Y-%m-%d %H:%M:%S ---"))
 
@@ -257,16 +251,7 @@ class LogTail:
         self._over.set()
         self._thread.join()
         self.settle()
-        for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
-        self._selector.close()
-        if self._region is not None:
-            self._region.close()
-        self._close_files()
-
-    def _close_files(self) -> None:
-        for file in self._files.values():
-            os.close(file)
+        self._closing.close()
 
     def _follow(self) -> None:
         while not self._over.is_set():
@@ -332,7 +317,5 @@ class LogTail:
 def _put(stream: str, text: str) -> None:
     target = getattr(sys, stream)  # looked up each time: a notebook replaces it in every cell
     with contextlib.suppress(OSError, ValueError):  # its reader is gone
-        try:
-            target.write(text)
-        except UnicodeEncodeError:
-            target.write(text.encode(target.encoding, "backslashreplace").decode(target.encoding))
+        encoding = target.encoding or "utf-8"
+        target.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -21,16 +21,15 @@ import time
 import traceback
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lockstep import activity
-from lockstep.activity import name_of_bucket, one_line
+from lockstep.activity import name_of_bucket
 from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
 from lockstep.telemetry.rank_state import STOPPED, format_bytes, process_state
 
-# Offset from SIGRTMIN of the signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
-STACKS_SIGNAL_OFFSET = 11
+# The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
+STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 _PERIOD_S = 0.5
 _STOP_TIMEOUT_S = 2.0
@@ -40,7 +39,8 @@ _NUM_FRAMES = 120
 _RECORDED_AFTER = 0.5
 # No program trains alone for so many steps before it joins a process group.
 _SURE_STEPS = 100
-_HOW_TO_JOIN = (
+_ALONE = (
+    "lockstep: no rank has joined a process group: each of {} processes runs the whole script alone.\n"
     "To train one model on all of them, call lockstep.init() and wrap the model in lockstep.DistributedDataParallel; "
     "if each is to run alone, nothing is wrong."
 )
@@ -64,22 +64,11 @@ def internals() -> Any:
 _COUNTER = struct.Struct("qq")
 
 
-def make_step_counter(run_dir: str, rank: int) -> memoryview:
-    """Create the file ``run_dir/step-RANK``, and return its two numbers, which are mapped into memory.
-
-    So the step of a rank that was killed can be read.
-    """
-    with rank_file(run_dir, STEP, rank).open("wb+") as file:
-        file.truncate(_COUNTER.size)
-        return memoryview(mmap.mmap(file.fileno(), _COUNTER.size)).cast("q")
-
-
 def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
     """Return the current or last step of a rank, counted from 0, and the number of its optimizer steps."""
-    try:
-        step, num_updates = _COUNTER.unpack(rank_file(run_dir, STEP, rank).read_bytes())
-    except (OSError, struct.error):
-        return None, 0
+    path = rank_file(run_dir, STEP, rank)
+    numbers = path.read_bytes() if path.is_file() else b""
+    step, num_updates = _COUNTER.unpack(numbers.ljust(_COUNTER.size, b"\0"))
     return (step - 1 if step else None), num_updates
 
 
@@ -102,11 +91,14 @@ class Heartbeat:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
         # Kept open, as a signal handler cannot open it; for appending, as the launcher empties it.
         self._stacks = rank_file(run_dir, STACKS, rank).open("a")
-        activity.now.step_counter = make_step_counter(run_dir, rank)
+        # Mapped into memory, so that the step of a rank that was killed can be read.
+        with rank_file(run_dir, STEP, rank).open("wb+") as file:
+            file.truncate(_COUNTER.size)
+            activity.now.step_counter = memoryview(mmap.mmap(file.fileno(), _COUNTER.size)).cast("q")
         self._num_bytes = 0
         self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9
         self._counts_steps = False
-        self._num_peers, self._has_warned = num_peers if rank == 0 else 1, False
+        self._num_peers, self._has_warned = num_peers, rank != 0 or num_peers == 1
         self._last: tuple[Any, ...] = ()
         self._moved_at_ns = time.monotonic_ns()
         self._devices: list[str] = []
@@ -114,33 +106,31 @@ class Heartbeat:
         self._pid = os.getpid()
         self._writing = threading.Lock()
         self._ends = threading.Event()
-        faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, self._stacks, all_threads=True)
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
 
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
         self._count_steps()
-        atexit.register(self._warn_if_alone, is_over=True)
+        atexit.register(self._warn_if_alone)
         if not self._is_read:
             return
         self.write()
         thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
         thread.start()
-
-        def stop() -> None:
-            # The frames that the thread reads may hold the last reference to a process group. If it frees one while
-            # the interpreter is finalized, C++ ends the process with SIGABRT.
-            self._ends.set()
-            thread.join(_STOP_TIMEOUT_S)
-
-        atexit.register(stop)
+        # The frames that the thread reads may hold the last reference to a process group. If it frees one while the
+        # interpreter is finalized, C++ ends the process with SIGABRT. Handlers run in the opposite order.
+        atexit.register(thread.join, _STOP_TIMEOUT_S)
+        atexit.register(self._ends.set)
 
     def write(self) -> None:
         """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""
         if os.getpid() != self._pid or not self._is_read:
             return  # A forked child is not this rank; the lock may be held there forever.
-        ident = threading.main_thread().ident or 0
-        frame = sys._current_frames().get(ident)
-        frames, now, calls = _frames(frame), activity.now, _num_calls()
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        # `walk_stack(None)` would return the frames of this thread.
+        walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
+        frames = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+        now, calls = activity.now, _num_calls()
         place = (now.num_steps, calls, now.step, now.phase, now.collective, frame.f_lasti if frame else 0, frames)
         now_ns = time.monotonic_ns()
         # With the last instruction, a loop on one line counts as moving.
@@ -148,20 +138,15 @@ class Heartbeat:
             self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
         elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
             self._recorded_call = recorded_call()
-        bucket = now.bucket
         content = {
             "pid": os.getpid(),
             "beat_ns": now_ns,
             "moved_ns": self._moved_at_ns,
             "frames": frames,
-            "step": now.step,
-            "phase": now.phase,
-            "num_steps": now.num_steps,
+            **{name: getattr(now, name) for name in ("step", "phase", "num_steps", "collective")},
             "has_trained": calls > 0 or now.num_steps > 0,
-            "bucket": "" if bucket is None else f"bucket {bucket[0]} ({name_of_bucket(bucket[1])})",
-            "collective": now.collective,
+            "bucket": "" if now.bucket is None else f"bucket {now.bucket[0]} ({name_of_bucket(now.bucket[1])})",
             "recorded_call": self._recorded_call or "",
-            "handles": _handled_exception(ident),
             "failure": now.failure or "",
             "uses_gpu": uses_gpu(),
             "devices": self._devices,
@@ -175,36 +160,29 @@ class Heartbeat:
 
     def _run(self) -> None:
         measured_at, ends_children = 0.0, False
-        is_with_others = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        while True:
+        while not self._ends.wait(_PERIOD_S):
             self._count_steps()
             if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
-                self._warn_if_alone(is_over=False)
+                self._warn_if_alone()
             if not ends_children and imported("multiprocessing.util"):
                 ends_children = True  # registered after multiprocessing's handler, so it runs first
                 atexit.register(end_stopped_children)
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
                 self._devices, measured_at = device_memory(), time.monotonic()
-                if is_with_others and _process_groups():
+                if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and _process_groups():
                     # Let the kernel probe the connections to other machines. Those of NCCL are opened later than the
                     # group, when a collective first needs them.
                     from lockstep.comm.network import set_keepalive
 
                     set_keepalive()
             self.write()
-            if self._ends.wait(_PERIOD_S):
-                return
 
-    def _warn_if_alone(self, *, is_over: bool) -> None:
-        """Print on rank zero that no rank has joined a process group; without it, the others cannot have."""
-        if self._num_peers == 1 or os.getpid() != self._pid or activity.now.failure or has_joined():
+    def _warn_if_alone(self) -> None:
+        """Print once on rank zero that no rank has joined a process group; without it, the others cannot have."""
+        if self._has_warned or os.getpid() != self._pid or activity.now.failure or has_joined():
             return
         self._has_warned = True
-        each = f"each of {self._num_peers} processes"
-        text = f"no rank has joined a process group so far: {each} trains alone"
-        if is_over:
-            text = f"no rank joined a process group: {each} ran the whole script alone"
-        print(f"lockstep: {text}.\n{_HOW_TO_JOIN}", file=sys.stderr, flush=True)
+        print(_ALONE.format(self._num_peers), file=sys.stderr, flush=True)
 
     def _count_steps(self) -> None:
         # Modules are not imported here: that could change the program's measurements, and may fail while another
@@ -248,28 +226,7 @@ def _process_groups() -> list[Any]:
 
 def _num_calls() -> int:
     """Return how many collectives this process has called, as far as its process groups count them."""
-    total = activity.now.num_calls
-    for group in _process_groups():
-        total += internals().sequence_number(group)
-    return total
-
-
-def _handled_exception(ident: int) -> str:
-    """Return the exception that a thread handles in an ``except`` or ``finally`` block; empty if there is none."""
-    found = sys._current_exceptions().get(ident)
-    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
-    if not isinstance(error, Exception):
-        return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return one_line(error)[:200] + place
-
-
-def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """Return file, line and function of the innermost frames, innermost first."""
-    # `walk_stack(None)` would return the frames of this thread.
-    walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
-    return [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+    return activity.now.num_calls + sum(int(internals().sequence_number(group)) for group in _process_groups())
 
 
 def uses_gpu() -> bool:
@@ -309,14 +266,12 @@ def recorded_call() -> str:
         for text in internals().flight_records():
             entries = [entry for entry in json.loads(text).get("entries", ()) if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
-            ended = [place for place, entry in enumerate(entries) if _is_over(entry)]
+            # Gloo only marks completed ones as retired.
+            states = ["completed" if entry.get("retired") else entry["state"] for entry in entries]
+            ended = [place for place, state in enumerate(states) if state == "completed"]
             if entries:
-                entry = entries[min(ended[-1] + 1, len(entries) - 1) if ended else -1]
-                name, numel = entry["profiling_name"].rpartition(":")[2], sum(map(math.prod, entry["input_sizes"]))
-                state = "completed" if _is_over(entry) else entry.get("state")
-                return f"{name} of {numel} elements, number {entry.get('collective_seq_id')}, {state}"
+                place = min(ended[-1] + 1, len(entries) - 1) if ended else -1
+                name, sizes = entries[place]["profiling_name"].rpartition(":")[2], entries[place]["input_sizes"]
+                what = f"{name} of {sum(map(math.prod, sizes))} elements"
+                return f"{what}, number {entries[place]['collective_seq_id']}, {states[place]}"
     return ""
-
-
-def _is_over(entry: dict[str, Any]) -> bool:
-    return bool(entry.get("retired")) or entry.get("state") == "completed"  # Gloo sets the first, NCCL both

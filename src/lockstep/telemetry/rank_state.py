@@ -6,11 +6,12 @@ Uses only the standard library, as the launcher and the heartbeat of each rank i
 import contextlib
 import linecache
 import os
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.activity import DEVICE
@@ -31,8 +32,6 @@ _STIRS = 0.02
 _MIN_BYTES = 32 * 1024
 # A DataLoader that waits wakes up every five seconds.
 _WAKEUPS_PER_S = 0.5
-# A thread counts as being in a state if it is so in more than this share of the samples.
-_MOST = 0.5
 
 
 @dataclass(frozen=True)
@@ -58,49 +57,45 @@ class Sample:
     is_ready: bool = False
 
 
+@dataclass
 class Liveness:
-    """The samples of one rank over the last ``window_s``."""
+    """The samples of one rank over the last ``window_s``; to be cleared when the rank has moved."""
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._samples: deque[Sample] = deque()
+    window_s: float
+    samples: deque[Sample] = field(default_factory=deque)
 
     def add(self, sample: Sample) -> None:
         """Add a sample; drop those older than the window."""
-        self._samples.append(sample)
-        while sample.at_s - self._samples[0].at_s > self._window_s:
-            self._samples.popleft()
-
-    def clear(self) -> None:
-        """Drop all samples, as the rank has moved."""
-        self._samples.clear()
+        self.samples.append(sample)
+        while sample.at_s - self.samples[0].at_s > self.window_s:
+            self.samples.popleft()
 
     @property
     def is_busy(self) -> bool:
         """Whether it computes, or waits for a core."""
-        return len(self._samples) > 1 and (self._core_share() > BUSY or self._part_of("is_ready") > _MOST)
+        return len(self.samples) > 1 and (self._core_share() > BUSY or self._is_mostly("is_ready"))
 
     def signs(self) -> str:
         """Return a sign that the rank may be active, as a sentence; empty if there is none."""
-        if len(self._samples) < 2:
+        if len(self.samples) < 2:
             return ""
-        first, last = self._samples[0], self._samples[-1]
+        first, last = self.samples[0], self.samples[-1]
         signs = {
             "its child processes start or end": first.pids != last.pids,
             "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
-            "it waits for a disk or a network file system": self._part_of("is_in_disk") > _MOST,
+            "it waits for a disk or a network file system": self._is_mostly("is_in_disk"),
             WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s),
             "it uses the processor a little": self._core_share() > _STIRS,
         }
         return next((sign for sign, is_so in signs.items() if is_so), "")
 
-    def _part_of(self, name: str) -> float:
-        """Return the share of the samples with the attribute ``name``."""
-        return sum(bool(getattr(each, name)) for each in self._samples) / len(self._samples)
+    def _is_mostly(self, name: str) -> bool:
+        """Return whether most samples have the attribute ``name``."""
+        return 2 * sum(bool(getattr(each, name)) for each in self.samples) > len(self.samples)
 
     def _core_share(self) -> float:
         """Return the share of a core that it used since the first sample."""
-        first, last = self._samples[0], self._samples[-1]
+        first, last = self.samples[0], self.samples[-1]
         return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
 
 
@@ -110,7 +105,7 @@ def process_state(pid: int) -> tuple[str, float]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", 0.0
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0].strip("XZ"), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def sample(pid: int, *, own_bytes: int) -> Sample:
@@ -120,18 +115,12 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
         pid: The process of the rank.
         own_bytes: Bytes written by its heartbeat, which do not count.
     """
-    at_s = time.monotonic()
-    pids = frozenset(process_tree(pid))
-    cpu_s, num_bytes, num_wakeups, is_in_disk, is_ready = 0.0, -own_bytes, 0, False, False
-    for each in pids:
-        state, used_s = process_state(each)
-        cpu_s += used_s
-        is_in_disk |= state == "D"
-        is_ready |= state == "R"
-        num_bytes += _counted(f"/proc/{each}/io", "rchar", "wchar")
-        # Of the main thread only.
-        num_wakeups += _counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches")
-    return Sample(at_s, cpu_s, num_bytes, num_wakeups, pids, is_in_disk, is_ready)
+    at_s, pids = time.monotonic(), frozenset(process_tree(pid))
+    states, used_s = zip(*map(process_state, pids), strict=True)
+    num_bytes = sum(_counted(f"/proc/{each}/io", "rchar|wchar") for each in pids) - own_bytes
+    # Of main threads only.
+    num_wakeups = sum(_counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches") for each in pids)
+    return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "D" in states, "R" in states)
 
 
 def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
@@ -144,11 +133,10 @@ def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
                 yield from process_tree(int(child), of_all_threads=of_all_threads)
 
 
-def _counted(path: str, *names: str) -> int:
+def _counted(path: str, names: str) -> int:
     """Return the sum of some numbers in a file of ``name: number`` lines; 0 if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = [line.partition(":") for line in Path(path).read_text().splitlines()]
-        return sum(int(number) for name, _, number in lines if name in names)
+    with contextlib.suppress(OSError):
+        return sum(map(int, re.findall(rf"^(?:{names}):\s*(\d+)$", Path(path).read_text(), re.MULTILINE)))
     return 0
 
 
@@ -166,7 +154,8 @@ Frames = Sequence[tuple[str, int, str]]
 SILENT_S = 2.0
 
 _STDLIB = os.path.dirname(os.__file__)
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_ABOVE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_PACKAGE = f"{_ABOVE}lockstep{os.sep}"
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", f"{os.sep}lockstep{os.sep}launcher{os.sep}")
 # Parts of this package that are named if no line of the script is on the stack.
 _KNOWN = (f"{_PACKAGE}train{os.sep}", f"{_PACKAGE}data{os.sep}", f"{_PACKAGE}parallel{os.sep}")
@@ -177,12 +166,8 @@ _WAITS = (".wait(", ".synchronize(")
 _READS = (".item(", ".cpu(", ".tolist(", ".numpy(")
 _GPU_WAITS = (*_WAITS, *_READS, "float(", "bool(", "int(", ".backward(")
 _DEBUGGERS = ("bdb.py", "pdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
-_OUTSIDE = {
-    "socket.py": "it waits for an answer from the network",
-    "ssl.py": "it waits for an answer from the network",
-    "base_events.py": "it waits for an event of asyncio",
-    "subprocess.py": "it waits for a program that it started",
-}
+# Of sockets, asyncio, and programs that the rank has started.
+_OUTSIDE = ("socket.py", "ssl.py", "base_events.py", "subprocess.py")
 
 
 @dataclass(frozen=True)
@@ -204,7 +189,6 @@ class RankState:
         bucket: The bucket that it waits for, with the names of its parameters.
         collective: The collective of ours in which its main thread waits.
         recorded_call: The first collective in torch's record that has not completed, otherwise the last.
-        handles: The exception that it is handling.
         failure: The exception that ended its part in the job, if its process still runs.
         uses_gpu: Whether it has a CUDA context.
     """
@@ -224,7 +208,6 @@ class RankState:
     bucket: str = ""
     collective: str = ""
     recorded_call: str = ""
-    handles: str = ""
     failure: str = ""
     uses_gpu: bool = False
 
@@ -238,15 +221,11 @@ def operation(seen: RankState) -> str | None:
     """Return the operation in which a rank waits for others, such as ``all_reduce``; ``None`` if it does not."""
     if seen.has_left or seen.is_stopped or seen.silent_s > SILENT_S:
         return None
-    if seen.bucket:
-        return f"all_reduce of {seen.bucket}"
-    if seen.collective:
-        return seen.collective
-    for file, _, function in reversed(seen.frames):
-        if file.endswith(_COLLECTIVE_FILES) and not function.startswith(_NOT_CALLED):
-            return function
-    if not seen.frames:
-        return None
+    if seen.bucket or seen.collective:
+        return f"all_reduce of {seen.bucket}" if seen.bucket else seen.collective
+    calls = [at[2] for at in seen.frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
+    if calls or not seen.frames:
+        return calls[-1] if calls else None
     # The engines of torch wait in native code, where only the line of the script tells what it waits for.
     file, _, _ = user_frame(seen.frames)
     inner, line, function = seen.frames[0]
@@ -273,29 +252,24 @@ def is_debugged(seen: RankState) -> bool:
 def waits_outside(frames: Frames) -> str:
     """Return what outside of the job a rank waits for, by its frames; empty if nothing."""
     # Only the innermost frames, as a whole program may run within asyncio.
-    names = [os.path.basename(file) for file, _, _ in frames[:4]]
-    return next((_OUTSIDE[name] for name in names if name in _OUTSIDE), "")
+    found = [name for file, _, _ in frames[:4] if (name := os.path.basename(file)) in _OUTSIDE]
+    return f"it waits for the network or another program, in {found[0]} of Python" if found else ""
 
 
 def where_of(file: str, line: int) -> str:
     """Return a short form of file and line."""
     if not file:
         return "an unknown place"
-    name = os.path.join("lockstep", os.path.relpath(file, _PACKAGE)) if file.startswith(_PACKAGE) else None
-    return f"{name or os.path.basename(file)}:{line}"
+    return f"{file.removeprefix(_ABOVE) if file.startswith(_PACKAGE) else os.path.basename(file)}:{line}"
 
 
 def user_frame(frames: Frames) -> tuple[str, int, str]:
     """Return the innermost frame that is neither of Python nor of an installed package."""
-    ours: tuple[str, int, str] | None = None
-    for file, line, function in frames:
-        if file.startswith(_PACKAGE):
-            if ours is None and file.startswith(_KNOWN):
-                ours = file, line, function
-        elif not (file.startswith((_STDLIB, sys.prefix)) or any(part in file for part in _LIBRARIES)):
-            return file, line, function
-    file, line, function = next(iter(frames), ("", 0, ""))
-    return ours or (file, line, function)
+    foreign = (_PACKAGE, _STDLIB, sys.prefix)
+    users = [at for at in frames if not (at[0].startswith(foreign) or any(part in at[0] for part in _LIBRARIES))]
+    known = [at for at in frames if at[0].startswith(_KNOWN)]
+    file, line, function = [*users, *known, *frames, ("", 0, "")][0]
+    return file, line, function
 
 
 def place(seen: RankState) -> str:
@@ -312,8 +286,6 @@ def place(seen: RankState) -> str:
         return f"has failed ({seen.failure}) but still runs, and is in {function} ({where})"
     if name := operation(seen):
         return f"waits {'for its device' if name == DEVICE else f'in {name}'} ({where})"
-    for frame_file, _, frame_function in seen.frames:
-        if frame_file.endswith("torch/utils/data/dataloader.py") and frame_function == "__next__":
-            function = "DataLoader.__next__"
-    handling = f", handling {seen.handles}" if seen.handles else ""
-    return f"is in {function} ({where}){handling}"
+    if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in seen.frames):
+        function = "DataLoader.__next__"
+    return f"is in {function} ({where})"

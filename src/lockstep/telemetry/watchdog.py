@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.activity import CLOSE, DEVICE, format_ranks
+from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import FAILURE, HEARTBEAT, STACKS, rank_file, rank_files
 from lockstep.telemetry import rank_state
-from lockstep.telemetry.heartbeat import STACKS_SIGNAL_OFFSET, read_heartbeat
+from lockstep.telemetry.heartbeat import STACKS_SIGNAL, read_heartbeat
 from lockstep.telemetry.rank_state import STOPPED, WAKES_UP, Liveness, RankState, operation, place, user_frame, where_of
 from lockstep.telemetry.resources import Resources
 
@@ -98,10 +99,10 @@ def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_
     moving = [seen for seen in living if (seen.is_busy or seen.life) and not seen.is_stopped]
     if not living or moving or any(seen.idle_s < patience_s for seen in living):
         return Verdict.FINE
-    if len(ranks) == 1 and not living[0].is_stopped:
+    # A single rank may wait for anything; ranks that have not trained may be a service that waits for requests.
+    is_alone = len(ranks) == 1 and not living[0].is_stopped
+    if is_alone or not (is_strict or any(seen.has_trained for seen in living)):
         return Verdict.FINE
-    if not is_strict and not any(seen.has_trained for seen in living):
-        return Verdict.FINE  # It may be a service that waits for requests.
     if len(living) == 1 and not is_strict:
         return Verdict.SUSPECT  # It may wait for something that only its script knows.
     return Verdict.HANGS if all(seen.idle_s >= GRACE * patience_s for seen in living) else Verdict.SUSPECT
@@ -122,9 +123,7 @@ def _call(seen: RankState) -> str:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def report(
-    ranks: Sequence[RankState], patience_s: float, verdict: Verdict, *, num_nodes: int = 1, num_seen: int = 1
-) -> str:
+def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_nodes: int = 1, num_seen: int = 1) -> str:
     """Return the report: the ranks that keep the others waiting first.
 
     Args:
@@ -146,9 +145,8 @@ def report(
     slow = [seen for seen in ranks if seen.life and operation(seen) is None and not seen.has_left]
     lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
     if num_seen < num_nodes:
-        lines.append(
-            f"Only {num_seen} of {num_nodes} machines are known here; the launchers of the others report their ranks."
-        )
+        known = f"Only {num_seen} of {num_nodes} machines are known here"
+        lines.append(f"{known}; the launchers of the others report their ranks.")
     return "\n".join(lines)
 
 
@@ -161,14 +159,14 @@ def _headline(ranks: Sequence[RankState], patience_s: float, verdict: Verdict) -
     return f"The job hangs: {what} for more than {GRACE * patience_s if nobody_waits else patience_s:g} s."
 
 
+_PLURALS = {"waits": "wait", "is": "are", "has": "have", "was": "were", "does": "do"}
+
+
 def _described(where: str, step: str, members: Sequence[RankState], patience_s: float) -> str:
-    text = where
+    first, text = members[0], where
     if len(members) > 1:
-        for one, several in (("waits ", "wait "), ("is ", "are "), ("has ", "have "), ("was ", "were ")):
-            if text.startswith(one):
-                text = several + text.removeprefix(one)
-        text = text.replace("does not respond", "do not respond", 1).replace("its device", "their devices", 1)
-    first = members[0]
+        verb, _, rest = where.partition(" ")
+        text = f"{_PLURALS.get(verb, verb)} {rest}".replace("its device", "their devices", 1)
     if not first.has_left and not first.is_stopped and any(seen.idle_s >= patience_s for seen in members):
         text += f" for {max(seen.idle_s for seen in members):.0f} s"
     return f"{format_ranks([seen.rank for seen in members])} {text}{step}"
@@ -245,9 +243,7 @@ class SharedJudgement:
         judge: Makes a judgement from its number, the states of ranks, and the number of machines that these are on.
     """
 
-    def __init__(
-        self, store: InterNodeStore, num_nodes: int, judge: Callable[[int, list[RankState], int], Judgement]
-    ) -> None:
+    def __init__(self, store: InterNodeStore, num_nodes: int, judge: Callable[..., Judgement]) -> None:
         self._store, self._judge = store, judge
         self._period_s = num_nodes / _NODES_A_SECOND
         self._stale_s = max(_STALE_S, 3 * self._period_s)
@@ -277,8 +273,16 @@ class SharedJudgement:
         if not self._store.post(_TOPIC, {"count": self._num_posts, "ranks": bare}):
             self.forget()
             return
-        found = self._find_judgement(seen, now_s)
-        number = 0 if found is None else found.number
+        made = None
+        if self._is_judge:
+            # Notes may be old, too: only those that change count.
+            others = list(self._read_others(now_s, -math.inf if self._number is None else now_s))
+            if self._number is not None:
+                made = self._judge(self._number + 1, [*seen, *chain.from_iterable(others)], 1 + len(others))
+        note = self._store.least(_JUDGED, lambda note: -note["number"], made and asdict(made))
+        found = note and Judgement(**note | {"verdict": Verdict(note["verdict"])})
+        self._is_judge &= made in (None, found)  # otherwise another one has taken over
+        number = note["number"] if note else 0
         if number != self._number:
             # The first one after `forget` may be old.
             self._latest = None if self._number is None else found
@@ -288,22 +292,6 @@ class SharedJudgement:
             self._is_judge = self._store.count(f"{_JUDGED}/{number}/{age_s // self._stale_s:.0f}", 1) == 1
             if self._is_judge:
                 self.forget()
-
-    def _find_judgement(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
-        """Return the judgement in the store. If this launcher is the judge, replace it first."""
-        made = None
-        if self._is_judge:
-            # Notes may be old, too: only those that change count.
-            others = list(self._read_others(now_s, -math.inf if self._number is None else now_s))
-            if self._number is not None:
-                made = self._judge(self._number + 1, [*seen, *chain.from_iterable(others)], 1 + len(others))
-        note = self._store.least(_JUDGED, lambda note: -note["number"], None if made is None else asdict(made))
-        found = None
-        with contextlib.suppress(TypeError, ValueError, KeyError):
-            found = Judgement(int(note["number"]), Verdict(note["verdict"]), str(note["text"]), bool(note["all_wait"]))
-        if made is not None:
-            self._is_judge = found == made  # else another one has taken over
-        return found
 
     def _read_others(self, now_s: float, since_s: float) -> Iterator[list[RankState]]:
         """Yield the states that the other launchers posted, unless stale; a new note counts as of ``since_s``."""
@@ -322,8 +310,8 @@ class SharedJudgement:
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 _AT_REST = ("selectors.py", "connection.py", "queues.py", "threading.py")
-_RANK_S = 1.0
-_WORKER_S = 0.3
+# How long a process has to write its stacks, and how often to check; it writes all of them at once.
+_STACKS_S = 0.5
 _PAUSE_S = 0.02
 
 
@@ -335,24 +323,11 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> str:
         pids: The processes of the living ranks.
     """
     folder = Path(tempfile.mkdtemp(prefix="lockstep-hang-"))
-    files = {rank: rank_file(run_dir, STACKS, rank) for rank in pids}
     for rank, pid in pids.items():
-        _request_stacks(pid, files[rank])
-    deadline = time.monotonic() + _RANK_S
-    while time.monotonic() < deadline and not all(map(_text_of, files.values())):
-        time.sleep(_PAUSE_S)
-    time.sleep(5 * _PAUSE_S)  # until they have written all
-    for rank, pid in pids.items():
-        (folder / f"rank-{rank}.txt").write_text(_text_of(files[rank]) or _last_frames(run_dir, rank))
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
-        for child in sorted(set(rank_state.process_tree(pid)) - {pid}):
-            found = folder / f"rank-{rank}-process-{child}.txt"
-            if rank_state.process_state(child)[0] in STOPPED:
-                found.write_text(_STOPPED_TEXT)
-            elif _request_stacks(child, files[rank]):
-                time.sleep(_WORKER_S)
-                if text := _text_of(files[rank]):
-                    found.write_text(text)
+        for each in set(rank_state.process_tree(pid)):
+            if text := _stacks_of(each, rank_file(run_dir, STACKS, rank)):
+                (folder / f"rank-{rank}{f'-process-{each}' * (each != pid)}.txt").write_text(text)
     return str(folder)
 
 
@@ -379,29 +354,19 @@ def busy_workers(folder: str, ranks: Iterable[int]) -> list[str]:
     return found
 
 
-def _request_stacks(pid: int, file: Path) -> bool:
-    """Empty the file and send the signal for stacks to a process if that handles it; it would kill other processes."""
-    number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:") and int(line.split()[1], 16) >> (number - 1) & 1:
-                file.write_text("")
-                os.kill(pid, number)
-                return True
-    return False
-
-
-def _text_of(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")
+def _stacks_of(pid: int, file: Path) -> str:
+    """Return the stacks that a process writes to ``file`` at our signal; empty if it does not handle that."""
+    if rank_state.process_state(pid)[0] in STOPPED:
+        return _STOPPED_TEXT
+    with contextlib.suppress(OSError):  # it has just ended
+        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        if handled and int(handled[1], 16) >> (STACKS_SIGNAL - 1) & 1:  # it would kill other processes
+            file.write_text("")
+            os.kill(pid, STACKS_SIGNAL)
+            poll_until(lambda: file.stat().st_size > 0, _STACKS_S, _PAUSE_S)
+            time.sleep(5 * _PAUSE_S)  # until it has written all
+            return file.read_text(errors="replace")
     return ""
-
-
-def _last_frames(run_dir: Path, rank: int) -> str:
-    """Return the frames of the last heartbeat of a stopped rank."""
-    frames = read_heartbeat(run_dir, rank).get("frames", [])
-    lines = [f'  File "{file}", line {line} in {function}\n' for file, line, function in frames]
-    return "Last seen (most recent call first):\n" + "".join(lines)
 
 
 # --- the thread -------------------------------------------------------------------------------------------------------
@@ -416,6 +381,7 @@ _SETTLED_S = 1.0
 _NUM_REPORTS = 5
 
 
+@dataclass
 class Watchdog:
     """Watches the ranks of this machine in a ``with`` block; does nothing if ``patience_s`` is zero.
 
@@ -430,30 +396,26 @@ class Watchdog:
             this machine's ranks that keep the others waiting; returns whether to continue watching.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        patience_s: float,
-        *,
-        is_strict: bool,
-        num_nodes: int,
-        store: InterNodeStore | None,
-        resources: Resources,
-        on_report: Callable[[str, Verdict, dict[int, int]], bool],
-    ) -> None:
-        self._run_dir, self._patience_s, self._is_strict = run_dir, patience_s, is_strict
-        self._num_nodes = num_nodes
-        self._shared = None if store is None else SharedJudgement(store, num_nodes, self._judgement)
-        self._resources, self._on_report = resources, on_report
+    run_dir: Path
+    patience_s: float
+    is_strict: bool
+    num_nodes: int
+    store: InterNodeStore | None
+    resources: Resources
+    on_report: Callable[[str, Verdict, dict[int, int]], bool]
+
+    def __post_init__(self) -> None:
+        self._shared = None
+        if self.store is not None:
+            self._shared = SharedJudgement(self.store, self.num_nodes, self._judgement)
         self._over = threading.Event()
         self._liveness: dict[int, Liveness] = {}
         self._failed_since_s: dict[int, float] = {}
         self._reported, self._num_reports = Verdict.FINE, 0
-        self._last_error = ""
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._patience_s > 0:
+        if self.patience_s > 0:
             self._thread.start()
         return self
 
@@ -463,34 +425,33 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._wait():
+        continues, last_error, next_s = True, "", time.monotonic() + _PERIOD_S
+        while continues and not self._over.wait(_POLL_S):
+            # After a rank has failed, others may wait for it, so all ranks are checked ten times a second.
+            if time.monotonic() < next_s and not rank_files(self.run_dir, FAILURE):
+                continue
+            next_s = time.monotonic() + _PERIOD_S
             try:
-                if not self._check():
-                    return
+                continues = self._check()
             except Exception as error:
                 # Without this thread, a hanging job would hang forever.
-                text = f"{type(error).__name__}: {error}"
-                if text != self._last_error:
-                    self._last_error = text
+                if (text := f"{type(error).__name__}: {error}") != last_error:
+                    last_error = text
                     print(f"lockstep: the watchdog continues after an internal error: {text}", file=sys.stderr)
-
-    def _wait(self) -> bool:
-        """Wait until it is time to check the ranks; return whether the job is over."""
-        deadline = time.monotonic() + _PERIOD_S
-        while not self._over.wait(_POLL_S):
-            # After a rank has failed, others may wait for it, so all ranks are checked ten times a second.
-            if time.monotonic() >= deadline or rank_files(self._run_dir, FAILURE):
-                return False
-        return True
 
     def _check(self) -> bool:
         """Check all ranks once, and report a new verdict; return whether to continue watching."""
         seen, pids = self._read_ranks()
         if not seen:
             return True
-        self._resources.update(pids)
+        self.resources.update(pids)
         self._end_failed(seen, pids)
-        found = self._judge(seen)
+        shared = None
+        if self._shared is not None and any(each.idle_s >= self.patience_s / 2 for each in seen):
+            shared = self._shared.update(seen)
+        elif self._shared is not None:
+            self._shared.forget()
+        found = shared or self._judgement(0, seen, 1)
         if found.verdict is Verdict.FINE:
             self._reported = found.verdict
         elif found.verdict > self._reported and (found.verdict is Verdict.HANGS or self._num_reports < _NUM_REPORTS):
@@ -498,34 +459,23 @@ class Watchdog:
             return self._report(seen, pids, found)
         return True
 
-    def _judge(self, seen: list[RankState]) -> Judgement:
-        """Return the judgement about all ranks of the job that are known here."""
-        shared = None
-        if self._shared is not None and any(each.idle_s >= self._patience_s / 2 for each in seen):
-            shared = self._shared.update(seen)
-        elif self._shared is not None:
-            self._shared.forget()
-        return shared or self._judgement(0, seen, 1)
-
     def _judgement(self, number: int, ranks: list[RankState], num_seen: int) -> Judgement:
         # All may wait for a rank of a machine whose states are not known.
-        sees_all = num_seen >= self._num_nodes
-        verdict = judge(ranks, self._patience_s, is_strict=self._is_strict, sees_all=sees_all)
-        counts = {"num_nodes": self._num_nodes, "num_seen": num_seen}
-        text = "" if verdict is Verdict.FINE else report(ranks, self._patience_s, verdict, **counts)
+        verdict = judge(ranks, self.patience_s, is_strict=self.is_strict, sees_all=num_seen >= self.num_nodes)
+        text = report(ranks, self.patience_s, verdict, self.num_nodes, num_seen) if verdict else ""
         return Judgement(number, verdict, text, all(operation(each) is not None for each in ranks))
 
     def _report(self, seen: list[RankState], pids: dict[int, int], found: Judgement) -> bool:
-        folder = keep_stacks(self._run_dir, pids)
+        folder = keep_stacks(self.run_dir, pids)
         if self._over.is_set():  # The job has ended meanwhile.
             shutil.rmtree(folder, ignore_errors=True)
             return False
         awaited = {each.rank for each in seen if found.all_wait or operation(each) is None}
         workers = busy_workers(folder, sorted(awaited & set(pids)))
-        stacks = f"The Python stacks of {'all' if self._num_nodes == 1 else 'the'} ranks are in {folder}."
+        stacks = f"The Python stacks of {'all' if self.num_nodes == 1 else 'the'} ranks are in {folder}."
         processes = f"Their PIDs: {', '.join(f'{pid} (rank {rank})' for rank, pid in pids.items())}."
         text = "\n".join([found.text, *workers, stacks, processes])
-        return self._on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
+        return self.on_report(text, found.verdict, {rank: pid for rank, pid in pids.items() if rank in awaited})
 
     def _end_failed(self, seen: Sequence[RankState], pids: Mapping[int, int]) -> None:
         """Kill ranks that have failed but do not exit, if others wait for them.
@@ -534,7 +484,7 @@ class Watchdog:
         """
         now_s = time.monotonic()
         # With several machines, those that wait may be on others.
-        is_awaited = self._num_nodes > 1 or any(operation(each) is not None for each in seen)
+        is_awaited = self.num_nodes > 1 or any(operation(each) is not None for each in seen)
         for each in seen:
             pid = pids.get(each.rank)
             if pid is None or not each.failure:
@@ -546,41 +496,27 @@ class Watchdog:
     def _read_ranks(self) -> tuple[list[RankState], dict[int, int]]:
         """Return the state of each rank of this machine, and the processes of those that live."""
         found, pids = [], {}
-        for rank in sorted(rank_files(self._run_dir, HEARTBEAT)):
-            heartbeat = read_heartbeat(self._run_dir, rank)
+        for rank in sorted(rank_files(self.run_dir, HEARTBEAT)):
+            heartbeat = read_heartbeat(self.run_dir, rank)
             if not heartbeat:
                 return [], {}  # This rank may be the one that the others wait for; its next heartbeat comes soon.
-            pid = int(heartbeat["pid"])
-            state, _ = rank_state.process_state(pid)
-            has_ended = state in ("", "Z", "X")
-            if not has_ended:
-                pids[rank] = pid
-                self._resources.devices[rank] = heartbeat["devices"]
-            if has_ended or (heartbeat["collective"] == CLOSE and state not in STOPPED):
-                found.append(RankState(rank, has_left=True, **_reported(heartbeat)))
-            else:
-                found.append(self._state(rank, heartbeat, is_stopped=state in STOPPED))
+            state, _ = rank_state.process_state(heartbeat["pid"])
+            if state:
+                pids[rank] = heartbeat["pid"]
+                self.resources.devices[rank] = heartbeat["devices"]
+            found.append(self._state(rank, heartbeat, state))
         return found, pids
 
-    def _state(self, rank: int, heartbeat: Mapping[str, Any], *, is_stopped: bool) -> RankState:
-        now_s = time.monotonic()
-        still_s, silent_s = now_s - heartbeat["moved_ns"] / 1e9, now_s - heartbeat["beat_ns"] / 1e9
-        liveness = self._liveness.setdefault(rank, Liveness(self._patience_s))
-        if max(still_s, silent_s) < _SETTLED_S:
-            liveness.clear()
+    def _state(self, rank: int, heartbeat: Mapping[str, Any], process_state: str) -> RankState:
+        reported = {each.name: heartbeat[each.name] for each in fields(RankState) if each.name in heartbeat}
+        is_stopped = process_state in STOPPED
+        if not process_state or (heartbeat["collective"] == CLOSE and not is_stopped):
+            return RankState(rank, has_left=True, **reported)
+        now_s, life = time.monotonic(), self._liveness.setdefault(rank, Liveness(self.patience_s))
+        times = {"still_s": now_s - heartbeat["moved_ns"] / 1e9, "silent_s": now_s - heartbeat["beat_ns"] / 1e9}
+        if max(times.values()) < _SETTLED_S:
+            life.samples.clear()
         else:
-            liveness.add(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
-        return RankState(
-            rank,
-            still_s=still_s,
-            silent_s=silent_s,
-            is_busy=liveness.is_busy,
-            life=liveness.signs() or rank_state.waits_outside(heartbeat["frames"]),
-            is_stopped=is_stopped,
-            **_reported(heartbeat),
-        )
-
-
-def _reported(heartbeat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank reports itself of its state."""
-    return {each.name: heartbeat[each.name] for each in fields(RankState) if each.name in heartbeat}
+            life.add(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
+        signs = life.signs() or rank_state.waits_outside(heartbeat["frames"])
+        return RankState(rank, is_busy=life.is_busy, life=signs, is_stopped=is_stopped, **times, **reported)
