@@ -32,14 +32,7 @@ from typing_extensions import override
 
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
-from lockstep.comm.shm.process_group import (
-    NEW_NAMES,
-    CpuProcessGroup,
-    ShmProcessGroup,
-    agree,
-    join_shm,
-    share_memory,
-)
+from lockstep.comm.shm.process_group import NEW_NAMES, CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.errors import CollectiveError, LockstepError

@@ -182,13 +182,7 @@ def naming_a_lost_store(me: Participant) -> Iterator[None]:
 
 
 def check_membership(
-    store: Store,
-    me: Participant,
-    *,
-    deadline: float,
-    timeout_s: float,
-    is_host: bool,
-    objection: str | None = None,
+    store: Store, me: Participant, *, deadline: float, timeout_s: float, is_host: bool, objection: str | None = None
 ) -> None:
     """Sign in and wait until all ranks have. All ranks get the same verdict: every rank returns, or every rank raises.
 

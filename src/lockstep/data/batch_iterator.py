@@ -66,10 +66,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self,
-        batches: Iterator[MicroBatch],
-        devices: Mapping[int, torch.device],
-        copies: list[Copy] | None = None,
+        self, batches: Iterator[MicroBatch], devices: Mapping[int, torch.device], copies: list[Copy] | None = None
     ) -> None:
         self._batches, self._copies = batches, copies
         self._devices = devices

@@ -401,10 +401,7 @@ class ShmOps:
         return work or self.submit("reduce_scatter", lambda call: call(function, *arguments, c.WHOLE), tensors, opts)
 
     def _reduce_scatter(
-        self,
-        outputs: Sequence[Tensor],
-        parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]],
-        opts: Any,
+        self, outputs: Sequence[Tensor], parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]], opts: Any
     ) -> ShmWork:
         """Queue a reduce-scatter for each output; ``parts_of`` gives its contiguous inputs, and where they lie."""
         op = c.operation_of(opts)
