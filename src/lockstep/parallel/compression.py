@@ -153,9 +153,8 @@ class SliceCodec(Codec):
             self.decode(data[start:], own, adds=True)
         total = torch.empty(self.num_bytes(own.numel()), dtype=torch.uint8)
         self.encode(own, total)
-        sums = {
-            other: torch.empty(self.num_bytes(values[slices[other]].numel()), dtype=torch.uint8) for other in others
-        }
+        sizes = {other: self.num_bytes(values[slices[other]].numel()) for other in others}
+        sums = {other: torch.empty(num_bytes, dtype=torch.uint8) for other, num_bytes in sizes.items()}
         peers.post(dict.fromkeys(others, total), sums)
         self.decode(total, result[slices[rank]])
         yield
@@ -191,15 +190,11 @@ class Cast(SliceCodec):
             to.copy_(numbers)
 
 
-# Adding this to a small float32 and subtracting it again rounds to the nearest integer, ties to even.
-_ROUNDING = 1.5 * 2.0**23
-
-
 @final
 class Blocks(SliceCodec):
     """Integers of 8 or 4 bits: each block holds multiples of one scale, a bfloat16.
 
-    The C library needs one pass over memory. Without it, torch needs several, and gives the same bits.
+    The C library needs one pass over memory; ``comm/shm/_quantize.c`` explains its bounds.
 
     Numbers are rounded to the nearest. With stochastic rounding the error is 1.4 times as large, also summed over
     steps, since error feedback does not need errors with mean zero (``bench/compression.py``).
@@ -207,7 +202,7 @@ class Blocks(SliceCodec):
 
     def __init__(self, bits: int, block: int) -> None:
         self.bits, self.block = bits, block
-        self._native = block_codec()
+        self._encode, self._decode = block_codec()
 
     @override
     def num_bytes(self, numel: int) -> int:
@@ -218,54 +213,13 @@ class Blocks(SliceCodec):
 
     @override
     def encode(self, values: Tensor, to: Tensor) -> None:
-        if self._native is None:
-            for rows, scales, codes in self._parts(values, to):
-                self._encode_rows(rows, scales, codes)
-            return
         address, count = to.data_ptr(), values.numel()
-        self._native[0](values.data_ptr(), count, self.bits, self.block, address, address + self._scale_bytes(count))
+        self._encode(values.data_ptr(), count, self.bits, self.block, address, address + self._scale_bytes(count))
 
     @override
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
-        if self._native is None:
-            for rows, scales, codes in self._parts(to, data):
-                numbers = codes if self.bits == 8 else torch.cat([codes & 15, codes >> 4], dim=1) ^ 8
-                levels = (numbers.view(torch.int8) - (8 if self.bits == 4 else 0))[:, : rows.shape[1]]
-                decoded = levels * (scales.int() << 16).view(torch.float32)
-                rows.add_(decoded) if adds else rows.copy_(decoded)
-            return
         address, count = data.data_ptr(), to.numel()
-        self._native[1](address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
-
-    def _parts(self, values: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the whole blocks, one per row, then the rest as one row: numbers, their scales, and their codes."""
-        count = values.numel()
-        whole = count // self.block * self.block
-        codes = data[self._scale_bytes(count) :]
-        for start, end in ((0, whole), (whole, count)):
-            if start < end:
-                rows = values[start:end].view(-1, min(self.block, end - start))
-                scales = data[self._scale_bytes(start) : self._scale_bytes(end)].view(torch.int16)
-                part = codes[start * self.bits // 8 : -(-end * self.bits // 8)]
-                yield rows, scales.view(-1, 1), part.view(len(rows), -1)
-
-    def _encode_rows(self, rows: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Do the same as ``lockstep_encode`` in ``comm/shm/_quantize.c``, which explains the bounds."""
-        largest = rows.abs().amax(1, keepdim=True)
-        bad = ~(largest < 2.0**127)
-        scale = (largest / (2 ** (self.bits - 1) - 1)).view(torch.int32).add_(0xFFFF) >> 16
-        scale.masked_fill_(largest < 2.0**-100, 0).masked_fill_(bad, 0)
-        scales.copy_(scale).masked_fill_(bad, 0x7FC0)
-        step = (scale << 16).view(torch.float32)
-        rows.masked_fill_(bad, 0.0)
-        levels = (rows * (1 / step).masked_fill_(step == 0, 0.0)).add_(_ROUNDING).sub_(_ROUNDING)
-        rows.sub_(levels * step)
-        numbers = levels.to(torch.int8).view(torch.uint8)
-        if self.bits == 4:
-            half = codes.shape[1]
-            numbers = torch.nn.functional.pad(numbers, (0, 2 * half - numbers.shape[1]))
-            numbers = (numbers[:, :half] & 15) | (numbers[:, half:] << 4)
-        codes.copy_(numbers)
+        self._decode(address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
 
 
 @dataclass
@@ -423,12 +377,8 @@ class _Peers:
         group, tag = self._group, self._tag
         self._tag += 1
         self._tensors = [*sent.values(), *received.values()]  # kept alive: not every backend does that
-        for peer, tensor in received.items():
-            if tensor.numel():
-                self._works.append((peer, collectives.receive_async(tensor, src=peer, tag=tag, group=group)))
-        for peer, tensor in sent.items():
-            if tensor.numel():
-                self._works.append((peer, collectives.send_async(tensor, to=peer, tag=tag, group=group)))
+        self._works = [(peer, group.recv([each], peer, tag)) for peer, each in received.items() if each.numel()]
+        self._works += [(peer, group.send([each], peer, tag)) for peer, each in sent.items() if each.numel()]
 
     def wait(self) -> None:
         """Block until the round is complete.
@@ -508,12 +458,7 @@ def _mean_of(
 
 
 def compressed_all_reduce(
-    flat: Tensor,
-    *,
-    group: Group,
-    codec: Codec,
-    residual: Tensor | None = None,
-    shapes: Sequence[torch.Size] | None = None,
+    flat: Tensor, *, group: Group, codec: Codec, residual: Tensor | None = None, shapes: Sequence[torch.Size] = ()
 ) -> Future[Any]:
     """Start to replace ``flat`` by its mean over the ranks of ``group``, compressed; return a future.
 

@@ -24,13 +24,10 @@ _ADVICE = (
 )
 
 
-def check_models_agree(
-    parameters: Iterable[tuple[str, Tensor]],
-    buffers: Iterable[tuple[str, Tensor]],
-    *,
-    group: Group,
-    device: torch.device,
-) -> None:
+Named = Iterable[tuple[str, Tensor]]
+
+
+def check_models_agree(parameters: Named, buffers: Named, *, group: Group, device: torch.device) -> None:
     """Make sure that parameters and buffers have the same shapes, dtypes and strides on all ranks.
 
     Collective: every rank. Blocks until complete. Values are not compared, and names are used in messages only.

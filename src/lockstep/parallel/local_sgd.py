@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
@@ -128,15 +127,10 @@ class Fragment:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        local: Sequence[nn.Parameter],
-        outer: Sequence[nn.Parameter],
-        group: Group,
-        compression: str | None,
+        self, trained: Mapping[str, nn.Parameter], outer: Sequence[nn.Parameter], group: Group, compression: str | None
     ) -> None:
-        self.names, self.local, self.outer, self._group = names, local, outer, group
-        self._is_offloaded = outer[0].device != local[0].device
+        self.names, self.local, self.outer, self._group = list(trained), list(trained.values()), outer, group
+        self._is_offloaded = outer[0].device != self.local[0].device
         self.compressed: list[CompressedSum] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in outer:
@@ -218,7 +212,7 @@ class CompressedSum:
         size = -(-flat.numel() // count)
         self._values = torch.zeros(count * size)
         self._before, self._slice, self._behind = self._values.split([place * size, size, (count - place - 1) * size])
-        self._shapes = shapes if self.codec.takes_whole else None
+        self._shapes = shapes if self.codec.takes_whole else ()
         self.residual = torch.zeros(size) if self.codec.keeps_residual else None
 
     def start(self) -> Callable[[str], object]:
@@ -312,16 +306,14 @@ class PeriodicAveraging:
         tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
         collectives.broadcast_coalesced(tensors, group=self._group, src=0)
 
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._names, local = list(trained), list(trained.values())
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._names = [name for name, _ in trained]
         is_offloaded = cpu_offload and self._device.type != "cpu"
-        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for each in local]
+        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for _, each in trained]
         group = cpu_group(self._group) if is_offloaded else self._group
-        numels = [each.numel() for each in local]
+        numels = [each.numel() for _, each in trained]
         parts = [slice(part.start, part.stop) for part in cut_fragments(numels, schedule.fragments)]
-        self._fragments = [
-            Fragment(self._names[part], local[part], self._outer[part], group, compression) for part in parts
-        ]
+        self._fragments = [Fragment(dict(trained[part]), self._outer[part], group, compression) for part in parts]
         self._sums = [each for fragment in self._fragments for each in fragment.compressed]
         self.outer_optimizer = outer_optimizer(self._outer)
         buffers = model.named_buffers()
@@ -578,9 +570,7 @@ class PeriodicAveraging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close; after an error, exchange nothing, since other ranks may not have the error."""
         if self._detach() and error is None:
             self.sync()

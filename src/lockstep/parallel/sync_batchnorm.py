@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,27 +38,11 @@ class Event(IntEnum):
     END = 5
 
 
-class Engine(Protocol):
-    """What a layer needs of the wrapper that trains it; see `SyncLayerShadow` in ddp/uneven_inputs.py."""
-
-    step: int  # the number of the open step
-
-    @property
-    def is_open(self) -> bool:
-        """Whether exchanges are announced, because some rank may be without a batch."""
-
-    @property
-    def unit(self) -> float:
-        """The factor of this rank's gradients after backward, relative to those of the other ranks."""
-
-    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
-        """Announce an exchange of ``layer``, which began in ``step``. Collective: every rank. Blocks."""
+# By layer, its `SyncLayerShadow` of ddp/uneven_inputs.py.
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-
-
-def register_engine(engine: Engine, layers: Sequence[nn.Module]) -> None:
+def register_engine(engine: Any, layers: Sequence[nn.Module]) -> None:
     """Set ``engine`` as the engine that trains ``layers`` from now on."""
     _engines.update(dict.fromkeys(layers, weakref.ref(engine)))
 
@@ -165,7 +149,6 @@ class StatisticsExchange:
     def announce(self, event: Event) -> None:
         """Announce ``event`` to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
         if self._announces:
-            assert self._engine is not None
             self._engine.announce(event, self._layer, self._step)
 
     def compare_channels(self, num_channels: int, device: torch.device) -> None:

@@ -518,12 +518,7 @@ class ShmOps:
         return self._move(Kind.ALL_TO_ALL, [(inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> ShmWork:
         """Send parts of ``tensor``, cut along its first dimension, and fill ``output``. Collective: every rank."""
         sends, receives = self._split(tensor, input_splits), self._split(output, output_splits)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
+from itertools import product
 from numbers import Real
 from typing import Any
 
@@ -68,12 +69,8 @@ def refuse_missing(sums: Sequence[float]) -> None:
     """
     _, num_weighed, _, *masks = sums
     if num_weighed and any(masks):
-        missing = [
-            str(_RANKS_PER_NUMBER * place + bit)
-            for place, mask in enumerate(masks)
-            for bit in range(_RANKS_PER_NUMBER)
-            if int(mask) >> bit & 1
-        ]
+        bits = product(enumerate(masks), range(_RANKS_PER_NUMBER))
+        missing = [str(_RANKS_PER_NUMBER * place + bit) for (place, mask), bit in bits if int(mask) >> bit & 1]
         raise ConfigurationError(
             f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group: Group = collectives.default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
-        self._optimizer_class, self._defaults = optimizer_class, defaults
+        self._make = partial(optimizer_class, **defaults)
         self._shard_gradients = shard_gradients
         self._has_gradients = False
         self._gathers: list[partition.Gather] = []  # parameters that are being received
@@ -383,14 +384,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._buffers.append(FlatBuffer(inside, self._allocate, num_ranks=self.world_size))
         divide = partition.partition_evenly if self.is_elementwise else partition.partition_by_parameter
         self._buffers += divide(list(member_of.values()), self.world_size, self._allocate)
-        self._shard = ShardOptimizer(
-            self._optimizer_class,
-            self._defaults,
-            self._buffers,
-            self.rank,
-            options_of(self.param_groups),
-            elementwise=self.is_elementwise,
-        )
+        options = options_of(self.param_groups)
+        self._shard = ShardOptimizer(self._make, self._buffers, self.rank, options, elementwise=self.is_elementwise)
         self._adopt_options()
 
     def _rebuild(self) -> None:
@@ -436,7 +431,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
-        described = self._optimizer_class.__name__ + ", shard_gradients" * bool(self._shard_gradients)
+        described = self._make.func.__name__ + ", shard_gradients" * bool(self._shard_gradients)
         sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
         check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
 

@@ -398,31 +398,28 @@ class Segment(NamedTuple):
         }
 
 
+Options = Sequence[Mapping[str, Any]]
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+
+
 class ShardOptimizer:
     """The optimizer of one rank's shards of flat buffers.
 
     Args:
-        optimizer_class, defaults: The class and its arguments.
-        elementwise: Whether it works on flat slices.
+        make: Creates the optimizer from param groups.
         buffers: Partitioned among the ranks; shards hold whole parameters unless it is element-wise.
         rank: The owner of the shards.
         options: By param group, its options without "params".
+        elementwise: Whether it works on flat slices.
 
     Attributes:
         optimizer: The optimizer that does the work.
     """
 
     def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        defaults: Mapping[str, Any],
-        buffers: Sequence[FlatBuffer],
-        rank: int,
-        options: Sequence[Mapping[str, Any]],
-        *,
-        elementwise: bool,
+        self, make: Make, buffers: Sequence[FlatBuffer], rank: int, options: Options, *, elementwise: bool
     ) -> None:
-        self._optimizer_class, self._defaults, self._elementwise = optimizer_class, defaults, elementwise
+        self._make, self._elementwise = make, elementwise
         self._segments: list[Segment] = []
         self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
@@ -430,7 +427,7 @@ class ShardOptimizer:
             for buffer in buffers
             for parameter, whole in zip(buffer.parameters, buffer.ranges, strict=True)
         }
-        passes_once = any(each.get("fused") or each.get("foreach") for each in (defaults, *options))
+        passes_once = any(each.get("fused") or each.get("foreach") for each in options)
         self._chunks: list[tuple[int, int, list[ShardRange]]] = []
         for index, buffer in enumerate(buffers):
             ranges, shard = buffer.ranges_of_rank[rank], self._shards[index]
@@ -480,7 +477,7 @@ class ShardOptimizer:
                 for offset, each in with_offsets(segment.ranges):
                     yield each, segment.cut(entries, offset, each.numel)
 
-    def load(self, read: Read, options: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, read: Read, options: Options) -> None:
         """Create the optimizer again, with the state that ``read`` returns and these options, by param group."""
         found = {each: read(each) for _, _, ranges in self._chunks for each in ranges}
         # Only ranges with the same number of steps may share a segment.
@@ -500,7 +497,7 @@ class ShardOptimizer:
                 }
         self.optimizer.load_state_dict(saved)
 
-    def _install(self, options: Sequence[Mapping[str, Any]], key: Callable[[ShardRange], object]) -> None:
+    def _install(self, options: Options, key: Callable[[ShardRange], object]) -> None:
         """Create segments of neighbours with the same ``key``, and an optimizer for them."""
         self._segments = []
         for buffer, offset, ranges in self._chunks:
@@ -510,7 +507,7 @@ class ShardOptimizer:
         groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
         for segment in self._segments:
             groups[segment.ranges[0].group]["params"].append(segment.parameter)
-        self.optimizer = self._optimizer_class(groups, **self._defaults)
+        self.optimizer = self._make(groups)
 
     def _make_segments(self, buffer: int, offset: int, runs: Sequence[Sequence[ShardRange]]) -> list[Segment]:
         """Return a segment for each run of ranges, back to back from ``offset`` in this rank's shard of a buffer."""
@@ -565,12 +562,7 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def gather_full_state(
-    held: Iterable[tuple[ShardRange, Entries]],
-    parameters: Sequence[Tensor],
-    *,
-    flat: bool,
-    group: Group,
-    to: int | None,
+    held: Iterable[tuple[ShardRange, Entries]], parameters: Sequence[Tensor], flat: bool, group: Group, to: int | None
 ) -> dict[int, dict[str, Any]] | None:
     """Return the state of all ranks in torch's format, on the CPU, on rank ``to`` (None: on all); None on the others.
 
