@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ NUM_ROUNDS = 10
 Round = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class ClockOffset:
+class ClockOffset(NamedTuple):
     """How far a rank's clock is ahead of rank zero's, within ``error_s`` either way; in seconds."""
 
     offset_s: float

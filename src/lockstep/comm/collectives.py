@@ -87,9 +87,8 @@ def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:
     """
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if (
-        torch_internals.root_mesh(device_mesh) != device_mesh
-    ):  # tensor parallelism on the other dimensions: DTensor parameters
+    # Tensor parallelism on the other dimensions: DTensor parameters.
+    if torch_internals.root_mesh(device_mesh) != device_mesh:
         torch_internals.pre_dp_module_transform()(module)
     group: Group = device_mesh.get_group(mesh_dim=0)
     return group

@@ -445,7 +445,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         # their first collective.
         if env.world_size > 1:
             store = PrefixStore(f"{met.prefix}/members", met.store)
-            meet(store, replace(me, backend=name), objection=objection)
+            meet(store, me._replace(backend=name), objection=objection)
     one_machine = env.local_world_size == env.world_size
     if backend is None and name == "shm":
         store = PrefixStore(f"{met.prefix}/shm", met.store)

@@ -141,7 +141,7 @@ class StatisticsExchange:
     def __init__(self, layer: SyncBatchNorm, group: Group) -> None:
         self._layer, self._place, self._group = layer, layer.place, group
         reference = _engines.get(layer)
-        self._engine = None if reference is None else reference()
+        self._engine: Any = None if reference is None else reference()
         # Read now: at its backward, the engine may be in another step.
         self._announces = self._engine is not None and self._engine.is_open
         self._step = 0 if self._engine is None else self._engine.step

@@ -9,7 +9,6 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,8 +60,7 @@ class Pieces(NamedTuple):
         return pointers, (ctypes.c_uint64 * count).from_buffer(sizes), count, self.factor, self.nonfinite
 
 
-@dataclass(frozen=True)
-class _Allocation:
+class _Allocation(NamedTuple):
     """Memory with a share for each rank. This rank's share lies from ``start`` to ``end`` in its address space."""
 
     number: int
