@@ -65,6 +65,7 @@ from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_
 
 # A tensor within a flat one: a key that is the same in every step, and its shape.
 Member = tuple[int, torch.Size]
+Members = Sequence[Member]
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -84,9 +85,7 @@ class Codec(ABC):
     takes_whole = False
 
     @abstractmethod
-    def mean(
-        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
-    ) -> Iterator[None]:
+    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         """Sum over the ranks in rounds; yield after each start of a round.
 
         Args:
@@ -120,9 +119,7 @@ class SliceCodec(Codec):
         """Decode ``data`` and write the numbers to ``to``, or add them to it."""
 
     @override
-    def mean(
-        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member] = ()
-    ) -> Iterator[None]:
+    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         rank, size = peers.rank, peers.size
         num_blocks = -(-values.numel() // self.block)
         bounds = [min(num_blocks * each // size * self.block, values.numel()) for each in range(size + 1)]
@@ -255,9 +252,7 @@ class PowerSGD(Codec):
         self._numbers = Cast(torch.float32)
 
     @override
-    def mean(
-        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
-    ) -> Iterator[None]:
+    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         matrices, others = self._sort(values, result, members)
         for each in matrices:
             each.left = each.values @ self._basis(each)
@@ -284,7 +279,7 @@ class PowerSGD(Codec):
                 self.bases[each.key] = total
 
     def _sort(
-        self, values: Tensor, result: Tensor, members: Sequence[Member]
+        self, values: Tensor, result: Tensor, members: Members
     ) -> tuple[list[_Matrix], list[tuple[Tensor, Tensor]]]:
         """Return the members that are sent as products, and the others."""
         sizes = [shape.numel() for _, shape in members]
@@ -311,7 +306,7 @@ class PowerSGD(Codec):
     def _sum(self, peers: _Peers, tensors: Sequence[Tensor], exact: Tensor) -> Generator[None, None, list[Tensor]]:
         """Return the sums of ``tensors`` over the ranks, in two rounds."""
         flat = torch.cat([_NOTHING, *(each.reshape(-1) for each in tensors)])
-        yield from self._numbers.mean(peers, flat, flat, exact)
+        yield from self._numbers.mean(peers, flat, flat, exact, ())
         parts = flat.split([each.numel() for each in tensors])
         # Copies are aligned for vector instructions, so their products have the same bits on all ranks, wherever the
         # original memory is.
@@ -447,7 +442,7 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
 
 
 def _mean_of(
-    codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
+    codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members
 ) -> Iterator[None]:
     """Like `Codec.mean`, but a single rank does not round."""
     if peers.size > 1:
@@ -614,7 +609,7 @@ class CompressedMean(BucketReduction):
         gradients[: part.start].zero_()
         gradients[part.stop :].zero_()
 
-    def _part(self, members: Sequence[Member]) -> tuple[slice, Sequence[Member]]:
+    def _part(self, members: Members) -> tuple[slice, Members]:
         """Return the elements of a bucket that this rank exchanges, and their members."""
         ends = list(itertools.accumulate((shape.numel() for _, shape in members), initial=0))
         cuts = [ends[-1] * place // self._num_places for place in range(self._num_places + 1)]

@@ -327,14 +327,9 @@ class NormaliseFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)
             of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(mine), ctx.eps)
-        return (
-            of_input,
-            of_weight.to(ctx.dtypes[0]) if ctx.needs_input_grad[1] else None,
-            of_bias.to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-            None,
-        )
+        needed = zip((of_weight, of_bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
+        of_parameters = [part.to(dtype) if is_needed else None for part, dtype, is_needed in needed]
+        return of_input, *of_parameters, None, None, None
 
 
 # --- The layer

@@ -161,9 +161,7 @@ def choose_compression(compression: str | None, wire_dtype: Any) -> str | None:
             raise ConfigurationError(
                 f"Both compression={compression!r} and wire_dtype={wire_dtype} are given.\nLeave wire_dtype out."
             )
-        warnings.warn(
-            "`wire_dtype` is deprecated. Use `compression='bf16'` or 'fp16' instead.", FutureWarning, stacklevel=3
-        )
+        warnings.warn("`wire_dtype` is deprecated. Use `compression='bf16'` or 'fp16'.", FutureWarning, stacklevel=3)
         compression = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(wire_dtype, wire_dtype)
     if compression is not None:
         check_method(compression)

@@ -111,9 +111,7 @@ class AccumulationWindow:
         unit: The weight that ``param.grad`` is divided by; 0 if there are no gradients.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool = False
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool) -> None:
         self._parameters = parameters
         self._shares_batch = shares_batch
         self._given = _Given.NOTHING

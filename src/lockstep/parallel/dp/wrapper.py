@@ -15,7 +15,7 @@ from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.containers import items_of, with_items
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import Gradients, Replicas, check_devices
-from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, as_listed, differentiate
+from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, Scale, as_listed, differentiate
 from lockstep.parallel.module_io import Wrapper
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
@@ -151,7 +151,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         """Join the outputs of the replicas on ``output_device``."""
         return gather(outputs, output_device, self.dim)
 
-    def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> list[Tensor]:
+    def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]) -> list[Tensor]:
         """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
 
         Shard i belongs to replica i: the replica's thread computes and differentiates its loss, on its device. All
@@ -191,7 +191,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         ]
 
     def gradients(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
     ) -> dict[int, ReplicaGradients]:
         """Compute and differentiate as `backward` does, but return each replica's gradients instead of summing them.
 
@@ -217,7 +217,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         count = engine.replicas.num_parameters
         return {index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()}
 
-    def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
+    def _check_shards(self, shards: Sequence[Any], scales: Sequence[Scale]) -> None:
         room = max(1, len(self.device_ids))
         if len(shards) > room or len(shards) != len(scales):
             raise ConfigurationError(

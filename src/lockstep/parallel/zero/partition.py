@@ -97,9 +97,7 @@ class FlatBuffer:
         padded: ``flat``, and the memory after it up to the end of the last of the equal slices.
     """
 
-    def __init__(
-        self, members: Sequence[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None
-    ) -> None:
+    def __init__(self, members: list[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
         self.padded = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
@@ -408,9 +406,7 @@ class ShardOptimizer:
         optimizer: The optimizer that does the work.
     """
 
-    def __init__(
-        self, make: Make, buffers: Sequence[FlatBuffer], rank: int, options: Options, *, elementwise: bool
-    ) -> None:
+    def __init__(self, make: Make, buffers: list[FlatBuffer], rank: int, options: Options, elementwise: bool) -> None:
         self._make, self._elementwise = make, elementwise
         self._segments: list[Segment] = []
         self._shards = [buffer.shard_of(rank) for buffer in buffers]
