@@ -43,11 +43,9 @@ def measure_clock_offsets(group: Group, device: torch.device) -> list[ClockOffse
         rounds.append((entered, time.time()))
     mine = {"machine": machine_name(), "rounds": rounds[1:]}
     ranks = all_gather_object(mine, group=group, device=device)
+    zero, same = ranks[0], ClockOffset(0.0, 0.0)
     return [
-        ClockOffset(0.0, 0.0)
-        if rank["machine"] == ranks[0]["machine"]
-        else bound_offset(ranks[0]["rounds"], rank["rounds"])
-        for rank in ranks
+        same if each["machine"] == zero["machine"] else bound_offset(zero["rounds"], each["rounds"]) for each in ranks
     ]
 
 

@@ -28,6 +28,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 __all__ = ["Join", "JoinHook", "Joinable", "Pieces"]
 
 Group = dist.ProcessGroup
+AnyDevice = torch.device | str
 # A collective under way. The caller keeps its tensors alive: not every backend does.
 Work = dist.Work
 
@@ -339,7 +340,7 @@ def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
     return rows
 
 
-def all_gather_object(value: Any, *, group: Group, device: torch.device | str = "cpu") -> list[Any]:
+def all_gather_object(value: Any, *, group: Group, device: AnyDevice = "cpu") -> list[Any]:
     """Return every rank's ``value``, by rank. Values travel as JSON: numbers, strings, lists and dicts.
 
     Collective: every rank, in the same order. Blocks until complete.
@@ -358,9 +359,7 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
     return [_from_bytes(part[:length]) for part, length in zip(gathered, lengths, strict=True)]
 
 
-def all_gather_different(
-    value: Any, *, compared: Any = None, group: Group, device: torch.device | str = "cpu"
-) -> list[Any]:
+def all_gather_different(value: Any, *, compared: Any = None, group: Group, device: AnyDevice = "cpu") -> list[Any]:
     """Return every rank's ``value``, by rank; a single one if all are equal, in which case only digests are sent.
 
     Collective: every rank, in the same order. Blocks until complete. For values that grow with the model: those of
@@ -380,7 +379,7 @@ def all_gather_different(
     return all_gather_object(value, group=group, device=device)
 
 
-def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.device | str = "cpu") -> Any:
+def broadcast_object(value: Any, *, group: Group, src: int = 0, device: AnyDevice = "cpu") -> Any:
     """Return rank ``src``'s ``value`` on every rank; see :func:`all_gather_object` for what can travel.
 
     Collective: every rank, in the same order. Blocks until complete.
@@ -395,7 +394,7 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.de
     return _from_bytes(data)
 
 
-def _to_bytes(value: Any, device: torch.device | str) -> Tensor:
+def _to_bytes(value: Any, device: AnyDevice) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 

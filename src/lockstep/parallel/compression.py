@@ -181,10 +181,7 @@ class Cast(SliceCodec):
     @override
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
         numbers = data.view(self.dtype)
-        if adds:
-            to += numbers
-        else:
-            to.copy_(numbers)
+        to.add_(numbers) if adds else to.copy_(numbers)
 
 
 @final

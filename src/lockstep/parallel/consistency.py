@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, all_gather, all_gather_different, all_gather_object, broadcast
+from lockstep.comm.collectives import AnyDevice, Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten_like
@@ -44,7 +44,7 @@ def check_models_agree(parameters: Named, buffers: Named, *, group: Group, devic
 
 
 def check_arguments_agree(
-    arguments: str, problem: str | None = None, *, group: Group, device: torch.device | str = "cpu"
+    arguments: str, problem: str | None = None, *, group: Group, device: AnyDevice = "cpu"
 ) -> None:
     """Make sure that all ranks have the same arguments, and that no rank has found a problem with them.
 

@@ -298,9 +298,7 @@ class ShmOps:
         for output, row in zip(outputs, inputs, strict=True):
             _check_count("reduce_scatter", "input", row, self.size)
             if row[self.rank].numel() != output.numel() or any(part.dtype != output.dtype for part in row):
-                raise ConfigurationError(
-                    "reduce_scatter: the output must have the size and dtype of this rank's input."
-                )
+                raise ConfigurationError("reduce_scatter: the output must have size and dtype of this rank's input.")
         return self._reduce_scatter(outputs, lambda i: ([contiguous(part) for part in inputs[i]], PRIVATE_MEMORY), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:

@@ -93,11 +93,7 @@ def _device_index(device: Any) -> int:
 
 
 def bucket_caps_bytes(
-    bucket_cap_mb: float | None,
-    bucket_cap_mb_list: Sequence[float] | None,
-    *,
-    can_overlap: bool = True,
-    is_compressed: bool = False,
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, can_overlap: bool, is_compressed: bool
 ) -> tuple[int, ...]:
     """Return one cap per bucket, the last for all that follow.
 

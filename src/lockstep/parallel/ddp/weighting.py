@@ -407,12 +407,8 @@ class Weights:
     @staticmethod
     def carrier(buckets: Iterable[Bucket]) -> Bucket | None:
         """Return the first of the widest buckets with a tail, the same one on all ranks: its tail is read."""
-        widest, found = -1, None
-        for bucket in buckets:
-            width = -1 if bucket.weight_message is None else _WIDTHS.get(bucket.sent_dtype, 0)
-            if width > widest:
-                widest, found = width, bucket
-        return found
+        with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
+        return max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
 
     def correction(self, carrier: Bucket | None, messages: Tensor | None, message: Sequence[float]) -> float | Tensor:
         """Return the factor for the reduced buckets; a tensor with one element if the host does not know it.

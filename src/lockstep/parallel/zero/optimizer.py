@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -268,14 +269,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # Reduce-scattered gradients are used in place in their bucket; others are copied into one tensor.
             buckets: Sequence[Bucket] = self._laid_for or ()
             # So are whole ones, unless the script has set others.
-            sliced = [
+            gradients = [
                 buffer.shard_of(self.rank, bucket.gradients)
-                if self._shard_gradients or bucket.holds_all
+                if bucket is not None and (self._shard_gradients or bucket.holds_all)
                 else buffer.gradients_of(self.rank)
-                for buffer, bucket in zip(self._buffers, buckets, strict=False)
+                for buffer, bucket in zip_longest(self._buffers, buckets)
             ]
-            others = [buffer.gradients_of(self.rank) for buffer in self._buffers[len(sliced) :]]
-            self._shard.set_gradients([*sliced, *others], present)
+            self._shard.set_gradients(gradients, present)
         self._has_gradients = True
         if self._reducer is not None:
             self._slices.end_use()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ def shard_bounds(numel: int, num_ranks: int, itemsize: int) -> list[tuple[int, i
     return [(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(num_ranks)]
 
 
-def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[ShardRange]:
+def cut_ranges(ranges: Sequence[ShardRange], start: int, stop: int) -> list[ShardRange]:
     """Return the parts from element ``start`` to ``stop`` of flat memory that ``ranges`` fill back to back."""
     inside = []
     for offset, each in with_offsets(ranges):
@@ -65,12 +65,9 @@ def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[Shar
     return inside
 
 
-def with_offsets(ranges: Iterable[ShardRange]) -> Iterator[tuple[int, ShardRange]]:
-    """Yield each range with the offset at which it begins, if they lie back to back."""
-    offset = 0
-    for each in ranges:
-        yield offset, each
-        offset += each.numel
+def with_offsets(ranges: Sequence[ShardRange]) -> Iterator[tuple[int, ShardRange]]:
+    """Return each range with the offset at which it begins, if they lie back to back."""
+    return zip(accumulate((each.numel for each in ranges), initial=0), ranges, strict=False)
 
 
 class FlatBuffer:
