@@ -439,6 +439,16 @@ def cpu_group(group: Group) -> Group:
     return made
 
 
+def send_async(tensor: Tensor, *, to: int, tag: int, group: Group) -> Work:
+    """Start to send the contiguous ``tensor`` to rank ``to``, which receives it with the same tag."""
+    return group.send([tensor], to, tag)
+
+
+def receive_async(tensor: Tensor, *, src: int, tag: int, group: Group) -> Work:
+    """Start to receive the contiguous ``tensor`` from rank ``src``; messages with one tag arrive in order."""
+    return group.recv([tensor], src, tag)
+
+
 def wait_for_transfer(work: Work, group: Group) -> None:
     """Block until a send or a receive is complete, at most for the group's timeout."""
     cpu = torch.device("cpu")

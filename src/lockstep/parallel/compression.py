@@ -66,6 +66,7 @@ from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_
 # A tensor within a flat one: a key that is the same in every step, and its shape.
 Member = tuple[int, torch.Size]
 Members = Sequence[Member]
+Pair = tuple[Tensor, Tensor]
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -275,13 +276,11 @@ class PowerSGD(Codec):
             if bool(total.any()):  # otherwise no rank used the parameter, and the basis does not change
                 self.bases[each.key] = total
 
-    def _sort(
-        self, values: Tensor, result: Tensor, members: Members
-    ) -> tuple[list[_Matrix], list[tuple[Tensor, Tensor]]]:
+    def _sort(self, values: Tensor, result: Tensor, members: Members) -> tuple[list[_Matrix], list[Pair]]:
         """Return the members that are sent as products, and the others."""
         sizes = [shape.numel() for _, shape in members]
         matrices: list[_Matrix] = []
-        others: list[tuple[Tensor, Tensor]] = []
+        others: list[Pair] = []
         for (key, shape), mine, to in zip(members, values.split(sizes), result.split(sizes), strict=True):
             num_rows = shape[0] if shape else 1
             num_columns = mine.numel() // max(1, num_rows)
@@ -369,8 +368,10 @@ class _Peers:
         group, tag = self._group, self._tag
         self._tag += 1
         self._tensors = [*sent.values(), *received.values()]  # kept alive: not every backend does that
-        self._works = [(peer, group.recv([each], peer, tag)) for peer, each in received.items() if each.numel()]
-        self._works += [(peer, group.send([each], peer, tag)) for peer, each in sent.items() if each.numel()]
+        receive = partial(collectives.receive_async, tag=tag, group=group)
+        send = partial(collectives.send_async, tag=tag, group=group)
+        self._works = [(peer, receive(each, src=peer)) for peer, each in received.items() if each.numel()]
+        self._works += [(peer, send(each, to=peer)) for peer, each in sent.items() if each.numel()]
 
     def wait(self) -> None:
         """Block until the round is complete.

@@ -26,6 +26,7 @@ from lockstep.torch_internals import indices_of, nnz, values_of
 
 # Calls a function of the C library with the group, the arguments and the timeout, and raises an error if it fails.
 NativeCall = Callable[..., None]
+Action = Callable[[NativeCall], None]
 # Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie.
 BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
 PRIVATE_MEMORY: BufferLocation = (-1, 0, None)
@@ -160,9 +161,7 @@ class ShmOps:
         self.queue = OpQueue(f"lockstep-shm-{name}")
         self._nothing: list[Tensor | None] = [None] * self.size
 
-    def submit(
-        self, name: str, action: Callable[[NativeCall], None], outputs: Sequence[Any], opts: Any = None
-    ) -> ShmWork:
+    def submit(self, name: str, action: Action, outputs: Sequence[Any], opts: Any = None) -> ShmWork:
         """Queue ``action``, which calls the C library through its argument; return the handle."""
         self.comm.ensure_usable(name)
         call = partial(self.comm.call, name, self._timeout_s(opts))
