@@ -5,7 +5,8 @@ import io
 import json
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Literal
@@ -20,12 +21,12 @@ from lockstep import activity, torch_internals
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
-from lockstep.comm.shm.ops import Pieces
+from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 # For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.
-__all__ = ["Join", "JoinHook", "Joinable", "Pieces"]
+__all__ = ["CommonMemory", "Join", "JoinHook", "Joinable", "Pieces"]
 
 Group = dist.ProcessGroup
 AnyDevice = torch.device | str
@@ -222,11 +223,21 @@ def wait_for(handle: Any, operation: str = "a collective") -> Any:
     return _blocking(operation, lambda: handle)
 
 
-def _blocking(operation: str, start: Callable[[], Any]) -> Any:
-    """Start a collective and wait for it. Some groups run it already in the call that starts it."""
+@contextmanager
+def counted_wait(operation: str) -> Iterator[None]:
+    """Inside the block, mark this rank as waiting in ``operation`` for the watchdog, and count the time."""
     started_s = time.perf_counter()
     try:
         with activity.waiting(operation):
+            yield
+    finally:
+        activity.now.waited_s += time.perf_counter() - started_s
+
+
+def _blocking(operation: str, start: Callable[[], Any]) -> Any:
+    """Start a collective and wait for it. Some groups run it already in the call that starts it."""
+    try:
+        with counted_wait(operation):
             handle = start()
             return handle.wait() if isinstance(handle, Future) else handle.wait(NO_TIMEOUT)
     except LockstepError:
@@ -237,8 +248,6 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
             f"{rank}: {operation} failed: {gloo_cause(error)}\n"
             "Another rank ended, or did not take part in time: look at its output."
         ) from error
-    finally:
-        activity.now.waited_s += time.perf_counter() - started_s
 
 
 def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum", pieces: Pieces | None = None) -> None:
@@ -421,6 +430,16 @@ def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group:
     if device.type == "cpu" and isinstance(inside, ShmProcessGroup) and numel:
         return inside.shm_ops.empty_shared((numel,), dtype)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def common_memory(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> CommonMemory | None:
+    """Return a flat tensor of which all ranks of ``group`` share one copy, or None where there is no such memory.
+
+    Collective on shm: every rank, in the same order, with the same arguments. Blocks until all ranks have called it.
+    """
+    if device.type == "cpu" and isinstance(group, ShmProcessGroup) and group.size() > 1 and numel:
+        return group.shm_ops.common_memory(numel, dtype)
+    return None
 
 
 # --- Messages between two ranks: unlike collectives, ranks may start them in different orders

@@ -99,6 +99,68 @@ class SharedBuffers:
         return PRIVATE_MEMORY
 
 
+class CommonMemory:
+    """A flat tensor of which the ranks of a machine share one copy. Each rank may still write to it privately.
+
+    [Note: one copy for all ranks]
+    Each rank maps the same memory twice. A rank reads it through ``own``. Its first write to a page of ``own`` gives it
+    a private copy of that page, which the other ranks do not see (copy-on-write). A write through ``shared`` is visible
+    in the ``own`` of all ranks, except in their private pages. The kernel reports which pages are private
+    (/proc/self/pagemap), so no write of a script is missed, whatever code made it. `publish` copies this rank's part of
+    them to ``shared``, and `forget_changes` drops the private pages. The caller orders the writes of the ranks.
+    """
+
+    def __init__(self, segment: Segment, numel: int, dtype: torch.dtype) -> None:
+        self._segment = segment
+        self._mapping = mmap.mmap(segment.fd, len(segment.memory), access=mmap.ACCESS_COPY)
+        self.own = torch.frombuffer(self._mapping, dtype=dtype, count=numel)
+        self.shared = torch.frombuffer(segment.memory, dtype=dtype, count=numel)
+        self._changed: list[tuple[int, int]] = []  # ranges of bytes
+
+    def publish(self, start: int, stop: int) -> None:
+        """Copy this rank's changes to the elements ``start`` to ``stop`` to the memory that all ranks read."""
+        self._changed = self._own_pages()
+        width = self.own.itemsize
+        for first, end in self._changed:
+            part = slice(max(start, first // width), min(stop, end // width))
+            if part.start < part.stop:
+                self.shared[part] = self.own[part]
+
+    def forget_changes(self) -> None:
+        """From now on read what all ranks share, instead of the changes that this rank had before `publish`."""
+        for first, end in self._changed:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, end - first)
+        self._changed = []
+
+    def _own_pages(self) -> list[tuple[int, int]]:
+        """Return the private pages of this rank, as ranges of bytes."""
+        entries = torch.empty(len(self._mapping) // mmap.PAGESIZE, dtype=torch.int64, device="cpu")
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(self.own.data_ptr() // mmap.PAGESIZE * 8)
+            file.readinto(entries.numpy().data)
+        # The upper bits say whether a page is in memory, is swapped out, or belongs to a file, and so is shared.
+        kinds = (entries >> 61) & 7
+        pages = ((kinds != 0) & (kinds & 1 == 0)).nonzero().view(-1)
+        if not len(pages):
+            return []
+        is_gap = (pages.diff() > 1).nonzero().view(-1).tolist()
+        firsts, lasts = pages[[0, *(gap + 1 for gap in is_gap)]], pages[[*is_gap, len(pages) - 1]]
+        return list(zip((firsts * mmap.PAGESIZE).tolist(), ((lasts + 1) * mmap.PAGESIZE).tolist(), strict=True))
+
+    def objection(self) -> str:
+        """Return why this memory cannot be used here; empty if it can."""
+        end, common = len(self._mapping), self._segment.memory[-1]
+        try:
+            self._mapping[-1] = 1 - common  # a byte that is still zero, outside the token
+            self.publish(0, 0)
+            is_seen = self._changed == [(end - mmap.PAGESIZE, end)] and self._segment.memory[-1] == common
+            self.forget_changes()
+            works = is_seen and self._mapping[-1] == common
+            return "" if works else "the kernel does not report which pages belong to this rank"
+        except OSError as error:
+            return str(error)
+
+
 def _for_c(pieces: Pieces | None) -> _Pieces:
     return _NO_PIECES if pieces is None else pieces.for_c()
 
@@ -500,6 +562,23 @@ class ShmOps:
         self.buffers.add(segment, share_bytes)
         count, offset = math.prod(sizes), self.rank * share_bytes
         return torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset).view(sizes)
+
+    def common_memory(self, numel: int, dtype: torch.dtype) -> CommonMemory | None:
+        """Return uninitialized memory of which all ranks share one copy; None on all ranks if it is not available.
+
+        Collective: every rank, with the same arguments. Blocks until all ranks have called it.
+        """
+        made: list[CommonMemory | None] = []
+
+        def make(call: NativeCall) -> None:
+            segment = self._share(call, _whole_pages(numel * dtype.itemsize))
+            if segment is not None:
+                memory = CommonMemory(segment, numel, dtype)
+                segment.close_file()
+                made.append(None if self._object(call, memory.objection()) else memory)
+
+        self.submit("common_memory", make, []).wait()
+        return made[0] if made else None
 
     def _share(self, call: NativeCall, num_bytes: int) -> Segment | None:
         """Return memory that all ranks have mapped; None if a rank has no room."""

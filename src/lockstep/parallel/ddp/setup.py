@@ -1,11 +1,12 @@
 """Wrapping a model: checks of the arguments, and the broadcast of parameters and buffers."""
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, RepeatedBroadcast, broadcast_coalesced
@@ -197,10 +198,18 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
 # --- the same model on every rank -------------------------------------------------------------------------------------
 
 
+BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
+
+
 class ModelSync:
-    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``."""
+    """Compares and broadcasts the state of ``module``, except for the names in ``ignore``.
+
+    Attributes:
+        buffer_hook: A user's hook that synchronises buffers, its state, and whether it runs after ``forward``.
+    """
 
     def __init__(self, module: nn.Module, ignore: set[str], group: Group, device: torch.device) -> None:
+        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
         self._module, self._ignore, self._group, self._device = module, ignore, group, device
         self._broadcast = RepeatedBroadcast(group)
         # By buffer, the dict that holds it, and its name there. Collected once: walking a large model takes long. If a
@@ -231,7 +240,16 @@ class ModelSync:
             tensors += [value.detach() for value in self.named_buffers().values()]
         broadcast_coalesced(tensors, group=self._group, src=src)
 
-    def sync_buffers(self, *, src: int) -> None:
-        """Overwrite buffers with those of rank ``src``. Collective: every rank. Blocks until complete."""
-        buffers = (home[name] for home, name in self._homes)
-        self._broadcast([buffer for buffer in buffers if buffer is not None], src=src)
+    @torch.no_grad()
+    def sync_buffers(self, *, after_forward: bool, src: int) -> list[Future[Any]]:
+        """Synchronise buffers, if they are due at this point; return futures to wait for at the end of backward.
+
+        Collective: every rank. Blocks until complete, except for what a registered hook returns as futures.
+        """
+        if self.buffer_hook is None:
+            if not after_forward:
+                buffers = (home[name] for home, name in self._homes)
+                self._broadcast([buffer for buffer in buffers if buffer is not None], src=src)
+            return []
+        hook, state, runs_after_forward = self.buffer_hook
+        return (hook(state, self.named_buffers()) or []) if runs_after_forward is after_forward else []

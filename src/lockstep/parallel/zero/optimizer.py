@@ -2,8 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Join, Joinable, JoinHook
+from lockstep.comm.collectives import CommonMemory, Group, Join, Joinable, JoinHook
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
@@ -168,16 +168,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
             group.update(options)
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
-        self.optim.step(**kwargs)
-        self._adopt_options()
-        self._has_gradients = False
-        self._shard.drop_gradients()
-        if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
-            self._slices.reset()
-            for parameter in self._reducer.bucket_set.parameters:
-                parameter.grad = None
-        for buffer in trained:  # autograd must notice that saved tensors have changed
-            torch.autograd.graph.increment_version(buffer.parameters)
+        with self._writing(trained):
+            self.optim.step(**kwargs)
+            self._adopt_options()
+            self._has_gradients = False
+            self._shard.drop_gradients()
+            if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
+                self._slices.reset()
+                for parameter in self._reducer.bucket_set.parameters:
+                    parameter.grad = None
+            for buffer in trained:  # autograd must notice that saved tensors have changed
+                torch.autograd.graph.increment_version(buffer.parameters)
         # Buckets have the order of backward, and the next forward begins with the last.
         in_order = trained if self._laid_for is None else trained[::-1]
         self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
@@ -186,6 +187,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.overlaps:
             self.wait()
         return loss
+
+    @contextmanager
+    def _writing(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+        """Write inside to this rank's shard of buffers that the ranks share. Collective: every rank."""
+        common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
+        if common:  # another rank may still read what this one is about to change
+            collectives.all_reduce(torch.zeros(1), group=self.process_group)
+        for memory, shard in common:
+            memory.publish(*shard)
+        yield
+        for memory, _ in common:
+            memory.forget_changes()
+        if common:  # the writes of each rank are now visible to all
+            collectives.all_reduce(torch.zeros(1), group=self.process_group)
 
     def wait(self) -> None:
         """Block until the parameters of the last `step` have arrived (on CUDA: the current stream waits)."""
@@ -255,7 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
         for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
-            if [parameter.data_ptr() for parameter in buffer.parameters] != buffer.pointers:
+            if not buffer.is_intact:
                 buffer.take_back()
         if self.is_elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
@@ -383,8 +398,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._build()
         self._shard.load(read, options_of(self.param_groups))
 
-    def _allocate(self, numel: int, like: nn.Parameter) -> Tensor:
-        return collectives.empty_buffer(numel, dtype=like.dtype, device=like.device, group=self.process_group)
+    def _allocate(self, numel: int, like: nn.Parameter) -> Tensor | CommonMemory:
+        where: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "group": self.process_group}
+        # Frozen parameters are never exchanged, so each rank keeps its own. An optimizer that is not element-wise
+        # writes to the parameters themselves.
+        common = collectives.common_memory(numel, **where) if like.requires_grad and self.is_elementwise else None
+        return collectives.empty_buffer(numel, **where) if common is None else common
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -471,8 +490,11 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
     if first.name != "params" or needed:
-        needs = f"requires {', '.join(needed)}, which its defaults lack"
-        lacks = needs if first.name == "params" else "does not take params as its first argument"
+        lacks = (
+            "does not take params as its first argument"
+            if first.name != "params"
+            else f"requires {', '.join(needed)}, which its defaults lack"
+        )
         raise ConfigurationError(
             f"{kind.__name__} cannot be created again for each rank's part: its constructor {lacks}.\n"
             "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."

@@ -11,7 +11,7 @@ from torch import Tensor, jit, nn
 from torch.optim import Optimizer
 
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Work, wait_for
+from lockstep.comm.collectives import CommonMemory, Group, Work, wait_for
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.flat import ALIGNMENT_BYTES, flatten_like, padded_numel, view_like
@@ -45,7 +45,7 @@ class ShardRange(NamedTuple):
 Member = tuple[nn.Parameter, ShardRange]
 
 # Returns flat memory for a number of elements, with the device and dtype of a parameter.
-Allocate = Callable[[int, nn.Parameter], Tensor]
+Allocate = Callable[[int, nn.Parameter], Tensor | CommonMemory]
 
 
 def shard_bounds(numel: int, num_ranks: int, itemsize: int) -> list[tuple[int, int]]:
@@ -79,7 +79,8 @@ class FlatBuffer:
     equal size, which begins at a multiple of 16 bytes; or, for optimizers that need whole parameters, a whole buffer.
     The memory is padded, so that one collective exchanges all slices. `ShardRange` gives the elements of a parameter in
     a shard. With ``shard_gradients`` a buffer has the layout of a bucket of the `DistributedDataParallel`, so that a
-    rank's shard of the parameters and its slice of the reduced gradients are the same elements.
+    rank's shard of the parameters and its slice of the reduced gradients are the same elements. If all ranks are on one
+    machine, they share one copy of the buffer (`CommonMemory`), and the updated shards need no gather.
 
     Args:
         members: The parameters in their order, of one device and dtype. Their values are copied to ``flat``, and their
@@ -90,14 +91,16 @@ class FlatBuffer:
 
     Attributes:
         flat: The parameters.
-        pointers: Where the parameters lie in the buffer.
         padded: ``flat``, and the memory after it up to the end of the last of the equal slices.
+        written: The same parameters, where the owner of a shard writes them.
     """
 
     def __init__(self, members: list[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
-        self.padded = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
+        memory = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
+        self.common = memory if isinstance(memory, CommonMemory) else None
+        self.padded, self.written = (memory, memory) if isinstance(memory, Tensor) else (memory.own, memory.shared)
         self.flat, self.has_equal_slices = self.padded[:numel], owner is None
         # Ranges are computed once, because every step needs them.
         owned = [(0, numel if rank == owner else 0) for rank in range(num_ranks)]
@@ -125,7 +128,12 @@ class FlatBuffer:
             foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        self.pointers = [parameter.data_ptr() for parameter in self.parameters]
+        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the parameters still lie in the buffer, and were not given other memory."""
+        return [parameter.data_ptr() for parameter in self.parameters] == self._pointers
 
     def shard_of(self, rank: int, flat: Tensor | None = None) -> Tensor:
         """Return the shard of ``rank``, of this buffer or of another ``flat`` tensor with its layout."""
@@ -283,12 +291,12 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
     All ranks then have the same bits, since each element comes from one rank.
 
     Args:
-        buffers: The same on every rank.
+        buffers: The same on every rank. Buffers that the ranks share need no communication.
         group: The ranks that take part.
         alone: Whether the caller waits next, and has nothing else to do.
     """
     gathers: list[Gather] = []
-    for buffer in buffers if group.size() > 1 else ():
+    for buffer in (each for each in buffers if group.size() > 1 and each.common is None):
         if buffer.has_equal_slices and collectives.has_all_gather(group, buffer.flat.device):
             works = [collectives.all_gather_slices(buffer.padded, group=group, alone=alone)]
         else:
@@ -406,7 +414,7 @@ class ShardOptimizer:
     def __init__(self, make: Make, buffers: list[FlatBuffer], rank: int, options: Options, elementwise: bool) -> None:
         self._make, self._elementwise = make, elementwise
         self._segments: list[Segment] = []
-        self._shards = [buffer.shard_of(rank) for buffer in buffers]
+        self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
             whole.parameter: parameter
             for buffer in buffers

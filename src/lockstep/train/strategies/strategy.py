@@ -355,7 +355,7 @@ class FullyShard(Strategy):
         )
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
-        fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
+        self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
         if is_on_meta(model):
             initialize(model, device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -396,6 +396,8 @@ class FullyShard(Strategy):
         how.timer.begin("backward")
         how.on_losses([part])
         how.scaled(part, self._num_ranks).backward()  # torch's mean over the ranks becomes the sum again
+        if self._counts_waits:
+            how.timer.mark_waits_counted()
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
