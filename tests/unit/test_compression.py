@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lockstep.comm.shm import communicator
 from lockstep.errors import ConfigurationError
 from lockstep.parallel import compression
 from lockstep.parallel.compression import Blocks
@@ -10,16 +11,9 @@ from lockstep.parallel.compression import Blocks
 LEVELS = {8: 127, 4: 7}
 
 
-def without_library(codec):
-    codec._native = None
-    return codec
-
-
 SIZES = [(8, 256), (4, 128), (4, 32)]
-CODECS = [Blocks(*size) for size in SIZES] + [without_library(Blocks(*size)) for size in SIZES]
-EACH_CODEC = pytest.mark.parametrize(
-    "codec", CODECS, ids=lambda codec: f"{codec.bits} bits, {codec.block}, {'C' if codec._native else 'torch'}"
-)
+CODECS = [Blocks(*size) for size in SIZES]
+EACH_CODEC = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.bits} bits, {codec.block}")
 
 
 def travel(codec, values):
@@ -83,23 +77,16 @@ def test_numbers_too_small_for_a_scale_are_kept(codec, tiny):
     assert torch.equal(kept, values)
 
 
-@pytest.mark.skipif(CODECS[0]._native is None, reason="lockstep has no C library here")
-@pytest.mark.parametrize(("bits", "block"), SIZES)
-@pytest.mark.parametrize("numel", [1, 2, 31, 128, 257, 4097])
-def test_ranks_with_and_without_the_c_library_send_the_same_bits(bits, block, numel):
-    in_c, in_torch = Blocks(bits, block), without_library(Blocks(bits, block))
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    values *= torch.logspace(-38, 38, numel)
-    values[:: block + 7] *= torch.tensor([torch.nan, torch.inf, -0.0, 1e-45]).repeat(numel)[: len(values[:: block + 7])]
-    kept = [values.clone(), values.clone()]
-    data = [torch.full((in_c.num_bytes(numel),), 77, dtype=torch.uint8) for _ in kept]
-    arrived = [torch.full_like(values, 0.1) for _ in kept]
-    for codec, left, sent, to in zip((in_c, in_torch), kept, data, arrived, strict=True):
-        codec.encode(left, sent)
-        codec.decode(sent, to, adds=True)
-    assert torch.equal(*data)
-    for pair in (kept, arrived):
-        assert torch.equal(*(each.view(torch.int32) for each in pair))
+def test_integers_need_the_c_library(monkeypatch):
+    monkeypatch.setattr(communicator, "library", lambda: "its C library was not built")
+    communicator.block_codec.cache_clear()
+    try:
+        with pytest.raises(ConfigurationError) as caught:
+            compression.make("int8")
+    finally:
+        communicator.block_codec.cache_clear()
+    expected = "Lockstep cannot compress to int8 and int4: its C library was not built.\nOr use compression='bf16'."
+    assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(

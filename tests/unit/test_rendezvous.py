@@ -84,5 +84,5 @@ def test_there_must_be_a_group_to_describe():
     with pytest.raises(ConfigurationError) as raised:
         lockstep.World.from_group()
     assert str(raised.value) == (
-        "There is no process group in this process yet.\nCall lockstep.init(), which makes one."
+        "This process has no process group.\nCall lockstep.init(), which makes one."
     )  # fmt: skip

@@ -16,7 +16,7 @@ class Script:
     def __init__(self):
         self.parameters = [nn.Parameter(torch.zeros(2)) for _ in range(NUM_PARAMETERS)]
         self.used = set()
-        self.window = AccumulationWindow(self.parameters, has_unweighed=False)
+        self.window = AccumulationWindow(self.parameters, has_unweighed=False, shares_batch=False)
 
     def give(self, weight):
         self.window.on_forward()

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ NUM_ROUNDS = 10
 Round = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class ClockOffset:
+class ClockOffset(NamedTuple):
     """How far a rank's clock is ahead of rank zero's, within ``error_s`` either way; in seconds."""
 
     offset_s: float
@@ -44,11 +43,9 @@ def measure_clock_offsets(group: Group, device: torch.device) -> list[ClockOffse
         rounds.append((entered, time.time()))
     mine = {"machine": machine_name(), "rounds": rounds[1:]}
     ranks = all_gather_object(mine, group=group, device=device)
+    zero, same = ranks[0], ClockOffset(0.0, 0.0)
     return [
-        ClockOffset(0.0, 0.0)
-        if rank["machine"] == ranks[0]["machine"]
-        else bound_offset(ranks[0]["rounds"], rank["rounds"])
-        for rank in ranks
+        same if each["machine"] == zero["machine"] else bound_offset(zero["rounds"], each["rounds"]) for each in ranks
     ]
 
 

@@ -17,28 +17,19 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.futures import Future
 
-from lockstep import activity
+from lockstep import activity, torch_internals
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange, sum_rows
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
-from lockstep.torch_internals import (
-    all_gather_single,
-    backend_of,
-    foreach_copy_,
-    pre_dp_module_transform,
-    reduce_scatter_single,
-    root_mesh,
-    timeout_of,
-    unsafe_preserve_version_counter,
-)
 
 # For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.
 __all__ = ["CommonMemory", "Join", "JoinHook", "Joinable", "Pieces"]
 
 Group = dist.ProcessGroup
+AnyDevice = torch.device | str
 # A collective under way. The caller keeps its tensors alive: not every backend does.
 Work = dist.Work
 
@@ -97,8 +88,9 @@ def mesh_group(device_mesh: Any, module: torch.nn.Module) -> Group:
     """
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if root_mesh(device_mesh) != device_mesh:  # tensor parallelism on the other dimensions: DTensor parameters
-        pre_dp_module_transform()(module)
+    # Tensor parallelism on the other dimensions: DTensor parameters.
+    if torch_internals.root_mesh(device_mesh) != device_mesh:
+        torch_internals.pre_dp_module_transform()(module)
     group: Group = device_mesh.get_group(mesh_dim=0)
     return group
 
@@ -307,12 +299,12 @@ class RepeatedBroadcast:
         is_source = self._group.rank() == src
         for flat, alike in self._packs:
             for tensors, pieces in alike if is_source else ():
-                foreach_copy_(pieces, tensors)
+                torch_internals.foreach_copy_(pieces, tensors)
             broadcast(flat, group=self._group, src=src)
             for tensors, pieces in () if is_source else alike:
                 # With a new version, autograd would refuse a backward through tensors that it saved before.
-                with unsafe_preserve_version_counter(tuple(tensors)):
-                    foreach_copy_(tensors, pieces)
+                with torch_internals.unsafe_preserve_version_counter(tuple(tensors)):
+                    torch_internals.foreach_copy_(tensors, pieces)
 
 
 def _pack(tensors: list[Tensor]) -> tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]:
@@ -351,11 +343,13 @@ def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
     if tensor.is_cpu or not has_all_gather(group, tensor.device):
         _blocking("all_gather", lambda: group.allgather([list(rows)], [tensor], options))
     else:  # NCCL gathers into one tensor, and would copy from it to those of a list, with a kernel for each rank
-        _blocking("all_gather", lambda: all_gather_single(group, rows.flatten(), tensor.flatten(), options))
+        _blocking(
+            "all_gather", lambda: torch_internals.all_gather_single(group, rows.flatten(), tensor.flatten(), options)
+        )
     return rows
 
 
-def all_gather_object(value: Any, *, group: Group, device: torch.device | str = "cpu") -> list[Any]:
+def all_gather_object(value: Any, *, group: Group, device: AnyDevice = "cpu") -> list[Any]:
     """Return every rank's ``value``, by rank. Values travel as JSON: numbers, strings, lists and dicts.
 
     Collective: every rank, in the same order. Blocks until complete.
@@ -374,9 +368,7 @@ def all_gather_object(value: Any, *, group: Group, device: torch.device | str = 
     return [_from_bytes(part[:length]) for part, length in zip(gathered, lengths, strict=True)]
 
 
-def all_gather_different(
-    value: Any, *, compared: Any = None, group: Group, device: torch.device | str = "cpu"
-) -> list[Any]:
+def all_gather_different(value: Any, *, compared: Any = None, group: Group, device: AnyDevice = "cpu") -> list[Any]:
     """Return every rank's ``value``, by rank; a single one if all are equal, in which case only digests are sent.
 
     Collective: every rank, in the same order. Blocks until complete. For values that grow with the model: those of
@@ -396,7 +388,7 @@ def all_gather_different(
     return all_gather_object(value, group=group, device=device)
 
 
-def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.device | str = "cpu") -> Any:
+def broadcast_object(value: Any, *, group: Group, src: int = 0, device: AnyDevice = "cpu") -> Any:
     """Return rank ``src``'s ``value`` on every rank; see :func:`all_gather_object` for what can travel.
 
     Collective: every rank, in the same order. Blocks until complete.
@@ -411,7 +403,7 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: torch.de
     return _from_bytes(data)
 
 
-def _to_bytes(value: Any, device: torch.device | str) -> Tensor:
+def _to_bytes(value: Any, device: AnyDevice) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
@@ -480,7 +472,7 @@ def wait_for_transfer(work: Work, group: Group) -> None:
     """Block until a send or a receive is complete, at most for the group's timeout."""
     cpu = torch.device("cpu")
     # Gloo would use the timeout that the group was created with: for `init` that is the timeout of connecting.
-    timeout = timeout_of(backend_of(group, cpu)) if _is_gloo(group, cpu) else NO_TIMEOUT
+    timeout = torch_internals.timeout_of(torch_internals.backend_of(group, cpu)) if _is_gloo(group, cpu) else NO_TIMEOUT
     work.wait(timeout)
 
 
@@ -505,7 +497,7 @@ def sums_sparse_tensors(group: Group, device: torch.device) -> bool:
 
 
 def _is_gloo(group: Group, device: torch.device) -> bool:
-    return type(group) is dist.ProcessGroup and "gloo" in backend_of(group, device).name().lower()
+    return type(group) is dist.ProcessGroup and "gloo" in torch_internals.backend_of(group, device).name().lower()
 
 
 def all_to_all_async(
@@ -549,11 +541,7 @@ class _Exchange(Work):
     """
 
     def __init__(
-        self,
-        sent: Sequence[Tensor],
-        received: Sequence[Tensor],
-        group: Group,
-        result: Callable[[], object] = lambda: None,
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group, result: Callable[[], Any] = lambda: None
     ) -> None:
         super().__init__()
         rank = group.rank()
@@ -600,7 +588,7 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pi
         return _Exchange(slices, places, group, lambda: sum_rows(received, own))
     options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
     given = {} if pieces is None else {"pieces": pieces}
-    return reduce_scatter_single(group, _real(_own_slice(flat, group)), _real(flat), options, **given)
+    return torch_internals.reduce_scatter_single(group, _real(_own_slice(flat, group)), _real(flat), options, **given)
 
 
 def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool = False) -> Work:
@@ -618,7 +606,7 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
         own = _real(tensor)
         return _Exchange([own] * group.size(), _real(output).view(group.size(), own.numel()).unbind(), group)
     options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), tensor, alone)
-    return all_gather_single(group, _real(output), _real(tensor), options)
+    return torch_internals.all_gather_single(group, _real(output), _real(tensor), options)
 
 
 def all_gather_slices(flat: Tensor, *, group: Group, alone: bool = False) -> Work:

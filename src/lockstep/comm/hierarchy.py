@@ -32,14 +32,7 @@ from typing_extensions import override
 
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
-from lockstep.comm.shm.process_group import (
-    NEW_NAMES,
-    CpuProcessGroup,
-    ShmProcessGroup,
-    agree,
-    join_shm,
-    share_memory,
-)
+from lockstep.comm.shm.process_group import NEW_NAMES, CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.errors import CollectiveError, LockstepError
@@ -203,10 +196,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
 
         Collective: every rank, in the same order among all calls of this group.
         """
-        options = _in_this_thread(dist.AllreduceOptions())
-        work = ShmWork(
-            "all_reduce", self._queue, lambda: self._inside_ops.allreduce([tensor], options).wait(), [tensor]
-        )
+        opts = _in_this_thread(dist.AllreduceOptions())
+        work = ShmWork("all_reduce", self._queue, lambda: self._inside_ops.allreduce([tensor], opts).wait(), [tensor])
         self._queue.add(work, is_async=True)
         return work
 
@@ -270,9 +261,7 @@ def _in_this_thread(options: Any) -> Any:
 _TAG = 2**30 - 1
 
 
-def start_exchange(
-    gloo: Any, sent: Sequence[Tensor], received: Sequence[Tensor], rank: int
-) -> list[dist.distributed_c10d.Work]:
+def start_exchange(gloo: Any, sent: Sequence[Tensor], received: Sequence[Tensor], rank: int) -> list[dist.Work]:
     """Start to send one tensor to each other rank of ``gloo``, and to receive one from each.
 
     Receives are posted first. A sender begins once it knows that the receiver is ready, and Gloo sends that notice on

@@ -118,17 +118,23 @@ def set_keepalive() -> None:
                 _keep_alive(found, limit_s)
 
 
-def _open_connections() -> Iterator[tuple[socket.socket, str, str]]:
-    """Yield this process's TCP connections, with the addresses of the other end and of this one."""
+def open_sockets() -> Iterator[socket.socket]:
+    """Yield this process's TCP sockets."""
     # Gloo and NCCL do not expose their descriptors, so all descriptors of the process are searched.
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed in the meantime, or not connected
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            # A duplicate: closing it does not close the connection, and socket options apply to the connection.
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    yield found, found.getpeername()[0], found.getsockname()[0]
+        with suppress(OSError):  # closed in the meantime
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                # A duplicate: closing it does not close the connection, and socket options apply to the connection.
+                with socket.socket(fileno=os.dup(int(name))) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                        yield found
+
+
+def _open_connections() -> Iterator[tuple[socket.socket, str, str]]:
+    """Yield this process's TCP connections, with the addresses of the other end and of this one."""
+    for found in open_sockets():
+        with suppress(OSError):  # not connected
+            yield found, found.getpeername()[0], found.getsockname()[0]
 
 
 def _keep_alive(connection: socket.socket, limit_s: float) -> None:

@@ -11,9 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore
@@ -29,8 +29,7 @@ _RETRY_S = 0.1
 # --- The store of the job
 
 
-@dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """An open store, and the prefix of this start of the job in it.
 
     Attributes:
@@ -154,8 +153,7 @@ FAREWELL_S = 3.0
 _COMPLETE = "complete"
 
 
-@dataclass(frozen=True)
-class Participant:
+class Participant(NamedTuple):
     """One process that takes part in the start."""
 
     rank: int
@@ -182,13 +180,7 @@ def naming_a_lost_store(me: Participant) -> Iterator[None]:
 
 
 def check_membership(
-    store: Store,
-    me: Participant,
-    *,
-    deadline: float,
-    timeout_s: float,
-    is_host: bool,
-    objection: str | None = None,
+    store: Store, me: Participant, *, deadline: float, timeout_s: float, is_host: bool, objection: str | None = None
 ) -> None:
     """Sign in and wait until all ranks have. All ranks get the same verdict: every rank returns, or every rank raises.
 
@@ -230,12 +222,12 @@ def check_membership(
 
 def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepError | None:
     """Add this rank to the list; return an error if its entry is wrong."""
-    signature = json.dumps(asdict(me))
+    signature = json.dumps(me)
     present = store.compare_set(f"rank/{me.rank}", "", signature).decode()
     # A surplus process is counted, too: the host waits until as many have read the verdict as have arrived.
     store.add("arrived", 1)
     if present != signature:
-        other = Participant(**json.loads(present))
+        other = Participant(*json.loads(present))
         return WorldSizeMismatch(
             f"Two processes have the rank {me.rank}: pid {other.pid} on host {other.host} and "
             f"pid {me.pid} on host {me.host}.\n"
@@ -243,7 +235,7 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
             "this job another MASTER_PORT. `lockstep run` does both."
         )
     # Compared with the first rank that signed in, not with rank zero, which may be missing.
-    first = Participant(**json.loads(store.compare_set("first", "", signature)))
+    first = Participant(*json.loads(store.compare_set("first", "", signature)))
     pairs = {"WORLD_SIZE": (me.world_size, first.world_size), "backend": (me.backend, first.backend)}
     for name, (mine, theirs) in pairs.items():
         if mine and theirs and mine != theirs:  # without a device there is no backend
@@ -256,7 +248,7 @@ def _sign_in(store: Store, me: Participant, objection: str | None) -> LockstepEr
 
 def _describe_missing(store: Store, me: Participant, timeout_s: float) -> str:
     found = read_present(store, [f"rank/{rank}" for rank in range(me.world_size)], set())
-    came = [Participant(**json.loads(text)) for text in found.values()]
+    came = [Participant(*json.loads(text)) for text in found.values()]
     missing = sorted(set(range(me.world_size)) - {participant.rank for participant in came})
     return (
         f"{len(came)} of {me.world_size} ranks came within {timeout_s:g} s; missing: {format_ranks(missing)}.\n"

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import os
 import socket
-import stat
 import struct
 import threading
 import weakref
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore as HashStore
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from lockstep.comm.network import open_sockets
 from lockstep.env import is_loopback
 from lockstep.torch_internals import default_store
 
@@ -426,14 +426,8 @@ class InterNodeStore:
     def is_host(self) -> bool:
         """Return whether the store runs in this process and ends with it."""
         # Reads this process's sockets only: /proc/net/tcp lists those of the whole machine, a thousand on the host.
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed in the meantime, or not a socket
-                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    with socket.socket(fileno=os.dup(int(name))) as each:
-                        is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        if is_listening and each.getsockname()[1:2] == (self._address[1],):
-                            return True
-        return False
+        listening = (each for each in open_sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return any(each.getsockname()[1] == self._address[1] for each in listening)
 
     def post(self, topic: str, note: Any) -> bool:
         """Replace this machine's note on ``topic`` by ``note``, a JSON value; return whether it was stored."""

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import TextIO
 
 import torch
@@ -154,16 +153,15 @@ Owned = tuple[rendezvous.Rendezvous, ExitStack]
 def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
     if _keeps_timeout(backend):
         timeout_s = default_pg_timeout.total_seconds()
+    # On several machines, shm also connects over Gloo.
+    limit_s = timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
     try:
         dist.init_process_group(
             backend,
             store=PrefixStore(f"{met.prefix}/group", met.store),
             rank=env.rank,
             world_size=env.world_size,
-            # On several machines, shm also connects over Gloo.
-            timeout=timedelta(
-                seconds=timeout_s / _GLOO_CONNECT_FACTOR if "gloo" in backend or backend == "shm" else timeout_s
-            ),
+            timeout=timedelta(seconds=limit_s),
             # Connects NCCL now, without the limit above, so that no collective has to guess the device. With other
             # backends, torch would later refuse groups over Gloo, which does not support their devices.
             device_id=device if device.type == "cuda" and "nccl" in _names(backend) else None,
@@ -243,9 +241,7 @@ class World:
         """
         group = group if group is not None else dist.group.WORLD
         if group is None or not dist.is_initialized():
-            raise ConfigurationError(
-                "There is no process group in this process yet.\nCall lockstep.init(), which makes one."
-            )
+            raise ConfigurationError("This process has no process group.\nCall lockstep.init(), which makes one.")
         env = _env_of(group)
         return cls(env, choose_device(env, device or group.bound_device_id), group, None)
 
@@ -383,9 +379,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, Exception) and self._owned is not None:
             activity.now.fail(error)
         self._close(abort=error is not None)
@@ -448,7 +442,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         # their first collective.
         if env.world_size > 1:
             store = PrefixStore(f"{met.prefix}/members", met.store)
-            meet(store, replace(me, backend=name), objection=objection)
+            meet(store, me._replace(backend=name), objection=objection)
     one_machine = env.local_world_size == env.world_size
     if backend is None and name == "shm":
         store = PrefixStore(f"{met.prefix}/shm", met.store)

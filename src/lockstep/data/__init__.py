@@ -12,9 +12,7 @@ __all__ = ["TokenFiles"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'lockstep.data' has no attribute {name!r}")
-    value = getattr(import_module("lockstep.data.tokens"), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module("lockstep.data.tokens"), name)
 
 
 def __dir__() -> list[str]:

@@ -36,12 +36,9 @@ def _move(value: Any, device: torch.device) -> Any:
 
 def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
     """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
-    return batch._replace(
-        batches=[
-            map_tensors(share, partial(_to, device=device), partial(_move, device=device))
-            for share, device in _on_devices(batch, devices)
-        ]
-    )
+    pairs = _on_devices(batch, devices)
+    moved = [map_tensors(each, partial(_to, device=device), partial(_move, device=device)) for each, device in pairs]
+    return batch._replace(batches=moved)
 
 
 def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Iterator[tuple[Any, torch.device]]:
@@ -66,10 +63,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self,
-        batches: Iterator[MicroBatch],
-        devices: Mapping[int, torch.device],
-        copies: list[Copy] | None = None,
+        self, batches: Iterator[MicroBatch], devices: Mapping[int, torch.device], copies: list[Copy] | None = None
     ) -> None:
         self._batches, self._copies = batches, copies
         self._devices = devices
@@ -115,6 +109,8 @@ def _record(tensor: Tensor, stream: torch.Stream) -> Tensor:
 
 # --- The iterator
 
+Order = GlobalOrder | StreamOrder
+
 
 class BatchIterator:
     """Returns the micro-batches of this process in order, without end.
@@ -131,12 +127,7 @@ class BatchIterator:
     """
 
     def __init__(
-        self,
-        samples: Any,
-        order: GlobalOrder | StreamOrder,
-        split: BatchSplit,
-        how: LoadOptions,
-        devices: Sequence[torch.device],
+        self, samples: Any, order: Order, split: BatchSplit, how: LoadOptions, devices: Sequence[torch.device]
     ) -> None:
         self._samples, self._order, self._split, self._how = samples, order, split, how
         self._devices = dict(zip(split.shares, devices, strict=False))  # torch's DataParallel has one share only

@@ -65,6 +65,8 @@ from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_
 
 # A tensor within a flat one: a key that is the same in every step, and its shape.
 Member = tuple[int, torch.Size]
+Members = Sequence[Member]
+Pair = tuple[Tensor, Tensor]
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -84,9 +86,7 @@ class Codec(ABC):
     takes_whole = False
 
     @abstractmethod
-    def mean(
-        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
-    ) -> Iterator[None]:
+    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         """Sum over the ranks in rounds; yield after each start of a round.
 
         Args:
@@ -120,9 +120,7 @@ class SliceCodec(Codec):
         """Decode ``data`` and write the numbers to ``to``, or add them to it."""
 
     @override
-    def mean(
-        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member] = ()
-    ) -> Iterator[None]:
+    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         rank, size = peers.rank, peers.size
         num_blocks = -(-values.numel() // self.block)
         bounds = [min(num_blocks * each // size * self.block, values.numel()) for each in range(size + 1)]
@@ -153,9 +151,8 @@ class SliceCodec(Codec):
             self.decode(data[start:], own, adds=True)
         total = torch.empty(self.num_bytes(own.numel()), dtype=torch.uint8)
         self.encode(own, total)
-        sums = {
-            other: torch.empty(self.num_bytes(values[slices[other]].numel()), dtype=torch.uint8) for other in others
-        }
+        sizes = {other: self.num_bytes(values[slices[other]].numel()) for other in others}
+        sums = {other: torch.empty(num_bytes, dtype=torch.uint8) for other, num_bytes in sizes.items()}
         peers.post(dict.fromkeys(others, total), sums)
         self.decode(total, result[slices[rank]])
         yield
@@ -185,21 +182,14 @@ class Cast(SliceCodec):
     @override
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
         numbers = data.view(self.dtype)
-        if adds:
-            to += numbers
-        else:
-            to.copy_(numbers)
-
-
-# Adding this to a small float32 and subtracting it again rounds to the nearest integer, ties to even.
-_ROUNDING = 1.5 * 2.0**23
+        to.add_(numbers) if adds else to.copy_(numbers)
 
 
 @final
 class Blocks(SliceCodec):
     """Integers of 8 or 4 bits: each block holds multiples of one scale, a bfloat16.
 
-    The C library needs one pass over memory. Without it, torch needs several, and gives the same bits.
+    The C library needs one pass over memory; ``comm/shm/_quantize.c`` explains its bounds.
 
     Numbers are rounded to the nearest. With stochastic rounding the error is 1.4 times as large, also summed over
     steps, since error feedback does not need errors with mean zero (``bench/compression.py``).
@@ -207,7 +197,7 @@ class Blocks(SliceCodec):
 
     def __init__(self, bits: int, block: int) -> None:
         self.bits, self.block = bits, block
-        self._native = block_codec()
+        self._encode, self._decode = block_codec()
 
     @override
     def num_bytes(self, numel: int) -> int:
@@ -218,54 +208,13 @@ class Blocks(SliceCodec):
 
     @override
     def encode(self, values: Tensor, to: Tensor) -> None:
-        if self._native is None:
-            for rows, scales, codes in self._parts(values, to):
-                self._encode_rows(rows, scales, codes)
-            return
         address, count = to.data_ptr(), values.numel()
-        self._native[0](values.data_ptr(), count, self.bits, self.block, address, address + self._scale_bytes(count))
+        self._encode(values.data_ptr(), count, self.bits, self.block, address, address + self._scale_bytes(count))
 
     @override
     def decode(self, data: Tensor, to: Tensor, *, adds: bool = False) -> None:
-        if self._native is None:
-            for rows, scales, codes in self._parts(to, data):
-                numbers = codes if self.bits == 8 else torch.cat([codes & 15, codes >> 4], dim=1) ^ 8
-                levels = (numbers.view(torch.int8) - (8 if self.bits == 4 else 0))[:, : rows.shape[1]]
-                decoded = levels * (scales.int() << 16).view(torch.float32)
-                rows.add_(decoded) if adds else rows.copy_(decoded)
-            return
         address, count = data.data_ptr(), to.numel()
-        self._native[1](address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
-
-    def _parts(self, values: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the whole blocks, one per row, then the rest as one row: numbers, their scales, and their codes."""
-        count = values.numel()
-        whole = count // self.block * self.block
-        codes = data[self._scale_bytes(count) :]
-        for start, end in ((0, whole), (whole, count)):
-            if start < end:
-                rows = values[start:end].view(-1, min(self.block, end - start))
-                scales = data[self._scale_bytes(start) : self._scale_bytes(end)].view(torch.int16)
-                part = codes[start * self.bits // 8 : -(-end * self.bits // 8)]
-                yield rows, scales.view(-1, 1), part.view(len(rows), -1)
-
-    def _encode_rows(self, rows: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Do the same as ``lockstep_encode`` in ``comm/shm/_quantize.c``, which explains the bounds."""
-        largest = rows.abs().amax(1, keepdim=True)
-        bad = ~(largest < 2.0**127)
-        scale = (largest / (2 ** (self.bits - 1) - 1)).view(torch.int32).add_(0xFFFF) >> 16
-        scale.masked_fill_(largest < 2.0**-100, 0).masked_fill_(bad, 0)
-        scales.copy_(scale).masked_fill_(bad, 0x7FC0)
-        step = (scale << 16).view(torch.float32)
-        rows.masked_fill_(bad, 0.0)
-        levels = (rows * (1 / step).masked_fill_(step == 0, 0.0)).add_(_ROUNDING).sub_(_ROUNDING)
-        rows.sub_(levels * step)
-        numbers = levels.to(torch.int8).view(torch.uint8)
-        if self.bits == 4:
-            half = codes.shape[1]
-            numbers = torch.nn.functional.pad(numbers, (0, 2 * half - numbers.shape[1]))
-            numbers = (numbers[:, :half] & 15) | (numbers[:, half:] << 4)
-        codes.copy_(numbers)
+        self._decode(address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
 
 
 @dataclass
@@ -301,9 +250,7 @@ class PowerSGD(Codec):
         self._numbers = Cast(torch.float32)
 
     @override
-    def mean(
-        self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
-    ) -> Iterator[None]:
+    def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         matrices, others = self._sort(values, result, members)
         for each in matrices:
             each.left = each.values @ self._basis(each)
@@ -329,13 +276,11 @@ class PowerSGD(Codec):
             if bool(total.any()):  # otherwise no rank used the parameter, and the basis does not change
                 self.bases[each.key] = total
 
-    def _sort(
-        self, values: Tensor, result: Tensor, members: Sequence[Member]
-    ) -> tuple[list[_Matrix], list[tuple[Tensor, Tensor]]]:
+    def _sort(self, values: Tensor, result: Tensor, members: Members) -> tuple[list[_Matrix], list[Pair]]:
         """Return the members that are sent as products, and the others."""
         sizes = [shape.numel() for _, shape in members]
         matrices: list[_Matrix] = []
-        others: list[tuple[Tensor, Tensor]] = []
+        others: list[Pair] = []
         for (key, shape), mine, to in zip(members, values.split(sizes), result.split(sizes), strict=True):
             num_rows = shape[0] if shape else 1
             num_columns = mine.numel() // max(1, num_rows)
@@ -357,7 +302,7 @@ class PowerSGD(Codec):
     def _sum(self, peers: _Peers, tensors: Sequence[Tensor], exact: Tensor) -> Generator[None, None, list[Tensor]]:
         """Return the sums of ``tensors`` over the ranks, in two rounds."""
         flat = torch.cat([_NOTHING, *(each.reshape(-1) for each in tensors)])
-        yield from self._numbers.mean(peers, flat, flat, exact)
+        yield from self._numbers.mean(peers, flat, flat, exact, ())
         parts = flat.split([each.numel() for each in tensors])
         # Copies are aligned for vector instructions, so their products have the same bits on all ranks, wherever the
         # original memory is.
@@ -423,12 +368,10 @@ class _Peers:
         group, tag = self._group, self._tag
         self._tag += 1
         self._tensors = [*sent.values(), *received.values()]  # kept alive: not every backend does that
-        for peer, tensor in received.items():
-            if tensor.numel():
-                self._works.append((peer, collectives.receive_async(tensor, src=peer, tag=tag, group=group)))
-        for peer, tensor in sent.items():
-            if tensor.numel():
-                self._works.append((peer, collectives.send_async(tensor, to=peer, tag=tag, group=group)))
+        receive = partial(collectives.receive_async, tag=tag, group=group)
+        send = partial(collectives.send_async, tag=tag, group=group)
+        self._works = [(peer, receive(each, src=peer)) for peer, each in received.items() if each.numel()]
+        self._works += [(peer, send(each, to=peer)) for peer, each in sent.items() if each.numel()]
 
     def wait(self) -> None:
         """Block until the round is complete.
@@ -497,7 +440,7 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
 
 
 def _mean_of(
-    codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Sequence[Member]
+    codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members
 ) -> Iterator[None]:
     """Like `Codec.mean`, but a single rank does not round."""
     if peers.size > 1:
@@ -508,12 +451,7 @@ def _mean_of(
 
 
 def compressed_all_reduce(
-    flat: Tensor,
-    *,
-    group: Group,
-    codec: Codec,
-    residual: Tensor | None = None,
-    shapes: Sequence[torch.Size] | None = None,
+    flat: Tensor, *, group: Group, codec: Codec, residual: Tensor | None = None, shapes: Sequence[torch.Size] = ()
 ) -> Future[Any]:
     """Start to replace ``flat`` by its mean over the ranks of ``group``, compressed; return a future.
 
@@ -669,7 +607,7 @@ class CompressedMean(BucketReduction):
         gradients[: part.start].zero_()
         gradients[part.stop :].zero_()
 
-    def _part(self, members: Sequence[Member]) -> tuple[slice, Sequence[Member]]:
+    def _part(self, members: Members) -> tuple[slice, Members]:
         """Return the elements of a bucket that this rank exchanges, and their members."""
         ends = list(itertools.accumulate((shape.numel() for _, shape in members), initial=0))
         cuts = [ends[-1] * place // self._num_places for place in range(self._num_places + 1)]

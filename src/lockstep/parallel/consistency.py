@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import Group, all_gather, all_gather_different, all_gather_object, broadcast
+from lockstep.comm.collectives import AnyDevice, Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten_like
@@ -24,13 +24,10 @@ _ADVICE = (
 )
 
 
-def check_models_agree(
-    parameters: Iterable[tuple[str, Tensor]],
-    buffers: Iterable[tuple[str, Tensor]],
-    *,
-    group: Group,
-    device: torch.device,
-) -> None:
+Named = Iterable[tuple[str, Tensor]]
+
+
+def check_models_agree(parameters: Named, buffers: Named, *, group: Group, device: torch.device) -> None:
     """Make sure that parameters and buffers have the same shapes, dtypes and strides on all ranks.
 
     Collective: every rank. Blocks until complete. Values are not compared, and names are used in messages only.
@@ -47,7 +44,7 @@ def check_models_agree(
 
 
 def check_arguments_agree(
-    arguments: str, problem: str | None = None, *, group: Group, device: torch.device | str = "cpu"
+    arguments: str, problem: str | None = None, *, group: Group, device: AnyDevice = "cpu"
 ) -> None:
     """Make sure that all ranks have the same arguments, and that no rank has found a problem with them.
 

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
@@ -128,15 +127,10 @@ class Fragment:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        local: Sequence[nn.Parameter],
-        outer: Sequence[nn.Parameter],
-        group: Group,
-        compression: str | None,
+        self, trained: Mapping[str, nn.Parameter], outer: Sequence[nn.Parameter], group: Group, compression: str | None
     ) -> None:
-        self.names, self.local, self.outer, self._group = names, local, outer, group
-        self._is_offloaded = outer[0].device != local[0].device
+        self.names, self.local, self.outer, self._group = list(trained), list(trained.values()), outer, group
+        self._is_offloaded = outer[0].device != self.local[0].device
         self.compressed: list[CompressedSum] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in outer:
@@ -218,7 +212,7 @@ class CompressedSum:
         size = -(-flat.numel() // count)
         self._values = torch.zeros(count * size)
         self._before, self._slice, self._behind = self._values.split([place * size, size, (count - place - 1) * size])
-        self._shapes = shapes if self.codec.takes_whole else None
+        self._shapes = shapes if self.codec.takes_whole else ()
         self.residual = torch.zeros(size) if self.codec.keeps_residual else None
 
     def start(self) -> Callable[[str], object]:
@@ -261,26 +255,49 @@ class Exchange:
 # --- the exchanges of a model -----------------------------------------------------------------------------------------
 
 
-class PeriodicAveraging:
-    """Exchanges the parameters of a model between ranks that train it independently; see [Note: one exchange].
+class LocalSGD:
+    """Train on every rank independently, and average the parameters over the ranks every ``sync_every`` steps.
 
-    At the start, all ranks copy parameters and buffers from rank 0. Parameters that require no gradient are not
-    exchanged later. Buffers that change, such as running statistics, are averaged together with the last fragment.
+    [Note: one exchange] says how; the outer parameters then become the mean of the local ones. At the start, all ranks
+    copy parameters and buffers from rank 0. Parameters that require no gradient are not exchanged later.
 
-    Collective: every rank creates it, and calls its collective methods after the same steps.
+    Wrap neither model nor optimizer. Each step of the optimizer is counted, and the exchange is a part of it::
+
+        with lockstep.LocalSGD(model, optimizer, sync_every=8):
+            for batch in loader:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+
+    The training run differs from that on one device. With ``sync_every=1`` and plain SGD it is that of
+    `lockstep.DistributedDataParallel`. At the end of the block, or with `close`, the remaining updates are exchanged.
+    Buffers such as running statistics are averaged, too. To average gradients inside a machine in every step, pass a
+    `lockstep.DistributedDataParallel` whose ``process_group`` has the ranks of the machine.
+
+    A link that is down between exchanges costs nothing, if it is up again before the kernel closes the connection
+    (``LOCKSTEP_LINK_TIMEOUT_S``). If it is down during an exchange, `CollectiveError` is raised after the group's
+    timeout. torch's ``GradScaler`` skips steps on single ranks: pass None as the optimizer, and call this object's
+    `step` after each ``scaler.step(optimizer)``.
+
+    Collective: every rank creates it, and makes the same number of steps.
+
+    Source: Stich 2019 (arXiv:1805.09767).
 
     Args:
-        model: Not sharded. If it is in a `lockstep.DistributedDataParallel` over the ranks of a machine, these ranks
-            train together.
-        optimizer: Its steps are counted; None: call `step` after each step.
-        outer_optimizer: Creates the optimizer of the outer parameters.
-        schedule: Which fragments are exchanged after which steps.
-        compression: How the differences are sent, as for `lockstep.DistributedDataParallel`; None: not compressed.
+        model: Not sharded. All ranks get the parameters and buffers of rank 0.
+        optimizer: Of its parameters. If there are several, the one that steps last; None: call `step`.
+        sync_every: Steps between two exchanges.
+        fragments: Parts of the model, in the order of its parameters and of about the same size, that are exchanged
+            after different steps.
+        sync_delay: Steps from the start of an exchange until it is applied, during which training goes on. A rank's
+            updates in this time are kept, so models hold the same bits again only after `sync`; 0: it blocks.
+        compression: How the differences are sent between machines, as for `lockstep.DistributedDataParallel`.
         process_group: The ranks that take part. Default: all.
-        cpu_offload: Whether everything but the model is in pinned memory of the host; see `LocalSGD`.
+        cpu_offload: Whether everything but the model is in pinned memory of the host, which saves the device three
+            copies of the parameters. The exchange then uses Gloo, and the outer optimizer the CPU.
 
     Attributes:
-        schedule: As given.
+        schedule: Which fragments are exchanged after which steps.
         num_steps: Steps so far.
         outer_optimizer: It may get another learning rate at any time, the same on all ranks.
 
@@ -289,47 +306,49 @@ class PeriodicAveraging:
         ModelMismatch: On every rank: the models differ.
     """
 
+    _create_outer: OptimizerFactory = OuterSGD(1.0, 0.0)
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
-        outer_optimizer: OptimizerFactory,
-        schedule: ExchangeSchedule,
+        sync_every: int = 8,
+        *,
+        fragments: int = 1,
+        sync_delay: int = 0,
         compression: str | None = None,
         process_group: Group | None = None,
         cpu_offload: bool = False,
     ) -> None:
-        self._model, self.schedule = model, schedule
+        self._model, self.schedule = model, ExchangeSchedule(sync_every, fragments, sync_delay)
         self._group = default_group() if process_group is None else process_group
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         check_float64(self._device, type(self).__name__)
-        problem = _find_problem(model, optimizer, schedule, compression, self._group)
-        arguments = f"{schedule}, compression={compression}" + ", cpu_offload" * cpu_offload
-        if isinstance(outer_optimizer, OuterSGD):
-            problem, arguments = problem or outer_optimizer.problem, f"{arguments}, {outer_optimizer}"
+        problem = _find_problem(model, optimizer, self.schedule, compression, self._group)
+        arguments = f"{self.schedule}, compression={compression}" + ", cpu_offload" * cpu_offload
+        if isinstance(outer := self._create_outer, OuterSGD):
+            problem, arguments = problem or outer.problem, f"{arguments}, {outer}"
         check_arguments_agree(arguments, problem, group=self._group, device=self._device)
         check_models_agree(model.named_parameters(), model.named_buffers(), group=self._group, device=self._device)
         tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
         collectives.broadcast_coalesced(tensors, group=self._group, src=0)
 
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._names, local = list(trained), list(trained.values())
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._names = [name for name, _ in trained]
         is_offloaded = cpu_offload and self._device.type != "cpu"
-        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for each in local]
+        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for _, each in trained]
         group = cpu_group(self._group) if is_offloaded else self._group
-        numels = [each.numel() for each in local]
-        parts = [slice(part.start, part.stop) for part in cut_fragments(numels, schedule.fragments)]
-        self._fragments = [
-            Fragment(self._names[part], local[part], self._outer[part], group, compression) for part in parts
-        ]
+        numels = [each.numel() for _, each in trained]
+        parts = [slice(part.start, part.stop) for part in cut_fragments(numels, fragments)]
+        self._fragments = [Fragment(dict(trained[part]), self._outer[part], group, compression) for part in parts]
         self._sums = [each for fragment in self._fragments for each in fragment.compressed]
-        self.outer_optimizer = outer_optimizer(self._outer)
+        self.outer_optimizer = self._create_outer(self._outer)
         buffers = model.named_buffers()
         self._buffers = {name: each.clone() for name, each in buffers if each.numel() and not each.is_complex()}
         self.num_steps = 0
         # By fragment: the weight that this rank has trained on since its last exchange, and the step of that exchange.
-        self._weights: list[float | Tensor] = [0.0] * schedule.fragments
-        self._exchanged_at = [0] * schedule.fragments
+        self._weights: list[float | Tensor] = [0.0] * fragments
+        self._exchanged_at = [0] * fragments
         self._under_way: list[Exchange] = []
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._count_step)
         self._is_open = True
@@ -578,9 +597,7 @@ class PeriodicAveraging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close; after an error, exchange nothing, since other ranks may not have the error."""
         if self._detach() and error is None:
             self.sync()
@@ -644,71 +661,8 @@ def _find_optimizer_problem(model: nn.Module, optimizer: Optimizer) -> str | Non
     return None
 
 
-# --- for the user's own loop ------------------------------------------------------------------------------------------
-
-
 @final
-class LocalSGD(PeriodicAveraging):
-    """Train on every rank independently, and average the parameters over the ranks every ``sync_every`` steps.
-
-    Wrap neither model nor optimizer. Each step of the optimizer is counted, and the exchange is a part of it::
-
-        with lockstep.LocalSGD(model, optimizer, sync_every=8):
-            for batch in loader:
-                optimizer.zero_grad()
-                loss_of(model, batch).backward()
-                optimizer.step()
-
-    The training run differs from that on one device. With ``sync_every=1`` and plain SGD it is that of
-    `lockstep.DistributedDataParallel`. At the end of the block, or with `close`, the remaining updates are exchanged.
-    Buffers such as running statistics are averaged, too. To average gradients inside a machine in every step, pass a
-    `lockstep.DistributedDataParallel` whose ``process_group`` has the ranks of the machine.
-
-    A link that is down between exchanges costs nothing, if it is up again before the kernel closes the connection
-    (``LOCKSTEP_LINK_TIMEOUT_S``). If it is down during an exchange, `CollectiveError` is raised after the group's
-    timeout. torch's ``GradScaler`` skips steps on single ranks: pass None as the optimizer, and call this object's
-    `step` after each ``scaler.step(optimizer)``.
-
-    Collective: every rank creates it, and makes the same number of steps.
-
-    Source: Stich 2019 (arXiv:1805.09767).
-
-    Args:
-        model: Not sharded. All ranks get the parameters and buffers of rank 0.
-        optimizer: Of its parameters. If there are several, the one that steps last; None: call `step`.
-        sync_every: Steps between two exchanges.
-        fragments: Parts of the model, in the order of its parameters and of about the same size, that are exchanged
-            after different steps.
-        sync_delay: Steps from the start of an exchange until it is applied, during which training goes on. A rank's
-            updates in this time are kept, so models hold the same bits again only after `sync`; 0: it blocks.
-        compression: How the differences are sent between machines, as for `lockstep.DistributedDataParallel`.
-        process_group: The ranks that take part. Default: all.
-        cpu_offload: Whether everything but the model is in pinned memory of the host, which saves the device three
-            copies of the parameters. The exchange then uses Gloo, and the outer optimizer the CPU.
-
-    Raises:
-        ConfigurationError: On every rank: an argument cannot work, or differs between ranks.
-        ModelMismatch: On every rank: the models differ.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        sync_every: int = 8,
-        *,
-        fragments: int = 1,
-        sync_delay: int = 0,
-        compression: str | None = None,
-        process_group: Group | None = None,
-        cpu_offload: bool = False,
-    ) -> None:
-        schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
-        super().__init__(model, optimizer, OuterSGD(1.0, 0.0), schedule, compression, process_group, cpu_offload)
-
-
-@final
-class DiLoCo(PeriodicAveraging):
+class DiLoCo(LocalSGD):
     """Train on every rank independently; every ``sync_every`` steps an outer optimizer steps with the ranks' mean.
 
     Used like `LocalSGD`. The gradient of the outer optimizer, SGD with Nesterov momentum, is the mean difference
@@ -746,6 +700,6 @@ class DiLoCo(PeriodicAveraging):
         process_group: Group | None = None,
         cpu_offload: bool = False,
     ) -> None:
-        outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
-        schedule = ExchangeSchedule(sync_every, fragments, sync_delay)
-        super().__init__(model, optimizer, outer, schedule, compression, process_group, cpu_offload)
+        self._create_outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
+        how: dict[str, Any] = {"compression": compression, "process_group": process_group, "cpu_offload": cpu_offload}
+        super().__init__(model, optimizer, sync_every, fragments=fragments, sync_delay=sync_delay, **how)

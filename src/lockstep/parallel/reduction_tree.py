@@ -309,14 +309,9 @@ class RankReduction:
         numel = flats[0].numel() // num_ranks
         # The data for one rank must be contiguous: its slice of the first node, of the second, and so on.
         sent = torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1).view(-1) if flats[1:] else flats[0]
-        received = flats[0].new_empty(numel * sum(map(len, self._nodes)))
-        work = all_to_all_async(
-            received,
-            sent,
-            output_sizes=[numel * len(nodes) for nodes in self._nodes],
-            input_sizes=[numel * len(flats)] * num_ranks,
-            group=self._group,
-        )
+        sizes, sent_sizes = [numel * len(nodes) for nodes in self._nodes], [numel * len(flats)] * num_ranks
+        received = flats[0].new_empty(sum(sizes))
+        work = all_to_all_async(received, sent, output_sizes=sizes, input_sizes=sent_sizes, group=self._group)
         return sent, received, work
 
     def _sum_slice(self, received: Tensor) -> Tensor:

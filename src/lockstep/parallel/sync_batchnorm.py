@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,27 +38,11 @@ class Event(IntEnum):
     END = 5
 
 
-class Engine(Protocol):
-    """What a layer needs of the wrapper that trains it; see `SyncLayerShadow` in ddp/uneven_inputs.py."""
-
-    step: int  # the number of the open step
-
-    @property
-    def is_open(self) -> bool:
-        """Whether exchanges are announced, because some rank may be without a batch."""
-
-    @property
-    def unit(self) -> float:
-        """The factor of this rank's gradients after backward, relative to those of the other ranks."""
-
-    def announce(self, event: Event, layer: nn.Module, step: int) -> None:
-        """Announce an exchange of ``layer``, which began in ``step``. Collective: every rank. Blocks."""
+# By layer, its `SyncLayerShadow` of ddp/uneven_inputs.py.
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-
-
-def register_engine(engine: Engine, layers: Sequence[nn.Module]) -> None:
+def register_engine(engine: Any, layers: Sequence[nn.Module]) -> None:
     """Set ``engine`` as the engine that trains ``layers`` from now on."""
     _engines.update(dict.fromkeys(layers, weakref.ref(engine)))
 
@@ -157,7 +141,7 @@ class StatisticsExchange:
     def __init__(self, layer: SyncBatchNorm, group: Group) -> None:
         self._layer, self._place, self._group = layer, layer.place, group
         reference = _engines.get(layer)
-        self._engine = None if reference is None else reference()
+        self._engine: Any = None if reference is None else reference()
         # Read now: at its backward, the engine may be in another step.
         self._announces = self._engine is not None and self._engine.is_open
         self._step = 0 if self._engine is None else self._engine.step
@@ -165,7 +149,6 @@ class StatisticsExchange:
     def announce(self, event: Event) -> None:
         """Announce ``event`` to ranks without a batch, if there may be any. Collective then: every rank. Blocks."""
         if self._announces:
-            assert self._engine is not None
             self._engine.announce(event, self._layer, self._step)
 
     def compare_channels(self, num_channels: int, device: torch.device) -> None:
@@ -344,14 +327,9 @@ class NormaliseFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             ctx.exchange.announce(Event.BACKWARD)
             of_input = gradient_of_input(gradient, input, weight, batch, ctx.exchange.sum(mine), ctx.eps)
-        return (
-            of_input,
-            of_weight.to(ctx.dtypes[0]) if ctx.needs_input_grad[1] else None,
-            of_bias.to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-            None,
-        )
+        needed = zip((of_weight, of_bias), ctx.dtypes, ctx.needs_input_grad[1:3], strict=True)
+        of_parameters = [part.to(dtype) if is_needed else None for part, dtype, is_needed in needed]
+        return of_input, *of_parameters, None, None, None
 
 
 # --- The layer

@@ -200,7 +200,8 @@ def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: b
     specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
     order = sorted(range(len(specs)), key=ready.__getitem__)
     buckets, latest = [], 0.0
-    for spec in plan_buckets(specs, order, bucket_caps_bytes(None, None, is_compressed=is_compressed)):
+    caps_bytes = bucket_caps_bytes(None, None, can_overlap=True, is_compressed=is_compressed)
+    for spec in plan_buckets(specs, order, caps_bytes):
         latest = min(1.0, max(latest, *(ready[index] for index in spec.parameters)))
         buckets.append(ReadyBucket(spec.size_bytes, latest))
     # The reducer launches the last bucket at the end of backward.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -36,9 +35,7 @@ def _create_group(options: Any, backend_options: Any) -> Any:
 class _Finder(MetaPathFinder):
     """Finds one module as the import system would, and makes its loader register the backend afterwards."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _C10D:
             return None
         sys.meta_path.remove(self)

@@ -26,13 +26,8 @@ class CallRecord(ctypes.Structure):
     """The call of a rank, as the other ranks see it."""
 
     _fields_ = (
-        ("kind", c_int32),
-        ("dtype", c_int32),
-        ("op", c_int32),
-        ("root", c_int32),
-        ("extent", c_uint64),
-        ("alloc", c_int64),
-        ("offset", c_uint64),
+        *((name, c_int32) for name in ("kind", "dtype", "op", "root")),
+        *(("extent", c_uint64), ("alloc", c_int64), ("offset", c_uint64)),
     )
 
 
@@ -82,11 +77,15 @@ def library() -> ctypes.CDLL | str:
 
 
 @cache
-def block_codec() -> tuple[Any, Any] | None:
-    """Return the C functions that encode float32 as blocks of small integers and decode them, if available."""
+def block_codec() -> tuple[Any, Any]:
+    """Return the C functions that encode float32 as blocks of small integers and decode them.
+
+    Raises:
+        ConfigurationError: There is no C library.
+    """
     loaded = library()
     if isinstance(loaded, str):
-        return None
+        raise ConfigurationError(f"Lockstep cannot compress to int8 and int4: {loaded}.\nOr use compression='bf16'.")
     encode, decode = loaded.lockstep_encode, loaded.lockstep_decode
     encode.restype = decode.restype = None
     encode.argtypes = [c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_void_p]
@@ -100,20 +99,8 @@ def block_codec() -> tuple[Any, Any] | None:
 Kind = IntEnum("Kind", "ALL_REDUCE REDUCE_SCATTER BROADCAST ALL_GATHER GATHER SCATTER ALL_TO_ALL BARRIER EMPTY_SHARED")
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-)
+_NAMES = "float32 float64 float16 bfloat16 int8 uint8 int16 int32 int64 uint16 uint32 uint64"
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES.split())
 # The dtypes that the C library computes with, by its own numbers.
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 

@@ -9,7 +9,6 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from lockstep.torch_internals import indices_of, nnz, values_of
 
 # Calls a function of the C library with the group, the arguments and the timeout, and raises an error if it fails.
 NativeCall = Callable[..., None]
+Action = Callable[[NativeCall], None]
 # Number of an allocation, offset in a rank's share of it, and where the ranks' shares lie.
 BufferLocation = tuple[int, int, ctypes.Array[ctypes.c_void_p] | None]
 PRIVATE_MEMORY: BufferLocation = (-1, 0, None)
@@ -36,6 +36,7 @@ _Pieces = tuple[ctypes.Array[ctypes.c_void_p] | None, ctypes.Array[ctypes.c_uint
 _NO_PIECES: _Pieces = (None, None, 0, 1.0, None)
 # How long a call waits for late ranks before it leaves that to a thread.
 _PATIENCE_S = 0.005
+Tensors = Sequence[Tensor]
 _Row = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
 
 
@@ -48,7 +49,7 @@ class Pieces(NamedTuple):
     `ShmOps.begin_at_once`. Afterwards ``nonfinite[0]`` is 1 if an element is NaN or infinite; None: not checked.
     """
 
-    tensors: Sequence[Tensor] = ()
+    tensors: Tensors = ()
     factor: float = 1.0
     nonfinite: _Flag | None = None
 
@@ -61,8 +62,7 @@ class Pieces(NamedTuple):
         return pointers, (ctypes.c_uint64 * count).from_buffer(sizes), count, self.factor, self.nonfinite
 
 
-@dataclass(frozen=True)
-class _Allocation:
+class _Allocation(NamedTuple):
     """Memory with a share for each rank. This rank's share lies from ``start`` to ``end`` in its address space."""
 
     number: int
@@ -223,9 +223,7 @@ class ShmOps:
         self.queue = OpQueue(f"lockstep-shm-{name}")
         self._nothing: list[Tensor | None] = [None] * self.size
 
-    def submit(
-        self, name: str, action: Callable[[NativeCall], None], outputs: Sequence[Any], opts: Any = None
-    ) -> ShmWork:
+    def submit(self, name: str, action: Action, outputs: Sequence[Any], opts: Any = None) -> ShmWork:
         """Queue ``action``, which calls the C library through its argument; return the handle."""
         self.comm.ensure_usable(name)
         call = partial(self.comm.call, name, self._timeout_s(opts))
@@ -301,7 +299,7 @@ class ShmOps:
         function = self.comm.native.lockstep_all_reduce
         return self.begin_at_once("all_reduce", function, arguments, (tensor, pieces), opts)
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
+    def allreduce(self, tensors: Tensors, opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
         """Replace each tensor by its reduction over all ranks. Collective: every rank.
 
         ``pieces``: what to fill the tensor with first; then there is only one, and it is contiguous.
@@ -310,13 +308,11 @@ class ShmOps:
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
+    def reduce(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Replace rank ``opts.rootRank``'s tensors by the reduction over all ranks. Collective: every rank."""
         return self._reduce("reduce", tensors, opts, root=opts.rootRank)
 
-    def _reduce(
-        self, name: str, tensors: Sequence[Tensor], opts: Any, *, root: int, pieces: Pieces | None = None
-    ) -> ShmWork:
+    def _reduce(self, name: str, tensors: Tensors, opts: Any, *, root: int, pieces: Pieces | None = None) -> ShmWork:
         op = c.operation_of(opts)
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self.submit(name, partial(self._reduce_sparse, tensors=tensors, op=op), tensors, opts)
@@ -335,7 +331,7 @@ class ShmOps:
 
         return self.submit(name, action, tensors, opts)
 
-    def _reduce_sparse(self, call: NativeCall, *, tensors: Sequence[Tensor], op: Any) -> None:
+    def _reduce_sparse(self, call: NativeCall, *, tensors: Tensors, op: Any) -> None:
         """Replace each sparse tensor by the sum over all ranks: gather all indices and values, and add them up."""
         for tensor in tensors:
             if tensor.layout != torch.sparse_coo or c.REDUCTIONS[c.reduction_of(op, tensor.dtype)] != "sum":
@@ -358,29 +354,19 @@ class ShmOps:
         self._exchange(call, Kind.ALL_GATHER, [mine] * self.size, outputs, same=True)
         return outputs
 
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> ShmWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with the reduction of every rank's ``inputs[i][this rank]``. Collective: every rank."""
         for output, row in zip(outputs, inputs, strict=True):
             _check_count("reduce_scatter", "input", row, self.size)
             if row[self.rank].numel() != output.numel() or any(part.dtype != output.dtype for part in row):
-                raise ConfigurationError(
-                    "reduce_scatter: the output must have the size and dtype of this rank's input."
-                )
-        return self._reduce_scatter(
-            outputs, lambda index: ([contiguous(part) for part in inputs[index]], PRIVATE_MEMORY), opts
-        )
+                raise ConfigurationError("reduce_scatter: the output must have size and dtype of this rank's input.")
+        return self._reduce_scatter(outputs, lambda i: ([contiguous(part) for part in inputs[i]], PRIVATE_MEMORY), opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> ShmWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill each output with this rank's part of the reduced input. Collective: every rank."""
         for output, tensor in zip(outputs, inputs, strict=True):
             _check_sizes("reduce_scatter_tensor", tensor, output, self.size)
-        return self._reduce_scatter(
-            outputs, lambda index: self._cut(contiguous(inputs[index]), own=outputs[index]), opts
-        )
+        return self._reduce_scatter(outputs, lambda i: self._cut(contiguous(inputs[i]), own=outputs[i]), opts)
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, opts: Any = None, pieces: Pieces | None = None
@@ -401,10 +387,7 @@ class ShmOps:
         return work or self.submit("reduce_scatter", lambda call: call(function, *arguments, c.WHOLE), tensors, opts)
 
     def _reduce_scatter(
-        self,
-        outputs: Sequence[Tensor],
-        parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]],
-        opts: Any,
+        self, outputs: Tensors, parts_of: Callable[[int], tuple[list[Tensor], BufferLocation]], opts: Any
     ) -> ShmWork:
         """Queue a reduce-scatter for each output; ``parts_of`` gives its contiguous inputs, and where they lie."""
         op = c.operation_of(opts)
@@ -475,7 +458,7 @@ class ShmOps:
         """Return the row of an exchange with one rank only."""
         return [tensor if other == rank else None for other in range(self.size)]
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Overwrite the tensors with those of rank ``opts.rootRank``. Collective: every rank."""
         rows = [self._from_root(tensor, opts.rootRank) for tensor in tensors]
         return self._move(Kind.BROADCAST, rows, tensors, opts, root=opts.rootRank, same=True)
@@ -486,7 +469,7 @@ class ShmOps:
             return [None if rank == root else tensor for rank in range(self.size)], self._nothing
         return self._nothing, self._only(tensor, root)
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with every rank's ``inputs[i]``. Collective: every rank."""
         for row in outputs:
             _check_count("all_gather", "output", row, self.size)
@@ -495,9 +478,7 @@ class ShmOps:
 
     allgather_coalesced = allgather  # here ``outputs`` has a row for each input, too
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> ShmWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill each output with every rank's input, in the order of ranks. Collective: every rank."""
         size = self.size
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -516,23 +497,18 @@ class ShmOps:
         """Fill ``output`` with every rank's ``tensor``, in the order of ranks. Collective: every rank."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> ShmWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Send ``inputs[r]`` to rank r and fill ``outputs[r]`` from it. Collective: every rank."""
         return self._move(Kind.ALL_TO_ALL, [(inputs, outputs)], outputs, opts)
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
     ) -> ShmWork:
         """Send parts of ``tensor``, cut along its first dimension, and fill ``output``. Collective: every rank."""
         sends, receives = self._split(tensor, input_splits), self._split(output, output_splits)
         return self._move(Kind.ALL_TO_ALL, [(sends, receives)], [output], opts)
 
-    def _split(self, tensor: Tensor, splits: Sequence[int]) -> Sequence[Tensor]:
+    def _split(self, tensor: Tensor, splits: Sequence[int]) -> Tensors:
         """Return each rank's part of ``tensor``, which is cut by rows."""
         rows = torch.atleast_1d(tensor)
         if not splits and len(rows) % self.size == 0:
@@ -542,10 +518,10 @@ class ShmOps:
                 f"all_to_all_single: the splits {list(splits)} do not cut {len(rows)} rows into {self.size} parts.\n"
                 "Without splits, the number of rows must be a multiple of the number of ranks."
             )
-        parts: Sequence[Tensor] = rows.split(list(splits))
+        parts: Tensors = rows.split(list(splits))
         return parts
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> ShmWork:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> ShmWork:
         """Fill rank ``opts.rootRank``'s ``outputs[0]`` with every rank's input. Collective: every rank."""
         root, targets = opts.rootRank, self._nothing
         if self.rank == root:
@@ -553,7 +529,7 @@ class ShmOps:
             _check_count("gather", "output", targets, self.size)
         return self._move(Kind.GATHER, [(self._only(inputs[0], root), targets)], targets, opts, root=root, same=True)
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> ShmWork:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> ShmWork:
         """Fill ``outputs[0]`` with rank ``opts.rootRank``'s ``inputs[0][this rank]``. Collective: every rank."""
         root, sources = opts.rootRank, self._nothing
         if self.rank == root:

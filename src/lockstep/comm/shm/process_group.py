@@ -23,6 +23,7 @@ from lockstep.comm.shm.communicator import MAX_RANKS, OK, WENT, Communicator, li
 from lockstep.comm.shm.ops import Pieces, ShmOps, contiguous, copy_back
 from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import STOP_TIMEOUT_S, ShmWork
+from lockstep.containers import find_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 _DRAIN_S = 10.0
@@ -165,7 +166,7 @@ class ShmProcessGroup(CpuProcessGroup):
 
     @override
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        device = device_of(args)
+        device = next((each.device for each in find_tensors(args)), None)
         if device is not None and device.type != "cpu":
             raise ConfigurationError(
                 f"The backend shm moves CPU tensors, but this one is on {device}.\n"
@@ -218,18 +219,6 @@ def _stop_all_threads() -> None:
     for group in list(_open_groups):
         group.stop_threads()
         _stuck.append(group)  # its destructor would leave the group, and ranks that still read would fail
-
-
-def device_of(args: Any) -> torch.device | None:
-    """Return the device of the first tensor among nested arguments."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            return arg.device
-        if isinstance(arg, (list, tuple)):
-            found = device_of(arg)
-            if found is not None:
-                return found
-    return None
 
 
 # --- send and receive -------------------------------------------------------------------------------------------------

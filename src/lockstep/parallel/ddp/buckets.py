@@ -4,7 +4,7 @@ import operator
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, cast, final
 
@@ -24,8 +24,7 @@ DEFAULT_CAP_BYTES = 25 * MIB
 FIRST_CAP_BYTES = 1 * MIB  # small, so that communication starts early
 
 
-@dataclass(frozen=True)
-class ParameterSpec:
+class ParameterSpec(NamedTuple):
     """The properties of a parameter that the plan uses. ``deferred``: may receive several gradients in one backward."""
 
     numel: int
@@ -35,8 +34,7 @@ class ParameterSpec:
     deferred: bool = False
 
 
-@dataclass(frozen=True)
-class BucketSpec:
+class BucketSpec(NamedTuple):
     """The parameters of one bucket, by index, in the order of their gradients in the bucket; see `ALIGNMENT_BYTES`."""
 
     parameters: tuple[int, ...]
@@ -89,8 +87,7 @@ def plan_buckets(
     return tuple(spec for _, spec in sorted(finished, key=lambda item: item[0]))
 
 
-@dataclass(frozen=True)
-class ReadyOrder:
+class ReadyOrder(NamedTuple):
     """Every parameter's index once, in the order of arrival, and the indices that arrived more than once.
 
     Attributes:
@@ -498,8 +495,9 @@ class BucketSet:
         self.is_rebuilt = self.is_uneven = False
         self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._caps_bytes = tuple(caps_bytes)
-        self._dense_options: dict[str, Any] = {"keep_held_gradients": keep_held_gradients, "message": tuple(message)}
-        self._dense_options["num_slices"] = num_slices
+        self._new_dense = partial(
+            DenseBucket, keep_held_gradients=keep_held_gradients, message=tuple(message), num_slices=num_slices
+        )
         self._specs = [
             ParameterSpec(parameter.numel(), parameter.dtype, parameter.device, sparse=parameter in sparse)
             for parameter in self.parameters
@@ -519,7 +517,7 @@ class BucketSet:
         """
         arrivals = all_gather_different(list(ready_order), group=group, device=self.device)
         agreed = merge_arrivals(arrivals, self._default_order)
-        self._specs = [replace(spec, deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
+        self._specs = [spec._replace(deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
         self._install(agreed.order, group)
         for bucket in self.buckets:
             bucket.adopt()
@@ -539,11 +537,8 @@ class BucketSet:
                 self.position_of[index] = bucket.position
 
     def _make(self, specs: Sequence[BucketSpec], group: Group | None) -> list[Bucket]:
-        buckets: list[Bucket] = []
-        for spec in specs:
-            if spec.sparse:
-                buckets.append(SparseBucket(spec, self.parameters, self.names))
-            else:
-                buckets.append(DenseBucket(spec, self.parameters, self.names, group=group, **self._dense_options))
-            buckets[-1].position, buckets[-1].is_last = len(buckets) - 1, len(buckets) == len(specs)
+        kinds = SparseBucket, partial(self._new_dense, group=group)
+        buckets: list[Bucket] = [kinds[not each.sparse](each, self.parameters, self.names) for each in specs]
+        for position, bucket in enumerate(buckets):
+            bucket.position, bucket.is_last = position, position == len(buckets) - 1
         return buckets

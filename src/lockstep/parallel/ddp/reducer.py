@@ -579,11 +579,7 @@ class Reducer:
             self._finish(step, takewhile(is_reduced, step.in_flight[step.num_finished :]))
 
     def _finish(
-        self,
-        step: Step,
-        buckets: Iterable[Bucket],
-        factor: float | Tensor = 1.0,
-        num_users: Sequence[int] | None = None,
+        self, step: Step, buckets: Iterable[Bucket], factor: float | Tensor = 1.0, num_users: list[int] | None = None
     ) -> None:
         """Wait for the next buckets in flight, one by one, and assign their gradients to the parameters.
 

@@ -94,11 +94,7 @@ def _device_index(device: Any) -> int:
 
 
 def bucket_caps_bytes(
-    bucket_cap_mb: float | None,
-    bucket_cap_mb_list: Sequence[float] | None,
-    *,
-    can_overlap: bool = True,
-    is_compressed: bool = False,
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, can_overlap: bool, is_compressed: bool
 ) -> tuple[int, ...]:
     """Return one cap per bucket, the last for all that follow.
 
@@ -162,9 +158,7 @@ def choose_compression(compression: str | None, wire_dtype: Any) -> str | None:
             raise ConfigurationError(
                 f"Both compression={compression!r} and wire_dtype={wire_dtype} are given.\nLeave wire_dtype out."
             )
-        warnings.warn(
-            "`wire_dtype` is deprecated. Use `compression='bf16'` or 'fp16' instead.", FutureWarning, stacklevel=3
-        )
+        warnings.warn("`wire_dtype` is deprecated. Use `compression='bf16'` or 'fp16'.", FutureWarning, stacklevel=3)
         compression = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(wire_dtype, wire_dtype)
     if compression is not None:
         check_method(compression)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
+from itertools import product
 from numbers import Real
 from typing import Any
 
@@ -68,12 +69,8 @@ def refuse_missing(sums: Sequence[float]) -> None:
     """
     _, num_weighed, _, *masks = sums
     if num_weighed and any(masks):
-        missing = [
-            str(_RANKS_PER_NUMBER * place + bit)
-            for place, mask in enumerate(masks)
-            for bit in range(_RANKS_PER_NUMBER)
-            if int(mask) >> bit & 1
-        ]
+        bits = product(enumerate(masks), range(_RANKS_PER_NUMBER))
+        missing = [str(_RANKS_PER_NUMBER * place + bit) for (place, mask), bit in bits if int(mask) >> bit & 1]
         raise ConfigurationError(
             f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"
@@ -114,9 +111,7 @@ class AccumulationWindow:
         unit: The weight that ``param.grad`` is divided by; 0 if there are no gradients.
     """
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool = False
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_unweighed: bool, shares_batch: bool) -> None:
         self._parameters = parameters
         self._shares_batch = shares_batch
         self._given = _Given.NOTHING
@@ -412,12 +407,8 @@ class Weights:
     @staticmethod
     def carrier(buckets: Iterable[Bucket]) -> Bucket | None:
         """Return the first of the widest buckets with a tail, the same one on all ranks: its tail is read."""
-        widest, found = -1, None
-        for bucket in buckets:
-            width = -1 if bucket.weight_message is None else _WIDTHS.get(bucket.sent_dtype, 0)
-            if width > widest:
-                widest, found = width, bucket
-        return found
+        with_tail = [bucket for bucket in buckets if bucket.weight_message is not None]
+        return max(with_tail, key=lambda bucket: _WIDTHS.get(bucket.sent_dtype, 0), default=None)
 
     def correction(self, carrier: Bucket | None, messages: Tensor | None, message: Sequence[float]) -> float | Tensor:
         """Return the factor for the reduced buckets; a tensor with one element if the host does not know it.

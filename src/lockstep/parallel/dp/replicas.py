@@ -22,6 +22,7 @@ _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
 
 # One gradient for each weight, all on the device of one replica; None where the replica did not use the weight.
 Gradients = list[Tensor | None]
+Tensors = Sequence[Tensor]
 
 
 class Replicas:
@@ -133,7 +134,7 @@ class Replicas:
         self._shells = [[object.__new__(type(source)) for source in sources] for _ in self.devices]
         self._compiled = {}
 
-    def _make_leaves(self, values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    def _make_leaves(self, values: Sequence[Tensors]) -> list[list[Tensor]]:
         with torch.inference_mode(False):
             rows = [list(map(_leaf_over, self._weights, row)) for row in values]
         # A frozen weight has no leaf: the replica uses the weight itself, and a gradient it may have is the module's.
@@ -213,9 +214,7 @@ class _Replicate(torch.autograd.Function):
         return (None, None, *sums)
 
 
-def _connect(
-    weights: Sequence[Tensor], values: Sequence[Sequence[Tensor]], devices: Sequence[torch.device]
-) -> list[list[Tensor]]:
+def _connect(weights: Tensors, values: Sequence[Tensors], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     trainable = [weight.requires_grad and torch.is_grad_enabled() for weight in weights]
     outputs: Iterator[Tensor] = iter(())
     if any(trainable):
@@ -264,7 +263,7 @@ def _each_once(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
-def check_devices(tensors: Sequence[Tensor], device: torch.device) -> None:
+def check_devices(tensors: Tensors, device: torch.device) -> None:
     """Check that parameters and buffers are on the device of the first replica.
 
     Raises:
@@ -308,7 +307,7 @@ _CHUNK_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def coalesced_copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+def coalesced_copies(tensors: Tensors, devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Copy ``tensors``, which share one device, to each of ``devices``, in large chunks.
 
     Does not block; copies are in order with the current streams. Devices that have a copy pass it on: with n copies,
@@ -380,7 +379,7 @@ def sum_in_tree(rows: Sequence[Gradients], devices: Sequence[torch.device], *, i
     return level[0][0]
 
 
-def deliver(weights: Sequence[Tensor], gradients: Gradients) -> None:
+def deliver(weights: Tensors, gradients: Gradients) -> None:
     """Add each gradient to ``weight.grad`` as a backward pass would: a missing one is set, and hooks are called."""
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():

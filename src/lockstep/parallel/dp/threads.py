@@ -23,6 +23,7 @@ from lockstep.torch_internals import ExceptionWrapper
 
 # Called with a replica and its shard; returns the loss, a tensor of one element.
 LossFunction = Callable[[nn.Module, Any], Tensor]
+Scale = float | Tensor
 
 _TURN_TIMEOUT_S = 600.0
 
@@ -225,7 +226,7 @@ class ReplicaEngine:
         return [outputs[index] for index in range(len(calls))]
 
     def differentiate(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
     ) -> tuple[dict[int, Tensor], list[nn.Module], float]:
         """Differentiate the loss of every shard in its replica's thread; the gradients stay in the replicas' leaves.
 
@@ -277,9 +278,7 @@ class ReplicaEngine:
         return outcomes
 
 
-def differentiate(
-    loss: LossFunction, module: nn.Module, shard: Any, scale: float | Tensor, modes: CallerModes
-) -> Tensor:
+def differentiate(loss: LossFunction, module: nn.Module, shard: Any, scale: Scale, modes: CallerModes) -> Tensor:
     """Add the gradients of ``scale * loss(module, shard)`` to those of the module; return the loss.
 
     Autograd differentiates a CPU graph in the thread that calls it, so replicas do so at the same time.

@@ -15,7 +15,7 @@ from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.containers import items_of, with_items
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.dp.replicas import Gradients, Replicas, check_devices
-from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, as_listed, differentiate
+from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, Scale, as_listed, differentiate
 from lockstep.parallel.module_io import Wrapper
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
@@ -23,6 +23,7 @@ Wrapped = TypeVar("Wrapped", bound=nn.Module)
 # The index of a GPU (-1 is the CPU, as in torch), a name such as "cpu" or "cuda:1", or a ``torch.device``. A GPU is a
 # device of the accelerator that torch finds, CUDA's or another.
 Device = int | str | torch.device
+Devices = Sequence[Device]
 
 # Held while a wrapper looks up or creates its engine, so that two threads do not create two.
 _ENGINES = Lock()
@@ -76,11 +77,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
     """
 
     def __init__(
-        self,
-        module: Wrapped,
-        device_ids: Sequence[Device] | None = None,
-        output_device: Device | None = None,
-        dim: int = 0,
+        self, module: Wrapped, device_ids: Devices | None = None, output_device: Device | None = None, dim: int = 0
     ) -> None:
         super().__init__()
         devices = _choose_devices(device_ids)
@@ -130,11 +127,11 @@ class DataParallel(Wrapper, Generic[Wrapped]):
                 outputs = self.parallel_apply(replicas, parts, keyword_parts)
             return self.gather(outputs, self.output_device)
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Device]) -> Any:
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Devices) -> Any:
         """Split the arguments: a sequence of positional and one of keyword arguments, with one item per replica."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
-    def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[nn.Module]:
+    def replicate(self, module: nn.Module, device_ids: Devices) -> list[nn.Module]:
         """Return updated replicas of ``module``; for the wrapped module they are always the same objects."""
         engine = self._current_engine()
         replicas = engine.replicas
@@ -154,7 +151,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         """Join the outputs of the replicas on ``output_device``."""
         return gather(outputs, output_device, self.dim)
 
-    def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> list[Tensor]:
+    def backward(self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]) -> list[Tensor]:
         """Compute ``loss(replica, shard)`` for every shard and add the gradients of ``scale * loss`` to the module's.
 
         Shard i belongs to replica i: the replica's thread computes and differentiates its loss, on its device. All
@@ -194,7 +191,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         ]
 
     def gradients(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[float | Tensor]
+        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
     ) -> dict[int, ReplicaGradients]:
         """Compute and differentiate as `backward` does, but return each replica's gradients instead of summing them.
 
@@ -220,7 +217,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         count = engine.replicas.num_parameters
         return {index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()}
 
-    def _check_shards(self, shards: Sequence[Any], scales: Sequence[float | Tensor]) -> None:
+    def _check_shards(self, shards: Sequence[Any], scales: Sequence[Scale]) -> None:
         room = max(1, len(self.device_ids))
         if len(shards) > room or len(shards) != len(scales):
             raise ConfigurationError(
@@ -253,7 +250,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
 def data_parallel(
     module: nn.Module,
     inputs: Any,
-    device_ids: Sequence[Device] | None = None,
+    device_ids: Devices | None = None,
     output_device: Device | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
@@ -275,7 +272,7 @@ def data_parallel(
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))
 
 
-def _choose_devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
+def _choose_devices(device_ids: Devices | None) -> list[torch.device]:
     """Return the devices to replicate to: those given, else all GPUs; an empty list if there are no GPUs.
 
     As with torch's class, GPUs given on a machine without GPUs result in no devices: the module is called directly.
@@ -329,7 +326,7 @@ def as_device(device: Device) -> torch.device:
     return named if named.index is not None else torch.device(named.type, torch.accelerator.current_device_index())
 
 
-def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[Any]:
+def scatter(inputs: Any, devices: Devices, dim: int = 0) -> Sequence[Any]:
     """Split ``inputs`` over ``devices``: one item per chunk, at most one per device.
 
     Tensors of at least one dimension are split along ``dim`` as by ``torch.chunk`` and copied to their devices; others
@@ -357,7 +354,7 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[An
 
 
 def scatter_kwargs(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Sequence[Device], dim: int = 0
+    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, devices: Devices, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Split positional and keyword arguments: one tuple and one dict per replica, none without arguments.
 

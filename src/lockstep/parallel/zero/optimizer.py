@@ -4,6 +4,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -95,7 +97,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group: Group = collectives.default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
-        self._optimizer_class, self._defaults = optimizer_class, defaults
+        self._make = partial(optimizer_class, **defaults)
         self._shard_gradients = shard_gradients
         self._has_gradients = False
         self._gathers: list[partition.Gather] = []  # parameters that are being received
@@ -282,14 +284,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             # Reduce-scattered gradients are used in place in their bucket; others are copied into one tensor.
             buckets: Sequence[Bucket] = self._laid_for or ()
             # So are whole ones, unless the script has set others.
-            sliced = [
+            gradients = [
                 buffer.shard_of(self.rank, bucket.gradients)
-                if self._shard_gradients or bucket.holds_all
+                if bucket is not None and (self._shard_gradients or bucket.holds_all)
                 else buffer.gradients_of(self.rank)
-                for buffer, bucket in zip(self._buffers, buckets, strict=False)
+                for buffer, bucket in zip_longest(self._buffers, buckets)
             ]
-            others = [buffer.gradients_of(self.rank) for buffer in self._buffers[len(sliced) :]]
-            self._shard.set_gradients([*sliced, *others], present)
+            self._shard.set_gradients(gradients, present)
         self._has_gradients = True
         if self._reducer is not None:
             self._slices.end_use()
@@ -383,14 +384,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._buffers.append(FlatBuffer(inside, self._allocate, num_ranks=self.world_size))
         divide = partition.partition_evenly if self.is_elementwise else partition.partition_by_parameter
         self._buffers += divide(list(member_of.values()), self.world_size, self._allocate)
-        self._shard = ShardOptimizer(
-            self._optimizer_class,
-            self._defaults,
-            self._buffers,
-            self.rank,
-            options_of(self.param_groups),
-            elementwise=self.is_elementwise,
-        )
+        options = options_of(self.param_groups)
+        self._shard = ShardOptimizer(self._make, self._buffers, self.rank, options, elementwise=self.is_elementwise)
         self._adopt_options()
 
     def _rebuild(self) -> None:
@@ -436,7 +431,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
-        described = self._optimizer_class.__name__ + ", shard_gradients" * bool(self._shard_gradients)
+        described = self._make.func.__name__ + ", shard_gradients" * bool(self._shard_gradients)
         sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
         check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ def shard_bounds(numel: int, num_ranks: int, itemsize: int) -> list[tuple[int, i
     return [(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(num_ranks)]
 
 
-def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[ShardRange]:
+def cut_ranges(ranges: Sequence[ShardRange], start: int, stop: int) -> list[ShardRange]:
     """Return the parts from element ``start`` to ``stop`` of flat memory that ``ranges`` fill back to back."""
     inside = []
     for offset, each in with_offsets(ranges):
@@ -65,12 +65,9 @@ def cut_ranges(ranges: Iterable[ShardRange], start: int, stop: int) -> list[Shar
     return inside
 
 
-def with_offsets(ranges: Iterable[ShardRange]) -> Iterator[tuple[int, ShardRange]]:
-    """Yield each range with the offset at which it begins, if they lie back to back."""
-    offset = 0
-    for each in ranges:
-        yield offset, each
-        offset += each.numel
+def with_offsets(ranges: Sequence[ShardRange]) -> Iterator[tuple[int, ShardRange]]:
+    """Return each range with the offset at which it begins, if they lie back to back."""
+    return zip(accumulate((each.numel for each in ranges), initial=0), ranges, strict=False)
 
 
 class FlatBuffer:
@@ -98,9 +95,7 @@ class FlatBuffer:
         written: The same parameters, where the owner of a shard writes them.
     """
 
-    def __init__(
-        self, members: Sequence[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None
-    ) -> None:
+    def __init__(self, members: list[Member], allocate: Allocate, *, num_ranks: int, owner: int | None = None) -> None:
         self.parameters, self.ranges = [each for each, _ in members], [whole for _, whole in members]
         numel = sum(whole.numel for whole in self.ranges)
         memory = allocate(padded_numel(numel, self.parameters[0].itemsize, num_ranks), self.parameters[0])
@@ -398,31 +393,26 @@ class Segment(NamedTuple):
         }
 
 
+Options = Sequence[Mapping[str, Any]]
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+
+
 class ShardOptimizer:
     """The optimizer of one rank's shards of flat buffers.
 
     Args:
-        optimizer_class, defaults: The class and its arguments.
-        elementwise: Whether it works on flat slices.
+        make: Creates the optimizer from param groups.
         buffers: Partitioned among the ranks; shards hold whole parameters unless it is element-wise.
         rank: The owner of the shards.
         options: By param group, its options without "params".
+        elementwise: Whether it works on flat slices.
 
     Attributes:
         optimizer: The optimizer that does the work.
     """
 
-    def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        defaults: Mapping[str, Any],
-        buffers: Sequence[FlatBuffer],
-        rank: int,
-        options: Sequence[Mapping[str, Any]],
-        *,
-        elementwise: bool,
-    ) -> None:
-        self._optimizer_class, self._defaults, self._elementwise = optimizer_class, defaults, elementwise
+    def __init__(self, make: Make, buffers: list[FlatBuffer], rank: int, options: Options, elementwise: bool) -> None:
+        self._make, self._elementwise = make, elementwise
         self._segments: list[Segment] = []
         self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
@@ -430,7 +420,7 @@ class ShardOptimizer:
             for buffer in buffers
             for parameter, whole in zip(buffer.parameters, buffer.ranges, strict=True)
         }
-        passes_once = any(each.get("fused") or each.get("foreach") for each in (defaults, *options))
+        passes_once = any(each.get("fused") or each.get("foreach") for each in options)
         self._chunks: list[tuple[int, int, list[ShardRange]]] = []
         for index, buffer in enumerate(buffers):
             ranges, shard = buffer.ranges_of_rank[rank], self._shards[index]
@@ -480,7 +470,7 @@ class ShardOptimizer:
                 for offset, each in with_offsets(segment.ranges):
                     yield each, segment.cut(entries, offset, each.numel)
 
-    def load(self, read: Read, options: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, read: Read, options: Options) -> None:
         """Create the optimizer again, with the state that ``read`` returns and these options, by param group."""
         found = {each: read(each) for _, _, ranges in self._chunks for each in ranges}
         # Only ranges with the same number of steps may share a segment.
@@ -500,7 +490,7 @@ class ShardOptimizer:
                 }
         self.optimizer.load_state_dict(saved)
 
-    def _install(self, options: Sequence[Mapping[str, Any]], key: Callable[[ShardRange], object]) -> None:
+    def _install(self, options: Options, key: Callable[[ShardRange], object]) -> None:
         """Create segments of neighbours with the same ``key``, and an optimizer for them."""
         self._segments = []
         for buffer, offset, ranges in self._chunks:
@@ -510,7 +500,7 @@ class ShardOptimizer:
         groups: list[dict[str, Any]] = [{**each, "params": []} for each in options]
         for segment in self._segments:
             groups[segment.ranges[0].group]["params"].append(segment.parameter)
-        self.optimizer = self._optimizer_class(groups, **self._defaults)
+        self.optimizer = self._make(groups)
 
     def _make_segments(self, buffer: int, offset: int, runs: Sequence[Sequence[ShardRange]]) -> list[Segment]:
         """Return a segment for each run of ranges, back to back from ``offset`` in this rank's shard of a buffer."""
@@ -565,12 +555,7 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def gather_full_state(
-    held: Iterable[tuple[ShardRange, Entries]],
-    parameters: Sequence[Tensor],
-    *,
-    flat: bool,
-    group: Group,
-    to: int | None,
+    held: Iterable[tuple[ShardRange, Entries]], parameters: Sequence[Tensor], flat: bool, group: Group, to: int | None
 ) -> dict[int, dict[str, Any]] | None:
     """Return the state of all ranks in torch's format, on the CPU, on rank ``to`` (None: on all); None on the others.
 

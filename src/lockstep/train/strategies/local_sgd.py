@@ -17,7 +17,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Replica, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-from lockstep.parallel.local_sgd import ExchangeSchedule, OuterSGD, PeriodicAveraging
+from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.train.checkpoints.checkpoint_storage import states_of_ranks
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.settings import Settings, StrategyName
@@ -67,12 +67,10 @@ class LocalSteps(Strategy):
         # The ranks of a replica have the same state: the first of them saves it.
         self._replica_rank = world.rank - (0 if inside is None else inside.rank())
         every = settings.sync_every or _SYNC_EVERY[name]
-        schedule = ExchangeSchedule(every, settings.fragments or 1, settings.sync_delay or 0)
-        outer = OuterSGD(1.0, 0.0)
-        if name == "diloco":
-            given = {"lr": settings.outer_lr, "momentum": settings.outer_momentum}
-            outer = OuterSGD(**{key: value for key, value in given.items() if value is not None})
-        self._averaging = PeriodicAveraging(model, None, outer, schedule, settings.compression, world.group)
+        options = ["fragments", "sync_delay", "compression", *(("outer_lr", "outer_momentum") * (name == "diloco"))]
+        given = {option: getattr(settings, option) for option in options if getattr(settings, option) is not None}
+        averaging = DiLoCo if name == "diloco" else LocalSGD
+        self._averaging = averaging(model, None, every, process_group=world.group, **given)
         self._weight: float | Tensor = 0.0
         who = "ranks" if inside is None else "machines"
         self.note = f"{who} exchange parameters every {every} steps: by design not the same run as on one device"
