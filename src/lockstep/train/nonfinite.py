@@ -136,11 +136,6 @@ class NonFiniteStep(NamedTuple):
             lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
         return lines
 
-    @property
-    def error(self) -> NonFiniteGradient:
-        """The error that ends the run."""
-        return NonFiniteGradient("\n".join([self.headline, *self.details, _ADVICE]), step=self.step, ranks=self.ranks)
-
 
 def _format_samples(numbers: Sequence[int]) -> str:
     """Return the first ``numbers`` as text."""
@@ -162,6 +157,8 @@ class NonFiniteGuard:
 
     Attributes:
         found: The bad steps, oldest first.
+        buffers: Those of the model when the step began, which a skipped step must not change; None: steps are not
+            skipped.
     """
 
     rule: NanRule
@@ -173,17 +170,7 @@ class NonFiniteGuard:
     found: list[NonFiniteStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._buffers = BufferSnapshot(self.model) if self.rule == "skip" else None
-
-    def begin_step(self) -> None:
-        """Keep the buffers, which a skipped step must not change."""
-        if self._buffers is not None:
-            self._buffers.keep()
-
-    def restore_buffers(self, is_bad: Tensor) -> None:
-        """Restore the buffers if ``is_bad``, a 0-dimensional tensor of the device, holds. Does not block."""
-        if self._buffers is not None:
-            self._buffers.restore_where(is_bad)
+        self.buffers = BufferSnapshot(self.model) if self.rule == "skip" else None
 
     def refuse(self, computed: Computed, step: int, *, is_over: bool) -> None:
         """Apply the rule to a step whose gradient is not finite.
@@ -208,10 +195,10 @@ class NonFiniteGuard:
         if not is_over or self.rule == "raise":
             self.optimizer.zero_grad(set_to_none=True)
         if self.rule == "raise":
-            raise bad.error
+            raise NonFiniteGradient("\n".join([bad.headline, *bad.details, _ADVICE]), step=step, ranks=bad.ranks)
         self._check_number(step)
-        if self._buffers is not None and not is_over:  # otherwise `restore_buffers` has
-            self._buffers.restore()
+        if self.buffers is not None and not is_over:  # otherwise the trainer has
+            self.buffers.restore()
 
     def _check_number(self, step: int) -> None:
         steps = [bad.step for bad in self.found]

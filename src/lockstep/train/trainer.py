@@ -30,13 +30,7 @@ from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.checkpoints.model_state import (
-    compression_state,
-    export_weights,
-    load_compression_state,
-    load_state_dict,
-    local_state_dict,
-)
+from lockstep.train.checkpoints import model_state
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
@@ -178,6 +172,9 @@ class Trainer:
         optimizer = build_optimizer(task, self._model)
         check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
         self.optimizer: Optimizer = self.strategy.take_over(optimizer)
+        self._own_optimizer: Any = self.optimizer  # of this rank's part of the parameters
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self._own_optimizer = self.optimizer.optim
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
@@ -278,8 +275,8 @@ class Trainer:
         timer = StepTimer(self.device, step)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
-            if self.settings.on_nan == "skip":
-                self.nonfinite.begin_step()
+            if self.nonfinite.buffers is not None:  # which a skipped step must not change
+                self.nonfinite.buffers.keep()
             self.optimizer.zero_grad(set_to_none=True)
             # Replicas that train independently only communicate when they exchange parameters.
             communicates = self._sync and (not self.strategy.exchanges or self.strategy.agrees(step))
@@ -382,20 +379,20 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
         return [part.value.detach() for part in parts]
 
-    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepSums:
-        """Return the sums over the ranks: the loss of the global batch, and the flags, which are kept as well.
+    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepMetrics:
+        """Sum ``metrics`` over the ranks, and return them; keep the flags.
 
         Collective: every rank of ``group``. On CPUs the flags are read at once, from a device in the next step.
         """
         replicas = self.strategy.num_replicas
-        sums = metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
+        metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
         if group is not None:
             if self._loss_group is not group:
-                all_reduce(sums.flags, group=group)
-            self._flags = HostCopy(sums.flags), self.num_steps_done
+                all_reduce(metrics.flags, group=group)
+            self._flags = HostCopy(metrics.flags), self.num_steps_done
             if self.device.type == "cpu":
                 self.settle()
-        return sums
+        return metrics
 
     def _is_missing(self, computed: Computed) -> bool:
         """Return whether no rank could read any sample of the step. Blocks until forward is done if this one could not.
@@ -433,9 +430,9 @@ class Trainer:
             return norm, in_backward
         if self.policy is Update.LEFT_OUT:
             is_bad = ~norm.isfinite()
-            self._own_optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-            if self.scaler is None or self.scaler.scale <= 1.0:
-                self.nonfinite.restore_buffers(is_bad)
+            self._own_optimizer.found_inf = is_bad.float()
+            if self.nonfinite.buffers is not None and (self.scaler is None or self.scaler.scale <= 1.0):
+                self.nonfinite.buffers.restore_where(is_bad)
         if not in_backward:
             self.optimizer.step()
         return norm, True
@@ -462,11 +459,6 @@ class Trainer:
         if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
             self._gradients.multiply_(factor)
         return norm, copy
-
-    @property
-    def _own_optimizer(self) -> Optimizer:
-        """The optimizer of this rank's part of the parameters."""
-        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
 
     def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
@@ -569,8 +561,8 @@ class Trainer:
         return self.strategy.whole(self._model)
 
     def export(self, path: Path, *, writes: bool) -> None:
-        """Write the weights to a file; see `export_weights`. Collective: every rank of the group."""
-        export_weights(self.strategy.weights(self._model), path, writes=writes)
+        """Write the weights to a file; see `model_state.export_weights`. Collective: every rank of the group."""
+        model_state.export_weights(self.strategy.weights(self._model), path, writes=writes)
 
     @property
     def epoch(self) -> float | None:
@@ -613,13 +605,13 @@ class Trainer:
         self.settle()
         compressed = self.strategy.compressed
         return {
-            **({} if compressed is None else {"compression": compression_state(compressed)}),
+            **({} if compressed is None else {"compression": model_state.compression_state(compressed)}),
             "run": self._identity(),
             "plan": self._planned(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
-            **local_state_dict(self._model, self.optimizer),
+            **model_state.local_state_dict(self._model, self.optimizer),
             **self.strategy.state_dict(self.optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
             "stream": self.batches.state(),
@@ -638,9 +630,9 @@ class Trainer:
                     "Resume with the same settings, or start a new run with resume=False (--no-resume)."
                 )
         try:
-            load_state_dict(self._model, self.optimizer, state)
+            model_state.load_state_dict(self._model, self.optimizer, state)
             if self.strategy.compressed is not None:
-                load_compression_state(self.strategy.compressed, state.get("compression"))
+                model_state.load_compression_state(self.strategy.compressed, state.get("compression"))
             self.strategy.load_state_dict(state, self.optimizer)
         except CheckpointError:
             raise

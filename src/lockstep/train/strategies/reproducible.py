@@ -464,10 +464,8 @@ class Reproducible(Strategy):
         part = self._objective(self._model, shard.batch, shard.num_samples)
         how.timer.begin("backward")
         how.scaled(part).backward()
-        gradients = []
-        for parameter in self._model.parameters():
-            gradients.append(parameter.grad)
-            parameter.grad = None
+        gradients = [parameter.grad for parameter in self._model.parameters()]
+        self._model.zero_grad()
         self._buffers.record(shard.leaf, self._model)
         self._buffers.restore()
         return part._replace(value=part.value.detach()), gradients
@@ -511,16 +509,12 @@ class Reproducible(Strategy):
 
 def refuse_reproducible(name: StrategyName) -> None:
     """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
-    slices = "it divides gradients into slices that depend on the number of ranks"
-    order = "torch's engine sums in a different order"
-    alone = "its ranks train independently, so the result depends on their number"
     why = {
-        "ddp-zero1": slices,
-        "fsdp": slices,
-        "torch-dp": order,
-        "torch-ddp": order,
-        "local-sgd": alone,
-        "diloco": alone,
+        **dict.fromkeys(("ddp-zero1", "fsdp"), "it divides gradients into slices that depend on the number of ranks"),
+        **dict.fromkeys(("torch-dp", "torch-ddp"), "torch's engine sums in a different order"),
+        **dict.fromkeys(
+            ("local-sgd", "diloco"), "its ranks train independently, so the result depends on their number"
+        ),
     }
     if name in why:
         instead = "dp" if name == "torch-dp" else "ddp"

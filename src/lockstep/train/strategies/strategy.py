@@ -27,13 +27,13 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
-from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.bucket_events import BucketStamps, FlatGradients
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.step_times import Mark
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
+from lockstep.train.step import GradientList, GradScaler, LossModule, Objective, Part
 from lockstep.train.task import build_model, initialize
 
 if TYPE_CHECKING:  # imported by whoever uses it
@@ -65,11 +65,6 @@ class Pass:
     all_have_samples: Callable[[], bool]
     scaler: GradScaler | None = None
 
-    @property
-    def scale(self) -> float:
-        """Factor on the gradient of ``value * weight``; final after ``on_losses``."""
-        return self.factor if self.scaler is None else self.factor * self.scaler.scale
-
     def scaled(self, part: Part, times: float = 1.0) -> Tensor:
         """Return ``value * weight * scale * times``, at least in float32."""
         factor = part.weight * ((self.factor if self.scaler is None else self.factor * self.scaler.scale) * times)
@@ -90,7 +85,7 @@ class Strategy(ABC):
     sums_losses = False
 
     # The gradients after backward; None: ``param.grad``, the same on every rank.
-    gradients: Gradients | None = None
+    gradients: GradientList | FlatGradients | None = None
 
     # How the ranks keep buffers equal.
     buffers: Buffers = "same"
@@ -220,7 +215,8 @@ class Replicated(Strategy):
 
         how.timer.begin("forward")
         how.timer.name_phase("replicas")  # whose threads have both phases in the trace
-        self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
+        scale = how.factor if how.scaler is None else how.factor * how.scaler.scale
+        self._engine.backward(loss, list(enumerate(micro.batches)), [scale] * len(micro.batches))
         self.exposed_s = self._engine.overhead_s
         how.timer.begin("backward", at=forward_ends[0])
         how.on_losses([part for part in parts if part is not None])
@@ -300,11 +296,21 @@ class Distributed(Strategy):
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
+        """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``.
+
+        Raises:
+            ConfigurationError: On every rank: some have no samples, which torch's engine does not support here.
+        """
         batch, num_samples = (micro.batches[0], len(micro.samples[0])) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
-                contexts.enter_context(self._some_without_batch(num_samples))
+                if self._ours is None:
+                    raise ConfigurationError(
+                        "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait "
+                        "forever.\nUse strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
+                    )
+                # Ranks without samples take part in the synchronised layers of the others.
+                contexts.enter_context(self._ours.some_without_batch(has_batch=num_samples > 0))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
             how.timer.begin("forward")
@@ -315,19 +321,6 @@ class Distributed(Strategy):
             if num_samples or how.sync:
                 # The engine's mean over the ranks becomes the sum again.
                 how.scaled(part, self._num_ranks).backward()
-
-    def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks without samples take part in the synchronised layers of the others.
-
-        Raises:
-            ConfigurationError: On every rank: torch's engine does not support this.
-        """
-        if self._ours is None:
-            raise ConfigurationError(
-                "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait forever.\n"
-                "Use strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
-            )
-        return self._ours.some_without_batch(has_batch=num_samples > 0)
 
 
 @final
