@@ -110,7 +110,7 @@ class Evaluator:
         split = trainer.plan.split
         for share, mine in parts.items():
             # The size of a micro-batch of training is known to fit in memory.
-            size = max(1, len(split.positions(trainer.plan.batch_size, share)) // split.accumulate)
+            size = max(1, len(split.positions(trainer.plan.order.batch_size, share)) // split.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), {share: samples}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -254,15 +253,10 @@ class NonFiniteGuard:
             device = next(self.model.parameters()).device
             ranks = all_gather_object(ranks[0], group=group, device=device)
         firsts = [first for _, first in ranks if first is not None]
-        return NonFiniteStep(
-            step=step,
-            epoch=self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None,
-            origins=tuple(Origin(*origin) for origin, _ in ranks if origin is not None),
-            parameter=names[min(firsts)] if firsts else None,
-            num_ranks=len(ranks),
-            num_micro=self.plan.split.accumulate,
-            again=replays,
-        )
+        epoch = self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None
+        origins = tuple(Origin(*origin) for origin, _ in ranks if origin is not None)
+        parameter = names[min(firsts)] if firsts else None
+        return NonFiniteStep(step, epoch, origins, parameter, len(ranks), self.plan.split.accumulate, replays)
 
 
 def _first_not_finite(model: nn.Module, *, in_values: bool = False) -> str | None:
@@ -282,13 +276,11 @@ def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
     """Within the block, collect the modules of ``model`` whose outputs are not finite, in the order of computation."""
     names = {id(module): f"{name} ({own_class(module).__name__})" for name, module in model.named_modules() if name}
     found: list[str] = []
-    lock = threading.Lock()  # replicas compute in threads
 
     def check(module: nn.Module, _inputs: Any, output: Any) -> None:
         name = names.get(id(module))
         if name is not None and not all(map(_is_finite, find_tensors(output))):
-            with lock:
-                found.append(name)
+            found.append(name)  # replicas compute in threads, and an append is atomic
 
     handle = nn.modules.module.register_module_forward_hook(check)
     try:

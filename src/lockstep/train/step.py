@@ -89,12 +89,8 @@ class Objective:
         Raises:
             ConfigurationError: It is not a 0-dimensional tensor, or has no gradient.
         """
-        result: object
-        if self.precision == "fp32":
-            result = self.task.loss(model, batch)
-        else:
-            with autocast(self.precision, next(model.parameters()).device):
-                result = self.task.loss(model, batch)
+        with autocast(self.precision, next(model.parameters()).device):
+            result: object = self.task.loss(model, batch)
         if isinstance(result, Loss):
             part = Part(result.total, 1.0, torch.as_tensor(result.count))
         elif isinstance(result, Tensor):
@@ -382,9 +378,8 @@ def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: i
         return
     size = max(micro.sizes, default=0)
     cause = (str(error).splitlines() or [type(error).__name__])[0]
-    advice = (
-        f"Try micro-batches of {(size + 1) // 2} samples: accumulate={2 * accumulate} (--accumulate {2 * accumulate})"
-    )
+    double = 2 * accumulate
+    advice = f"Try micro-batches of {(size + 1) // 2} samples: accumulate={double} (--accumulate {double})"
     if size <= 1:
         advice = "Use a smaller model, shorter samples, more devices, or a strategy that divides the state (fsdp)"
     host = psutil.virtual_memory()

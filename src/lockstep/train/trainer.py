@@ -235,31 +235,26 @@ class Trainer:
             return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
         if name == "fsdp":
             return strategies.FullyShard(model, objective, world, devices[0])
+        distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
-            torchs = nn.parallel.DistributedDataParallel
-            return strategies.Distributed(model, objective, world.group, world.device, torchs)
+            return distributed(nn.parallel.DistributedDataParallel)
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
         wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
         if name in ("local-sgd", "diloco"):
             from lockstep.train.strategies.local_sgd import LocalSteps
 
-            return LocalSteps(name, model, objective, world, settings, num_steps=self.plan.num_steps)
-        shards, overlap = name == "ddp-zero1", settings.overlap_optimizer
-        return strategies.Distributed(
-            model, objective, world.group, world.device, wrap, overlap_optimizer=overlap, shards_optimizer=shards
-        )
+            return LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
+        return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
 
     def load_options(self, task: Task) -> LoadOptions:
         """Return the options for loading batches."""
+        settings, pins, skips = self.settings, self.device.type != "cpu", self.settings.bad_samples == "skip"
+        # The bits of a transform's result may depend on the number of threads.
+        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
+        ahead = settings.prefetch or LoadOptions.ahead
         return LoadOptions(
-            task.collate,
-            self.settings.workers,
-            pin_memory=self.device.type != "cpu",
-            ahead=self.settings.prefetch or LoadOptions.ahead,
-            skip_bad=self.settings.bad_samples == "skip",
-            # The bits of a transform's result may depend on the number of threads.
-            threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
+            task.collate, settings.workers, pin_memory=pins, ahead=ahead, skip_bad=skips, threads=threads
         )
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -352,25 +347,13 @@ class Trainer:
         return computed, metrics
 
     def _compute(
-        self,
-        micro: MicroBatch,
-        index: int,
-        timer: StepTimer,
-        on_losses: Callable[[list[step_parts.Part]], None],
-        *,
-        sync: bool,
+        self, micro: MicroBatch, index: int, timer: StepTimer, on_losses: strategies.OnLosses, *, sync: bool
     ) -> None:
         """Run forward and backward of a micro-batch with its random numbers, and gradients summed if ``sync``."""
         self._seeds.forward(micro, index)
-        how = strategies.Pass(
-            factor=1.0 / micro.num_global,
-            scaler=self.scaler,
-            sync=sync,
-            timer=timer,
-            on_losses=on_losses,
-            seed=lambda share, device: self._seeds.all(step_parts.FORWARD, micro.step, 0, share, device=device),
-            all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.split),
-        )
+        seed = partial(self._seeds.all, step_parts.FORWARD, micro.step, 0)
+        all_have_samples = partial(self.bad_samples.all_have_samples, micro, index, self.plan.split)
+        how = strategies.Pass(1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.scaler)
         self.strategy.run(micro, how)
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:

@@ -726,8 +726,10 @@ def _read_alike(folder: Place) -> dict[str, Any]:
         except CheckpointError as error:
             problem = str(error)
         # A save may replace the checkpoint and remove its files while it is read.
-        is_replaced = digest != _try_read_digest(folder)
-        answers = _gather([problem, is_replaced, digest, socket.gethostname()])
+        now = ""
+        with contextlib.suppress(CheckpointError):
+            now = read_manifest(folder).digest
+        answers = _gather([problem, digest != now, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             # Each file is compared with its digest on one rank only.
             _raise_first([text for text, _, _, _ in answers])
@@ -741,12 +743,6 @@ def _read_alike(folder: Place) -> dict[str, Any]:
             )
         time.sleep(_RETRY_PAUSE_S)
     raise CheckpointError(different or f"The checkpoint {folder} was replaced while it was read.\nTry again.")
-
-
-def _try_read_digest(folder: Place) -> str:
-    with contextlib.suppress(CheckpointError):
-        return read_manifest(folder).digest
-    return ""
 
 
 def _on_all_ranks(folder: Place, act: Callable[[], T]) -> T:

@@ -45,7 +45,6 @@ class LocalSteps(Strategy):
         objective: Objective,
         world: World,
         settings: Settings,
-        *,
         num_steps: int,
     ) -> None:
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):

@@ -122,8 +122,7 @@ class ShardBuffers:
 
     Args:
         model: The model.
-        leaves: The virtual shards of this process.
-        placement: Placement of the shards on the ranks.
+        shards: The virtual shards.
         exchange: Sums between the ranks.
         group: The ranks; None: only this process.
 
@@ -132,14 +131,14 @@ class ShardBuffers:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        leaves: range,
-        placement: trees.LeafPlacement,
-        exchange: trees.TreeReduction,
-        group: Group | None,
+        self, model: nn.Module, shards: VirtualShards, exchange: trees.TreeReduction, group: Group | None
     ) -> None:
-        self._leaves, self._placement, self._exchange, self._group = leaves, placement, exchange, group
+        self._leaves, self._placement, self._exchange, self._group = (
+            shards.split.shares,
+            shards.placement,
+            exchange,
+            group,
+        )
         self._start = BufferSnapshot(model)
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
@@ -374,7 +373,7 @@ class Reproducible(Strategy):
         if group is not None:
             self._exchange = trees.RankReduction(placement, group)
         self._mine = shards.mine
-        self._buffers = ShardBuffers(model, shards.split.shares, placement, self._exchange, group)
+        self._buffers = ShardBuffers(model, shards, self._exchange, group)
         self._in_use: trees.GradientRow | None = None  # ``param.grad`` are views of it
 
     @override
@@ -460,7 +459,7 @@ class Reproducible(Strategy):
 
     def _compute_on_model(self, shard: Shard, how: Pass) -> ShardResult:
         how.timer.begin("forward")
-        how.seed(shard.leaf, self._devices[0])
+        how.seed(shard.leaf, device=self._devices[0])
         part = self._objective(self._model, shard.batch, shard.num_samples)
         how.timer.begin("backward")
         how.scaled(part).backward()
@@ -485,7 +484,7 @@ class Reproducible(Strategy):
             return how.scaled(part)
 
         for replica, shard in shards.items():
-            how.seed(shard.leaf, self._devices[replica])
+            how.seed(shard.leaf, device=self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
         how.timer.begin("backward")  # with forward: both run in the threads of the replicas
         how.timer.name_phase("replicas")

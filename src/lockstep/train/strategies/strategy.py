@@ -40,6 +40,9 @@ if TYPE_CHECKING:  # imported by whoever uses it
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
 
+OnLosses = Callable[[list[Part]], None]
+
+
 @dataclass(frozen=True)
 class Pass:
     """How a micro-batch is run.
@@ -51,7 +54,7 @@ class Pass:
         on_losses: Called with the losses once they are queued: before backward, or after it where both are one
             operation (`Strategy.stops_between`). It may change the loss scale, and waits for the device in the first
             forward of a step.
-        seed: Seeds the generators of this process and of a device for a share.
+        seed: Seeds the generators of this process and of ``device`` for a share.
         all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
             none.
         scaler: The loss scaling, in fp16.
@@ -60,8 +63,8 @@ class Pass:
     factor: float
     sync: bool
     timer: StepTimer
-    on_losses: Callable[[list[Part]], None]
-    seed: Callable[[int, torch.device], None]
+    on_losses: OnLosses
+    seed: Callable[..., None]
     all_have_samples: Callable[[], bool]
     scaler: GradScaler | None = None
 
