@@ -113,11 +113,9 @@ class Trainer:
         self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
-        self.arithmetic = reproducible.Arithmetic(
-            settings.threads or (None if settings.reproducible is None else 1),
-            deterministic=settings.reproducible is not None,
-        )
-        late = reproducible.find_late_cublas(self.device) if self.arithmetic.deterministic else None
+        is_exact = settings.reproducible is not None
+        self.arithmetic = reproducible.Arithmetic(settings.threads or (1 if is_exact else None), is_exact)
+        late = reproducible.find_late_cublas(self.device) if is_exact else None
         self.caveats = [] if late is None else [late]
         self.changes: list[str] = []
         self.stop_requested: Callable[[], bool] = bool  # which returns False

@@ -133,12 +133,8 @@ class ShardBuffers:
     def __init__(
         self, model: nn.Module, shards: VirtualShards, exchange: trees.TreeReduction, group: Group | None
     ) -> None:
-        self._leaves, self._placement, self._exchange, self._group = (
-            shards.split.shares,
-            shards.placement,
-            exchange,
-            group,
-        )
+        self._leaves, self._placement = shards.split.shares, shards.placement
+        self._exchange, self._group = exchange, group
         self._start = BufferSnapshot(model)
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
@@ -359,7 +355,8 @@ class Reproducible(Strategy):
             sync = ModelSync(model, set(), group, devices[0])
             sync.check(with_buffers=True)
             sync.broadcast(src=0, with_buffers=True)
-        self.group, placement = group, shards.placement
+        self.group = self.step_group = group
+        placement = shards.placement
         self._model, self._objective, self._devices, self._arithmetic = model, objective, list(devices), arithmetic
         self._engine = DataParallel(model, device_ids=self._devices) if len(devices) > 1 else None
         self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
@@ -508,12 +505,11 @@ class Reproducible(Strategy):
 
 def refuse_reproducible(name: StrategyName) -> None:
     """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
+    alone = "its ranks train independently, so the result depends on their number"
     why = {
         **dict.fromkeys(("ddp-zero1", "fsdp"), "it divides gradients into slices that depend on the number of ranks"),
         **dict.fromkeys(("torch-dp", "torch-ddp"), "torch's engine sums in a different order"),
-        **dict.fromkeys(
-            ("local-sgd", "diloco"), "its ranks train independently, so the result depends on their number"
-        ),
+        **dict.fromkeys(("local-sgd", "diloco"), alone),
     }
     if name in why:
         instead = "dp" if name == "torch-dp" else "ddp"

@@ -81,6 +81,9 @@ class Strategy(ABC):
     # The ranks that take part; None: only this process.
     group: Group | None = None
 
+    # The ranks whose gradients are summed, and which wait for each other in every step.
+    step_group: Group | None = None
+
     # Seconds of the last micro-batch in which devices only exchanged data, if the engine measures it.
     exposed_s: float | None = None
 
@@ -110,11 +113,6 @@ class Strategy(ABC):
 
     # Whether ``on_losses`` is called before backward begins.
     stops_between = True
-
-    @property
-    def step_group(self) -> Group | None:
-        """The ranks whose gradients are summed, and which wait for each other in every step."""
-        return self.group
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use instead of ``optimizer``, which has not made a step yet.
@@ -253,7 +251,8 @@ class Distributed(Strategy):
     ) -> None:
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        self.group, self._device, self._num_ranks = group, device, group.size()
+        self.group = self.step_group = group
+        self._device, self._num_ranks = device, group.size()
         self._overlap_optimizer, self._shards_optimizer = overlap_optimizer, shards_optimizer
         self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=group)
@@ -338,17 +337,13 @@ class FullyShard(Strategy):
     can_replay = False  # torch's engine would add unreduced gradients to those of the next step
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
-        self.group = world.group
+        self.group = self.step_group = world.group
         self._task, self._device, self._num_ranks = objective.task, device, world.world_size
         # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
         replica = replica_of(model, buffers="same")
-        refuse_difference(
-            {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()},
-            group=world.group,
-            device=world.device,
-            now=" when they begin",
-            since="Under fsdp the model must depend on the seed alone, not on the rank.",
-        )
+        known = {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()}
+        since = "Under fsdp the model must depend on the seed alone, not on the rank."
+        refuse_difference(known, group=world.group, device=world.device, now=" when they begin", since=since)
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
         self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
