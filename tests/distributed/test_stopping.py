@@ -236,19 +236,26 @@ def test_ctrl_c_twice_stops_at_once(tmp_path):
     assert fit(task_that_signals(signal.SIGINT, at=2), tmp_path, steps=9, resume=False).stopped == "SIGINT"
 
 
+NOT_SAVED = (
+    "lockstep: Stopped by {} after step {}; nothing was saved, because no folder for checkpoints was given.\n"
+    "Add checkpoint=DIR (--checkpoint DIR): then a run that is stopped saves, and the same command resumes it.\n"
+)
+
+
 def test_without_a_folder_to_save_to_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt):
         lockstep.fit(task_that_signals(signal.SIGINT, at=2), strategy="single", steps=9, quiet=True)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_without_a_folder_to_save_to_a_signal_ends_the_run(start, tmp_path, devices):
+def test_without_a_folder_to_save_to_a_signal_ends_the_run_and_says_so(start, tmp_path, devices):
     (tmp_path / "runs" / "step-0000000000").mkdir(parents=True)  # nothing is saved: do not wait for it
     process = start("train", "mine.py", "--devices", devices, step_s=1.0, REACHED=str(tmp_path / "reached"))
     wait_for((tmp_path / "reached").exists, 60)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (-signal.SIGTERM, "")
+    assert process.returncode == -signal.SIGTERM
+    assert err == NOT_SAVED.format("SIGTERM", 2)
 
 
 def test_handlers_of_ones_own_are_left_alone_and_children_have_those_of_before(tmp_path):

@@ -240,6 +240,7 @@ class Run:
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
+        signals.num_steps_done = lambda: trainer.num_steps_done
         # Without a folder for checkpoints a stopped run could not save.
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None

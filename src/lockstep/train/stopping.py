@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,14 +18,18 @@ from lockstep.errors import RESUME_EXIT_CODE, exit_code_after
 
 # Maximum delay between a signal and the launcher's request.
 _REQUEST_WITHIN_S = 0.5
+_NOT_SAVED = (
+    "lockstep: Stopped by {} after step {}; nothing was saved, because no folder for checkpoints was given.\n"
+    "Add checkpoint=DIR (--checkpoint DIR): then a run that is stopped saves, and the same command resumes it.\n"
+)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
     """Handles signals that have no other handler during a run: preemption becomes a graceful stop.
 
-    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once per step. If the run cannot save, they keep their
-    handlers, and end it at once. A context manager. Handlers can only be installed in the main thread; in other threads
+    SIGTERM, SIGUSR1 and Ctrl-C become a request that is polled once per step. If the run cannot save, they end it at
+    once, and rank zero says so. A context manager. Handlers can only be installed in the main thread; in other threads
     only the launcher's request is seen. Processes that are forked in the meantime have the previous handlers, but
     ignore Ctrl-C.
 
@@ -38,10 +43,14 @@ class StopSignals:
     Args:
         saves: Whether the run can save.
         rank: Rank of this process.
+
+    Attributes:
+        num_steps_done: Returns the number of steps of the run that are done.
     """
 
     def __init__(self, *, saves: bool, rank: int) -> None:
         self._saves, self._rank = saves, rank
+        self.num_steps_done: Callable[[], int] = int  # which returns 0
         self._run_dir = run_folder.current_run_folder()
         self._received: signal.Signals | None = None
         self._before: dict[int, Any] = {}
@@ -66,17 +75,17 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         global _active
-        if not self._saves:
-            return self
-        if _active is None and threading.current_thread() is threading.main_thread():
+        handles = self._saves or self._rank == 0
+        if handles and _active is None and threading.current_thread() is threading.main_thread():
             _active = self
             for number in run_folder.STOP_SIGNALS:
-                if (handler := signal.getsignal(number)) in _DEFAULTS:
+                # Without anything to save, Ctrl-C stays a KeyboardInterrupt.
+                if (handler := signal.getsignal(number)) in _DEFAULTS and (self._saves or number != signal.SIGINT):
                     self._before[number] = handler
                     signal.signal(number, self._on_signal)
-            if self._run_dir is not None:
+            if self._run_dir is not None or not self._saves:
                 self._listen()
-        if self._run_dir is not None:
+        if self._run_dir is not None and self._saves:
             run_folder.announce_graceful_stop(self._run_dir, self._rank)
         return self
 
@@ -110,6 +119,12 @@ class StopSignals:
     def _judge(self, signals: socket.socket) -> None:
         with signals:
             while number := signals.recv(1):
+                if number[0] in self._before and not self._saves:
+                    name = signal.Signals(number[0]).name
+                    # If the launcher has got no signal, another rank has failed, and that is what it reports.
+                    if self._run_dir is None or self.asked() not in (None, signal.SIGINT.name):
+                        os.write(2, _NOT_SAVED.format(name, self.num_steps_done()).encode())
+                    _end_by(number[0])
                 deadline = time.monotonic() + _REQUEST_WITHIN_S
                 while number[0] in self._before and self.asked() is None:
                     if time.monotonic() > deadline:
