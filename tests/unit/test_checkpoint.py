@@ -197,7 +197,7 @@ def test_a_fresh_run_removes_the_old_ones_once_it_has_one_of_its_own(place, worl
     assert load(world, place, fresh=True) == (None, [])
     assert names(place) == ["step-0000000050", "step-0000000060"]
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_remove_others", lambda *_: None)  # killed just before
+        patch.setattr(checkpoint, "_remove_checkpoint", lambda path: None)  # killed just before
         save(world, place, 1, fresh=True)
     assert load(world, place) == (1, []), "the newest is that of the last save, not that of most steps"
     save(world, place, 2, fresh=True)

@@ -10,7 +10,7 @@ from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.timer import StepTimer
-from lockstep.train.fit import Throughput, format_metrics
+from lockstep.train.fit import Throughput
 from lockstep.train.trainer import StepRecord
 
 SNAPSHOT = Snapshot(time=0.0, step=15, num_steps=20, loss=0.25, samples_per_s=1234.5, left_s=3.0)
@@ -73,10 +73,6 @@ def test_a_view_where_there_is_a_terminal(monkeypatch, capsys):
             display.update(SNAPSHOT)  # a view would draw it at once
             display.close()
     assert capsys.readouterr().out == ""
-
-
-def test_metrics_as_words():
-    assert format_metrics({"loss": 0.5, "accuracy": 0.98765}) == "loss 0.5000  accuracy 0.9877"
 
 
 @pytest.fixture

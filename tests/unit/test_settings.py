@@ -140,7 +140,7 @@ def test_a_value_that_cannot_be_is_named_with_what_can(values, text):
         ({"checkpoint": 3}, "checkpoint=3 is not allowed.\nGive a path."),
         (
             {"profile": True},
-            "profile needs profile_dir or run_dir.\nAdd a folder for its traces: profile_dir=DIR (--profile-dir DIR) "
+            "profile needs profile_dir or run_dir.\nAdd profile_dir=DIR (--profile-dir DIR) "
             "or run_dir=DIR (--run-dir DIR), or omit profile.",
         ),
         (

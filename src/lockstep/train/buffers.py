@@ -1,5 +1,7 @@
 """A snapshot of the buffers of a model, for computations that must not change them."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -47,15 +49,11 @@ class BufferSnapshot:
         Raises:
             ConfigurationError: A buffer has become None.
         """
-        buffers = []
-        for (owner, name), full_name in zip(self._owners_in(module), self.names, strict=True):
-            buffer = owner._buffers[name]
+        buffers = [owner._buffers[name] for owner, name in self._owners_in(module)]
+        for buffer, name in zip(buffers, self.names, strict=True):
             if buffer is None:
-                raise ConfigurationError(
-                    f"The buffer {full_name} became None in forward.\nStore it in a plain attribute."
-                )
-            buffers.append(buffer)
-        return buffers
+                raise ConfigurationError(f"The buffer {name} became None in forward.\nStore it in a plain attribute.")
+        return cast(list[Tensor], buffers)
 
     def _owners_in(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """Return the submodule and the local name of each buffer; cached, because the lookup is slow."""

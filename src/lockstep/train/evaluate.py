@@ -110,7 +110,7 @@ class Evaluator:
         split = trainer.plan.split
         for share, mine in parts.items():
             # The size of a micro-batch of training is known to fit in memory.
-            size = max(1, len(split.positions(trainer.plan.batch_size, share)) // split.accumulate)
+            size = max(1, len(split.positions(trainer.plan.order.batch_size, share)) // split.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), {share: samples}))
@@ -133,19 +133,18 @@ class Evaluator:
             with autocast(precision, self.trainer.device):
                 metrics = self.task.metrics(model, batch)
             for name, value in metrics.items():
-                sums[name] = self._metric(name, value, num_samples)
+                if isinstance(value, Loss):
+                    sums[name] = self._pair(value.total, value.count)
+                elif isinstance(value, Tensor) and value.shape == (num_samples,):
+                    sums[name] = self._pair(self._sum_dtype(value).sum(), num_samples)
+                else:
+                    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                    raise ConfigurationError(
+                        f"The metric {name!r} of a batch of {num_samples} samples is a {found}.\n"
+                        f"Return a tensor of shape ({num_samples},), one value for each sample, or a "
+                        "Loss(total, count)."
+                    )
         return sums
-
-    def _metric(self, name: str, value: object, num_samples: int) -> Tensor:
-        if isinstance(value, Loss):
-            return self._pair(value.total, value.count)
-        if not isinstance(value, Tensor) or value.shape != (num_samples,):
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigurationError(
-                f"The metric {name!r} of a batch of {num_samples} samples is a {found}.\n"
-                f"Return a tensor of shape ({num_samples},), one value for each sample, or a Loss(total, count)."
-            )
-        return self._pair(self._sum_dtype(value).sum(), num_samples)
 
     def _pair(self, total: Tensor, count: Tensor | float) -> Tensor:
         return torch.stack([self._sum_dtype(torch.as_tensor(item)) for item in (total, count)])

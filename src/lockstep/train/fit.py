@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
@@ -162,9 +162,7 @@ class Throughput:
 # --- what rank zero prints -------------------------------------------------------------------------------------------
 
 
-def describe_plan(
-    task: Task, settings: FitSettings, plan: Plan, device: torch.device, *, num_devices: int
-) -> list[str]:
+def describe_plan(task: Task, settings: FitSettings, plan: Plan, device: torch.device, num_devices: int) -> list[str]:
     """Return the first lines of output; all ``num_devices`` are of the same kind as ``device``."""
     order, rate = plan.order, plan.learning_rate
     kind = kind_of(device.type)
@@ -202,11 +200,6 @@ def describe_plan(
         batch,
         f"learning rate x {rate.scale:.4g}: {scaling}; {warmup} {decay}",
     ]
-
-
-def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics as text."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -266,7 +259,7 @@ class Run:
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         num_devices = len(trainer.devices) if trainer.group is None else world.world_size
-        plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices=num_devices)
+        plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices)
         if trainer.strategy.note is not None:
             plan.append(trainer.strategy.note)
         for line in (*plan, *lines, *(sink.where for sink in self._record.sinks)):
@@ -328,7 +321,7 @@ class Run:
         self._evaluations.append(found)
         if self._best is None or found.metrics["loss"] < self._best.loss:
             self._best, self.has_new_best = found, self._settings.keep_best
-        text = f"evaluation: {format_metrics(found.metrics)}"
+        text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
         epoch = "" if self._trainer.epoch is None else f"epoch {self._trainer.epoch:.1f}  "
@@ -418,7 +411,18 @@ class Run:
         self.catch_up()
         if self._first_step < self.num_steps:
             self._settle()
-        self._log_summary()
+        trainer, throughput = self._trainer, self._throughput
+        if throughput.losses:
+            rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
+            if throughput.num_counted:
+                rate += f", {live_view.rate(throughput.counted_per_s)} {self._task.counts}/s"
+            seconds = time.perf_counter() - self._started_at
+            steps = plural(len(throughput.losses), "step")
+            self._display.log(f"{steps} in {seconds:.1f} s, {rate}, last loss {throughput.losses[-1]:.4f}")
+        if skipped := len(trainer.bad_samples.skipped):
+            self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
+        if skipped := len(trainer.nonfinite.found):
+            self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
         export, after = self._settings.export, self._task.after
         if export is not None:
             self._trainer.export(Path(export), writes=self._world.is_rank_zero)
@@ -433,20 +437,6 @@ class Run:
             self._record.close()
             after(model.eval())
         return self._result()
-
-    def _log_summary(self) -> None:
-        trainer, throughput = self._trainer, self._throughput
-        if throughput.losses:
-            rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
-            if throughput.num_counted:
-                rate += f", {live_view.rate(throughput.counted_per_s)} {self._task.counts}/s"
-            seconds = time.perf_counter() - self._started_at
-            steps = plural(len(throughput.losses), "step")
-            self._display.log(f"{steps} in {seconds:.1f} s, {rate}, last loss {throughput.losses[-1]:.4f}")
-        if skipped := len(trainer.bad_samples.skipped):
-            self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
-        if skipped := len(trainer.nonfinite.found):
-            self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
 
     def _end(self, event: EventName, text: str) -> None:
         """Record the end of the run, and print where the time went. Collective: every rank."""
@@ -551,14 +541,8 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     from lockstep.train.checkpoints.checkpoint import Checkpoints
     from lockstep.train.checkpoints.object_store import place_of
 
-    return Checkpoints(
-        place_of(settings.checkpoint),
-        world,
-        fresh=settings.resume is False,
-        keep=settings.keep or Checkpoints.keep,
-        keep_best=settings.keep_best,
-        blocking=settings.checkpoint_blocking,
-    )
+    place, keep, blocking = place_of(settings.checkpoint), settings.keep or 2, settings.checkpoint_blocking
+    return Checkpoints(place, world, settings.resume is False, keep, settings.keep_best, blocking)
 
 
 def _with_keywords_of(

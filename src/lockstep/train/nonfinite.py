@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -136,11 +135,6 @@ class NonFiniteStep(NamedTuple):
             lines.append(f"On rank {other.rank} too: first parameter {other.parameter or self.parameter}, {what}.")
         return lines
 
-    @property
-    def error(self) -> NonFiniteGradient:
-        """The error that ends the run."""
-        return NonFiniteGradient("\n".join([self.headline, *self.details, _ADVICE]), step=self.step, ranks=self.ranks)
-
 
 def _format_samples(numbers: Sequence[int]) -> str:
     """Return the first ``numbers`` as text."""
@@ -162,6 +156,8 @@ class NonFiniteGuard:
 
     Attributes:
         found: The bad steps, oldest first.
+        buffers: Those of the model when the step began, which a skipped step must not change; None: steps are not
+            skipped.
     """
 
     rule: NanRule
@@ -173,17 +169,7 @@ class NonFiniteGuard:
     found: list[NonFiniteStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._buffers = BufferSnapshot(self.model) if self.rule == "skip" else None
-
-    def begin_step(self) -> None:
-        """Keep the buffers, which a skipped step must not change."""
-        if self._buffers is not None:
-            self._buffers.keep()
-
-    def restore_buffers(self, is_bad: Tensor) -> None:
-        """Restore the buffers if ``is_bad``, a 0-dimensional tensor of the device, holds. Does not block."""
-        if self._buffers is not None:
-            self._buffers.restore_where(is_bad)
+        self.buffers = BufferSnapshot(self.model) if self.rule == "skip" else None
 
     def refuse(self, computed: Computed, step: int, *, is_over: bool) -> None:
         """Apply the rule to a step whose gradient is not finite.
@@ -208,10 +194,10 @@ class NonFiniteGuard:
         if not is_over or self.rule == "raise":
             self.optimizer.zero_grad(set_to_none=True)
         if self.rule == "raise":
-            raise bad.error
+            raise NonFiniteGradient("\n".join([bad.headline, *bad.details, _ADVICE]), step=step, ranks=bad.ranks)
         self._check_number(step)
-        if self._buffers is not None and not is_over:  # otherwise `restore_buffers` has
-            self._buffers.restore()
+        if self.buffers is not None and not is_over:  # otherwise the trainer has
+            self.buffers.restore()
 
     def _check_number(self, step: int) -> None:
         steps = [bad.step for bad in self.found]
@@ -267,15 +253,10 @@ class NonFiniteGuard:
             device = next(self.model.parameters()).device
             ranks = all_gather_object(ranks[0], group=group, device=device)
         firsts = [first for _, first in ranks if first is not None]
-        return NonFiniteStep(
-            step=step,
-            epoch=self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None,
-            origins=tuple(Origin(*origin) for origin, _ in ranks if origin is not None),
-            parameter=names[min(firsts)] if firsts else None,
-            num_ranks=len(ranks),
-            num_micro=self.plan.split.accumulate,
-            again=replays,
-        )
+        epoch = self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None
+        origins = tuple(Origin(*origin) for origin, _ in ranks if origin is not None)
+        parameter = names[min(firsts)] if firsts else None
+        return NonFiniteStep(step, epoch, origins, parameter, len(ranks), self.plan.split.accumulate, replays)
 
 
 def _first_not_finite(model: nn.Module, *, in_values: bool = False) -> str | None:
@@ -295,13 +276,11 @@ def _watching_outputs(model: nn.Module) -> Iterator[list[str]]:
     """Within the block, collect the modules of ``model`` whose outputs are not finite, in the order of computation."""
     names = {id(module): f"{name} ({own_class(module).__name__})" for name, module in model.named_modules() if name}
     found: list[str] = []
-    lock = threading.Lock()  # replicas compute in threads
 
     def check(module: nn.Module, _inputs: Any, output: Any) -> None:
         name = names.get(id(module))
         if name is not None and not all(map(_is_finite, find_tensors(output))):
-            with lock:
-                found.append(name)
+            found.append(name)  # replicas compute in threads, and an append is atomic
 
     handle = nn.modules.module.register_module_forward_hook(check)
     try:

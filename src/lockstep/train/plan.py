@@ -115,11 +115,6 @@ class Plan:
     learning_rate: LearningRate
     base_batch_size: int
 
-    @property
-    def batch_size(self) -> int:
-        """Samples in a global batch."""
-        return self.order.batch_size
-
 
 def make_plan(task: Task, settings: Settings, split: BatchSplit, *, num_samples: int | None) -> Plan:
     """Return the plan for a data set of ``num_samples``, or for a stream if None.

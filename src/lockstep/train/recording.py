@@ -220,7 +220,7 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, nu
         "task": task.name,
         "counts": task.counts,
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
-        "global_batch_size": trainer.plan.batch_size,
+        "global_batch_size": trainer.plan.order.batch_size,
         "steps_per_epoch": trainer.plan.order.steps_per_epoch,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),

@@ -21,7 +21,6 @@ from lockstep.telemetry.cost import Price
 
 FilePath = str | Path
 T = TypeVar("T")
-Kind = Literal["int", "float", "bool", "path", "choice", "numbers", "text", "words"]
 
 # --- a setting: an annotated field of a dataclass, from which checks and flags are made -------------------------------
 
@@ -43,7 +42,7 @@ def _are_words(value: object) -> bool:
 
 
 # By kind: the types in the annotation of a field, the check of a value, and its description.
-_KINDS: dict[Kind, tuple[set[Any], Callable[[Any], bool], str]] = {
+_KINDS: dict[str, tuple[set[Any], Callable[[Any], bool], str]] = {
     "int": ({int}, lambda value: _is_number(value, (int,)), "a whole number"),
     "float": ({float}, _is_number, "a number"),
     "bool": ({bool}, lambda value: isinstance(value, bool), "True or False"),
@@ -76,7 +75,7 @@ class Setting:
     """
 
     name: str
-    kind: Kind
+    kind: str
     optional: bool
     choices: tuple[str, ...]
     default: Any
@@ -115,7 +114,7 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
         members = set(typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else [hint])
         kinds = members - {type(None)}
         choices = [choice for each in kinds if typing.get_origin(each) is Literal for choice in typing.get_args(each)]
-        kind: Kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
+        kind = next((kind for kind, (types_of, *_) in _KINDS.items() if types_of == kinds), "choice")
         optional = kinds != members
         found.append(Setting(declared.name, kind, optional, tuple(choices), declared.default, **declared.metadata))
     return tuple(found)
@@ -204,11 +203,7 @@ _NEEDS = (
     ("workers", "prefetch", "workers=N (--workers N)"),
     ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
     ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
-    (
-        "profile_dir or run_dir",
-        "profile",
-        "a folder for its traces: profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)",
-    ),
+    ("profile_dir or run_dir", "profile", "profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)"),
     ("max_restarts", "min_devices", "max_restarts=N (--max-restarts N)"),
     ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
 )

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import psutil
 import torch
@@ -89,12 +89,8 @@ class Objective:
         Raises:
             ConfigurationError: It is not a 0-dimensional tensor, or has no gradient.
         """
-        result: object
-        if self.precision == "fp32":
-            result = self.task.loss(model, batch)
-        else:
-            with autocast(self.precision, next(model.parameters()).device):
-                result = self.task.loss(model, batch)
+        with autocast(self.precision, next(model.parameters()).device):
+            result: object = self.task.loss(model, batch)
         if isinstance(result, Loss):
             part = Part(result.total, 1.0, torch.as_tensor(result.count))
         elif isinstance(result, Tensor):
@@ -198,23 +194,6 @@ def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-class Gradients(Protocol):
-    """The gradient of a whole model after backward: a `GradientList`, or ``FlatGradients`` of our engine."""
-
-    def norm(self) -> Tensor:
-        """Return the Euclidean norm of all gradients together, a 0-dimensional tensor. Does not block."""
-
-    def multiply_(self, factor: Tensor) -> None:
-        """Multiply all gradients in place by a 0-dimensional tensor. Does not block."""
-
-    def is_finite(self, norm: Tensor) -> bool:
-        """Return whether all gradients are finite, the same on every rank. Blocks on CUDA.
-
-        Args:
-            norm: The result of `norm` for these gradients, or its product with a finite factor.
-        """
-
-
 @final
 class GradientList:
     """Gradients as separate tensors: the same on every rank, or each rank's shards.
@@ -229,17 +208,23 @@ class GradientList:
         self._read, self._like, self._group = read, like, group
 
     def norm(self) -> Tensor:
-        """Return the norm of all. Collective with shards: every rank."""
+        """Return the Euclidean norm of all, a 0-dimensional tensor. Collective with shards: every rank."""
         if self._group is None:
             return combine_norms(list_norms(self._read()))
         return norm_of_shards(self._read(), self._like, group=self._group)
 
     def multiply_(self, factor: Tensor) -> None:
-        """Multiply this rank's gradients in place."""
+        """Multiply this rank's gradients in place by a 0-dimensional tensor. Does not block."""
         multiply_(self._read(), factor)
 
     def is_finite(self, norm: Tensor) -> bool:
-        """Return whether all are finite. Collective with shards if the norm is not finite: every rank."""
+        """Return whether all are finite, the same on every rank. Blocks on CUDA.
+
+        Collective with shards if the norm is not finite: every rank.
+
+        Args:
+            norm: The result of `norm` for these gradients, or its product with a finite factor.
+        """
         is_finite = are_finite(self._read(), norm)
         if self._group is None or math.isfinite(float(norm)):
             return is_finite
@@ -257,23 +242,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 # --- sums over the ranks ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepSums:
-    """The sums of a step over all ranks.
-
-    Args:
-        loss: Loss of the global batch, 0-dimensional; zero if the count is zero.
-        count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
-        divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
-        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed.
-    """
-
-    loss: Tensor
-    count: Tensor | None
-    divisor: Tensor | None
-    flags: Tensor
-
-
 @dataclass
 class StepMetrics:
     """Sums the loss of a step, and flags of the ranks, over micro-batches and ranks.
@@ -284,6 +252,12 @@ class StepMetrics:
         dtype: Dtype of the sums.
         has_counts: Whether a loss of a previous step was a `Loss`.
         only_means: Whether a `Loss` is refused, because the gradient cannot be divided after backward.
+
+    Attributes:
+        loss: After `wait`: loss of the global batch, 0-dimensional; zero if the count is zero.
+        count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
+        divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
+        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed.
     """
 
     device: torch.device
@@ -335,8 +309,8 @@ class StepMetrics:
         if self.group is not None:
             self._future = all_reduce_async(self._sums, group=self.group)
 
-    def wait(self, num_samples: float, *, may_miss: bool) -> StepSums:
-        """Return the sums. Blocks until they are complete (on a device: only the current stream waits).
+    def wait(self, num_samples: float, *, may_miss: bool) -> None:
+        """Set the sums over the ranks. Blocks until they are complete (on a device: only the current stream waits).
 
         Args:
             num_samples: Samples of the global batch, by which the gradient was already divided.
@@ -348,12 +322,9 @@ class StepMetrics:
         count = torch.where(self._sums[1] > 0, self._sums[1], 1.0)
         # A rank without samples does not know, and always divides; if the losses were means, by exactly one.
         is_one = self._saw_means and not self._saw_counts and not may_miss
-        return StepSums(
-            loss=self._sums[0] / count,
-            count=self._sums[1] if self.has_counts else None,
-            divisor=None if is_one else count / num_samples,
-            flags=self._sums[2:],
-        )
+        self.loss, self.flags = self._sums[0] / count, self._sums[2:]
+        self.count = self._sums[1] if self.has_counts else None
+        self.divisor = None if is_one else count / num_samples
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -407,9 +378,8 @@ def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: i
         return
     size = max(micro.sizes, default=0)
     cause = (str(error).splitlines() or [type(error).__name__])[0]
-    advice = (
-        f"Try micro-batches of {(size + 1) // 2} samples: accumulate={2 * accumulate} (--accumulate {2 * accumulate})"
-    )
+    double = 2 * accumulate
+    advice = f"Try micro-batches of {(size + 1) // 2} samples: accumulate={double} (--accumulate {double})"
     if size <= 1:
         advice = "Use a smaller model, shorter samples, more devices, or a strategy that divides the state (fsdp)"
     host = psutil.virtual_memory()

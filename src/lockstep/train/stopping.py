@@ -131,13 +131,6 @@ class StopSignals:
                         _end_by(number[0])
                     time.sleep(0.01)
 
-    def leave_to_parent(self) -> None:
-        """In a forked child: restore the handlers, but ignore Ctrl-C, which a terminal sends to all processes."""
-        with contextlib.suppress(ValueError):  # not forked by the main thread
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
-
 
 def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
     """Return the exit code for a run that was ``stopped`` for this reason; None: it was not.
@@ -155,12 +148,16 @@ def exit_code_of(stopped: str | None, *, has_launcher: bool) -> int:
 _active: StopSignals | None = None
 
 
-def _after_fork() -> None:
-    if _active is not None:
-        _active.leave_to_parent()
+def _leave_to_parent() -> None:
+    """In a forked child: restore the handlers, but ignore Ctrl-C, which a terminal sends to all processes."""
+    with contextlib.suppress(ValueError):  # not forked by the main thread
+        if _active is not None:
+            signal.set_wakeup_fd(-1)
+            for number, handler in _active._before.items():
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else handler)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _end_by(number: int) -> None:

@@ -30,13 +30,7 @@ from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.bad_samples import BadSamples
-from lockstep.train.checkpoints.model_state import (
-    compression_state,
-    export_weights,
-    load_compression_state,
-    load_state_dict,
-    local_state_dict,
-)
+from lockstep.train.checkpoints import model_state
 from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
@@ -119,11 +113,9 @@ class Trainer:
         self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
-        self.arithmetic = reproducible.Arithmetic(
-            settings.threads or (None if settings.reproducible is None else 1),
-            deterministic=settings.reproducible is not None,
-        )
-        late = reproducible.find_late_cublas(self.device) if self.arithmetic.deterministic else None
+        is_exact = settings.reproducible is not None
+        self.arithmetic = reproducible.Arithmetic(settings.threads or (1 if is_exact else None), is_exact)
+        late = reproducible.find_late_cublas(self.device) if is_exact else None
         self.caveats = [] if late is None else [late]
         self.changes: list[str] = []
         self.stop_requested: Callable[[], bool] = bool  # which returns False
@@ -178,6 +170,9 @@ class Trainer:
         optimizer = build_optimizer(task, self._model)
         check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
         self.optimizer: Optimizer = self.strategy.take_over(optimizer)
+        self._own_optimizer: Any = self.optimizer  # of this rank's part of the parameters
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self._own_optimizer = self.optimizer.optim
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
@@ -238,31 +233,26 @@ class Trainer:
             return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
         if name == "fsdp":
             return strategies.FullyShard(model, objective, world, devices[0])
+        distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
-            torchs = nn.parallel.DistributedDataParallel
-            return strategies.Distributed(model, objective, world.group, world.device, torchs)
+            return distributed(nn.parallel.DistributedDataParallel)
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
         wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
         if name in ("local-sgd", "diloco"):
             from lockstep.train.strategies.local_sgd import LocalSteps
 
-            return LocalSteps(name, model, objective, world, settings, num_steps=self.plan.num_steps)
-        shards, overlap = name == "ddp-zero1", settings.overlap_optimizer
-        return strategies.Distributed(
-            model, objective, world.group, world.device, wrap, overlap_optimizer=overlap, shards_optimizer=shards
-        )
+            return LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
+        return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
 
     def load_options(self, task: Task) -> LoadOptions:
         """Return the options for loading batches."""
+        settings, pins, skips = self.settings, self.device.type != "cpu", self.settings.bad_samples == "skip"
+        # The bits of a transform's result may depend on the number of threads.
+        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
+        ahead = settings.prefetch or LoadOptions.ahead
         return LoadOptions(
-            task.collate,
-            self.settings.workers,
-            pin_memory=self.device.type != "cpu",
-            ahead=self.settings.prefetch or LoadOptions.ahead,
-            skip_bad=self.settings.bad_samples == "skip",
-            # The bits of a transform's result may depend on the number of threads.
-            threads=self.arithmetic.threads if self.arithmetic.deterministic else None,
+            task.collate, settings.workers, pin_memory=pins, ahead=ahead, skip_bad=skips, threads=threads
         )
 
     # --- one step -----------------------------------------------------------------------------------------------------
@@ -278,8 +268,8 @@ class Trainer:
         timer = StepTimer(self.device, step)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
-            if self.settings.on_nan == "skip":
-                self.nonfinite.begin_step()
+            if self.nonfinite.buffers is not None:  # which a skipped step must not change
+                self.nonfinite.buffers.keep()
             self.optimizer.zero_grad(set_to_none=True)
             # Replicas that train independently only communicate when they exchange parameters.
             communicates = self._sync and (not self.strategy.exchanges or self.strategy.agrees(step))
@@ -355,25 +345,13 @@ class Trainer:
         return computed, metrics
 
     def _compute(
-        self,
-        micro: MicroBatch,
-        index: int,
-        timer: StepTimer,
-        on_losses: Callable[[list[step_parts.Part]], None],
-        *,
-        sync: bool,
+        self, micro: MicroBatch, index: int, timer: StepTimer, on_losses: strategies.OnLosses, *, sync: bool
     ) -> None:
         """Run forward and backward of a micro-batch with its random numbers, and gradients summed if ``sync``."""
         self._seeds.forward(micro, index)
-        how = strategies.Pass(
-            factor=1.0 / micro.num_global,
-            scaler=self.scaler,
-            sync=sync,
-            timer=timer,
-            on_losses=on_losses,
-            seed=lambda share, device: self._seeds.all(step_parts.FORWARD, micro.step, 0, share, device=device),
-            all_have_samples=partial(self.bad_samples.all_have_samples, micro, index, self.plan.split),
-        )
+        seed = partial(self._seeds.all, step_parts.FORWARD, micro.step, 0)
+        all_have_samples = partial(self.bad_samples.all_have_samples, micro, index, self.plan.split)
+        how = strategies.Pass(1.0 / micro.num_global, sync, timer, on_losses, seed, all_have_samples, self.scaler)
         self.strategy.run(micro, how)
 
     def _replay(self, micro: MicroBatch, index: int) -> list[Tensor]:
@@ -382,20 +360,20 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
         return [part.value.detach() for part in parts]
 
-    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepSums:
-        """Return the sums over the ranks: the loss of the global batch, and the flags, which are kept as well.
+    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepMetrics:
+        """Sum ``metrics`` over the ranks, and return them; keep the flags.
 
         Collective: every rank of ``group``. On CPUs the flags are read at once, from a device in the next step.
         """
         replicas = self.strategy.num_replicas
-        sums = metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
+        metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
         if group is not None:
             if self._loss_group is not group:
-                all_reduce(sums.flags, group=group)
-            self._flags = HostCopy(sums.flags), self.num_steps_done
+                all_reduce(metrics.flags, group=group)
+            self._flags = HostCopy(metrics.flags), self.num_steps_done
             if self.device.type == "cpu":
                 self.settle()
-        return sums
+        return metrics
 
     def _is_missing(self, computed: Computed) -> bool:
         """Return whether no rank could read any sample of the step. Blocks until forward is done if this one could not.
@@ -433,9 +411,9 @@ class Trainer:
             return norm, in_backward
         if self.policy is Update.LEFT_OUT:
             is_bad = ~norm.isfinite()
-            self._own_optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-            if self.scaler is None or self.scaler.scale <= 1.0:
-                self.nonfinite.restore_buffers(is_bad)
+            self._own_optimizer.found_inf = is_bad.float()
+            if self.nonfinite.buffers is not None and (self.scaler is None or self.scaler.scale <= 1.0):
+                self.nonfinite.buffers.restore_where(is_bad)
         if not in_backward:
             self.optimizer.step()
         return norm, True
@@ -462,11 +440,6 @@ class Trainer:
         if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
             self._gradients.multiply_(factor)
         return norm, copy
-
-    @property
-    def _own_optimizer(self) -> Optimizer:
-        """The optimizer of this rank's part of the parameters."""
-        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
 
     def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
@@ -569,8 +542,8 @@ class Trainer:
         return self.strategy.whole(self._model)
 
     def export(self, path: Path, *, writes: bool) -> None:
-        """Write the weights to a file; see `export_weights`. Collective: every rank of the group."""
-        export_weights(self.strategy.weights(self._model), path, writes=writes)
+        """Write the weights to a file; see `model_state.export_weights`. Collective: every rank of the group."""
+        model_state.export_weights(self.strategy.weights(self._model), path, writes=writes)
 
     @property
     def epoch(self) -> float | None:
@@ -613,13 +586,13 @@ class Trainer:
         self.settle()
         compressed = self.strategy.compressed
         return {
-            **({} if compressed is None else {"compression": compression_state(compressed)}),
+            **({} if compressed is None else {"compression": model_state.compression_state(compressed)}),
             "run": self._identity(),
             "plan": self._planned(),
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
-            **local_state_dict(self._model, self.optimizer),
+            **model_state.local_state_dict(self._model, self.optimizer),
             **self.strategy.state_dict(self.optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
             "stream": self.batches.state(),
@@ -638,9 +611,9 @@ class Trainer:
                     "Resume with the same settings, or start a new run with resume=False (--no-resume)."
                 )
         try:
-            load_state_dict(self._model, self.optimizer, state)
+            model_state.load_state_dict(self._model, self.optimizer, state)
             if self.strategy.compressed is not None:
-                load_compression_state(self.strategy.compressed, state.get("compression"))
+                model_state.load_compression_state(self.strategy.compressed, state.get("compression"))
             self.strategy.load_state_dict(state, self.optimizer)
         except CheckpointError:
             raise

@@ -118,7 +118,7 @@ class FitLoop:
         self.drops_last = self._trainer.plan.order.drop_last
         self.sizes = {
             "samples of the data set": self._trainer.plan.order.num_samples,
-            "samples of a global batch": self._trainer.plan.batch_size,
+            "samples of a global batch": self._trainer.plan.order.batch_size,
         }
         # Not the trainer's model, which may be a copy.
         assert task.built is not None

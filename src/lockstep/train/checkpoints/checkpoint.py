@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -40,16 +40,7 @@ from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
-from lockstep.train.checkpoints.checkpoint_storage import (
-    MANIFEST,
-    NO_ANSWER,
-    HostStager,
-    TreePacker,
-    UnfitValueError,
-    part_file,
-    read_manifest,
-)
-from lockstep.train.checkpoints.model_state import read_tensors, sync
+from lockstep.train.checkpoints.checkpoint_storage import MANIFEST, NO_ANSWER, TreePacker, read_manifest
 from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 
 # Time limit for writing a checkpoint.
@@ -209,18 +200,16 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
     found = []
     for path in folder.iterdir():
         if (match := _NAME.fullmatch(path.name)) and not _is_unfinished(path):
-            step, number, loss, problem = int(match[1]), math.inf, None, None
+            each = FoundCheckpoint(path, int(match[1]))
             try:
                 about = read_manifest(path).about
-                if type(about.get("number")) is int and about.get("step") == step:
-                    number, loss = about["number"], about["loss"]
+                if type(about.get("number")) is int and about.get("step") == each.step:
+                    each = replace(each, number=about["number"], loss=about["loss"])
                 else:
-                    problem = "it is not a checkpoint of a run"
+                    each = replace(each, problem="it is not a checkpoint of a run")
             except CheckpointError as error:
-                if NO_ANSWER in str(error):
-                    raise
-                problem = _reason(error)
-            found.append(FoundCheckpoint(path, step, number, loss, problem))
+                each = replace(each, problem=_reason(error))
+            found.append(each)
     return sorted(found, key=lambda each: (each.number, each.step), reverse=True)
 
 
@@ -230,7 +219,13 @@ def _is_unfinished(path: Place) -> bool:
 
 
 def _reason(error: CheckpointError) -> str:
-    """Return the reason why a checkpoint cannot be loaded, without its path."""
+    """Return the reason why a checkpoint cannot be loaded, without its path; raise ``error`` if it does not say that.
+
+    Raises:
+        CheckpointError: An object store does not answer.
+    """
+    if NO_ANSWER in str(error):
+        raise error
     cause = str(error).splitlines()[0].removesuffix(".")
     return cause.partition(" is damaged: ")[2] or cause
 
@@ -277,7 +272,7 @@ def _problem_of(what: Place, error: BaseException) -> str:
     """Return the message for ``error``, which was raised while the checkpoint ``what`` was written."""
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, UnfitValueError):
+    if isinstance(error, storage.UnfitValueError):
         return (
             f"The checkpoint {what} cannot contain {error}.\n"
             "Pass numbers, strings, bytes, None, dense tensors, and lists, tuples and dicts of them."
@@ -353,7 +348,7 @@ class Checkpoints:
     passed_over: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._stager = HostStager()
+        self._stager = storage.HostStager()
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
         self._check_lock: Callable[[], None] = _nothing
@@ -364,8 +359,7 @@ class Checkpoints:
         self._writes: list[Future[None]] = []  # of this rank's shard; on rank zero also of the checkpoint
         self._no_more_parts = threading.Event()
         try:
-            mine = _on_all_ranks(self.folder, self._open_folder)
-            self._candidates: list[tuple[str, str | None]] = self._from_rank_zero(mine)
+            self._candidates: list[tuple[str, str | None]] = _gather(_on_all_ranks(self.folder, self._open_folder))[0]
             require_shared(self.folder, self.world)
         except LockstepError:
             self.close()
@@ -409,8 +403,6 @@ class Checkpoints:
                             self._remove_old(find_checkpoints(self.folder))
                     return {**parts["state"], **{part: parts[part] for part in _TOP_LEVEL if part in parts}}
                 except CheckpointError as error:
-                    if NO_ANSWER in str(error):
-                        raise
                     why = _reason(error)
             self.passed_over.append(f"{name}: {why}")
             self._damaged.append(self.folder / name)
@@ -446,8 +438,8 @@ class Checkpoints:
         """
         path = self.path(step)
         self._wait_until_written(self._writes)  # there is memory for one copy of the state
-        # One broadcast, so that all ranks use the same folder and token, or none of them saves.
-        place = self._from_rank_zero(self._make_place(path) if self.world.is_rank_zero else None)
+        # One exchange, so that all ranks use the same folder and token, or none of them saves.
+        place = _gather(self._make_place(path) if self.world.is_rank_zero else None)[0]
         if place is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             name, token = place
             self._path = path
@@ -465,7 +457,7 @@ class Checkpoints:
         path, world = self._path, self.world
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
         parts["state"] = {name: value for name, value in state.items() if name not in parts}
-        packer = storage.pack_parts(parts, is_coordinator=world.is_rank_zero)
+        packer = TreePacker(parts, is_coordinator=world.is_rank_zero)
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -481,11 +473,22 @@ class Checkpoints:
             self._check_lock()  # otherwise it could remove what the next holder writes
             self._clear(folder)
             storage.remove_leftover_files(folder, token)
-            if self._wait_for_parts(folder, token, ranks):
-                self._check_lock()
-                storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
-                self._take_name(folder, path)
-                self._remove_others(path)
+            if not self._wait_for_parts(folder, token, ranks):
+                return
+            self._check_lock()
+            storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
+            if isinstance(folder, Path) and isinstance(path, Path) and folder != path:
+                # Between the two renames the old checkpoint, of an abandoned run, only exists as ``.removed``.
+                if path.exists():
+                    path.replace(path.with_name(f"{path.name}.removed"))
+                folder.replace(path)
+                model_state.sync(path.parent)
+            for stale in self._stale:
+                if stale != path:
+                    _remove_checkpoint(stale)
+            self._stale = []
+            self._damaged = [damaged for damaged in self._damaged if damaged != path]
+            self._remove_old(find_checkpoints(self.folder))
 
         self._writes = [_run_in_background(write_part, world.device)]
         if world.is_rank_zero:
@@ -538,33 +541,13 @@ class Checkpoints:
             # Read before the files, so that a part that arrives together with the flag is found.
             is_last_poll = self._no_more_parts.is_set()
             there = {path.name for path in folder.iterdir()}
-            missing = [rank for rank in ranks if part_file(folder, token, rank).name not in there]
+            missing = [rank for rank in ranks if storage.part_file(folder, token, rank).name not in there]
             if not missing or is_last_poll:
                 return not missing
             if time.monotonic() > deadline:
                 raise TimeoutError(0, f"rank {missing[0]} has not written its part within {WRITE_TIMEOUT_S:g} s")
             self._no_more_parts.wait(pause_s)
             pause_s = min(2 * pause_s, _POLL_S if isinstance(folder, Path) else _POLL_OBJECTS_S)
-
-    def _take_name(self, folder: Place, path: Place) -> None:
-        if folder == path:
-            return
-        assert isinstance(folder, Path) and isinstance(path, Path)
-        # Between the two renames the old checkpoint, of an abandoned run, only exists as ``.removed``.
-        if path.exists():
-            path.replace(path.with_name(f"{path.name}.removed"))
-        folder.replace(path)
-        sync(path.parent)
-
-    def _remove_others(self, newest: Place) -> None:
-        for path in self._stale:
-            if path != newest:
-                _remove_checkpoint(path)
-        if isinstance(newest, Path):
-            shutil.rmtree(newest.with_name(f"{newest.name}.removed"), ignore_errors=True)
-        self._stale = []
-        self._damaged = [path for path in self._damaged if path != newest]
-        self._remove_old(find_checkpoints(self.folder))
 
     @property
     def failure(self) -> str | None:
@@ -629,9 +612,6 @@ class Checkpoints:
                 "Check the disk or its network: it does not respond. Earlier checkpoints were not changed."
             )
 
-    def _from_rank_zero(self, value: Any) -> Any:
-        return broadcast_object(value, group=self.world.group, device=self.world.device)
-
 
 # --- save and load for other scripts ---
 
@@ -661,20 +641,19 @@ def save(
         CheckpointError: On every rank: something cannot be written. Then nothing is replaced.
     """
     folder, (rank, world_size) = place_of(path), _rank_and_size()
-    check_lock: Callable[[], None] = _nothing
     with contextlib.ExitStack() as stack:
 
-        def begin() -> TreePacker:
-            nonlocal check_lock
+        def begin() -> tuple[TreePacker, Callable[[], None]]:
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
-            packer = storage.pack_parts(parts, is_coordinator=rank == 0)
-            if rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                check_lock = stack.enter_context(lock_folder(folder))
-                storage.remove_leftover_files(folder)
-            return packer
+            packer = TreePacker(parts, is_coordinator=rank == 0)
+            if rank:
+                return packer, _nothing
+            folder.mkdir(parents=True, exist_ok=True)
+            check_lock = stack.enter_context(lock_folder(folder))
+            storage.remove_leftover_files(folder)
+            return packer, check_lock
 
-        packer = _on_all_ranks(folder, begin)
+        packer, check_lock = _on_all_ranks(folder, begin)
         token = _gather(secrets.token_hex(8))[0]  # rank zero's
 
         def write_part() -> None:
@@ -743,12 +722,14 @@ def _read_alike(folder: Place) -> dict[str, Any]:
             digest = manifest.digest
             storage.verify_files(folder, manifest, rank=rank, world_size=world_size)
             parts = storage.read_parts(folder, manifest)
-            parts["state"] = read_tensors(parts["state"])
+            parts["state"] = model_state.read_tensors(parts["state"])
         except CheckpointError as error:
             problem = str(error)
         # A save may replace the checkpoint and remove its files while it is read.
-        is_replaced = digest != _try_read_digest(folder)
-        answers = _gather([problem, is_replaced, digest, socket.gethostname()])
+        now = ""
+        with contextlib.suppress(CheckpointError):
+            now = read_manifest(folder).digest
+        answers = _gather([problem, digest != now, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             # Each file is compared with its digest on one rank only.
             _raise_first([text for text, _, _, _ in answers])
@@ -762,12 +743,6 @@ def _read_alike(folder: Place) -> dict[str, Any]:
             )
         time.sleep(_RETRY_PAUSE_S)
     raise CheckpointError(different or f"The checkpoint {folder} was replaced while it was read.\nTry again.")
-
-
-def _try_read_digest(folder: Place) -> str:
-    with contextlib.suppress(CheckpointError):
-        return read_manifest(folder).digest
-    return ""
 
 
 def _on_all_ranks(folder: Place, act: Callable[[], T]) -> T:

@@ -34,14 +34,8 @@ from lockstep.accelerator import recorded_event
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.errors import CheckpointError
-from lockstep.train.checkpoints.model_state import (
-    SAFETENSORS_DTYPES,
-    StoredTensor,
-    TensorChunks,
-    safetensors_pieces,
-    sync,
-    whole_file,
-)
+from lockstep.train.checkpoints import model_state
+from lockstep.train.checkpoints.model_state import SAFETENSORS_DTYPES, StoredTensor, TensorChunks
 from lockstep.train.checkpoints.object_store import ObjectPath, Place
 
 MANIFEST = "manifest.json"
@@ -80,27 +74,30 @@ class TreePacker:
     leaves.
 
     Args:
+        parts: The state, by name.
         is_coordinator: Whether this rank writes what is the same on all ranks; the others write only their shards.
 
     Attributes:
         parts: By name: everything except the tensors, as JSON.
         tensors: By name: the part of each tensor that this rank holds; not copied.
         is_sharded: Whether any tensor is divided among the ranks; the same on every rank.
+
+    Raises:
+        UnfitValueError: It holds more than numbers, strings, bytes, lists, tuples, dicts and tensors.
     """
 
-    def __init__(self, *, is_coordinator: bool) -> None:
-        self.parts: dict[str, Any] = {}
+    def __init__(self, parts: Mapping[str, Any], *, is_coordinator: bool) -> None:
         self.tensors: dict[str, TensorChunks] = {}
         self.is_sharded = False
         self._is_coordinator = is_coordinator
         self._packed: dict[tuple[Any, ...], dict[str, str]] = {}
+        try:
+            self.parts = {name: self._pack(part, name) for name, part in parts.items()}
+        except RecursionError:
+            raise UnfitValueError("a value that contains itself or is nested too deeply") from None
 
-    def pack(self, value: Any, place: str) -> Any:
-        """Return ``value`` as JSON in which each tensor is replaced by its name.
-
-        Raises:
-            UnfitValueError: It holds more than numbers, strings, bytes, lists, tuples, dicts and tensors.
-        """
+    def _pack(self, value: Any, place: str) -> Any:
+        """Return ``value`` as JSON in which each tensor is replaced by its name."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -111,11 +108,13 @@ class TreePacker:
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if kind in {list, tuple}:
-            items = [self.pack(item, f"{place}.{number}") for number, item in enumerate(value)]
+            items = [self._pack(item, f"{place}.{number}") for number, item in enumerate(value)]
             return {"tuple": items} if kind is tuple else items
         if isinstance(value, dict):
             # Pairs, because in a JSON object the keys 1 and "1" would be the same.
-            return {"dict": [[_pack_key(key, place), self.pack(item, f"{place}.{key}")] for key, item in value.items()]}
+            return {
+                "dict": [[_pack_key(key, place), self._pack(item, f"{place}.{key}")] for key, item in value.items()]
+            }
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
     def writers(self, world_size: int) -> range:
@@ -156,25 +155,10 @@ class TreePacker:
 
 def _pack_key(key: Any, place: str) -> Any:
     if type(key) in {*_PLAIN, bytes, complex, tuple}:
-        packer = TreePacker(is_coordinator=True)
-        packed = packer.pack(key, f"a key of {place}")
+        packer = TreePacker({f"a key of {place}": key}, is_coordinator=True)
         if not packer.tensors:
-            return packed
+            return packer.parts[f"a key of {place}"]
     raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
-
-
-def pack_parts(parts: Mapping[str, Any], *, is_coordinator: bool) -> TreePacker:
-    """Return a `TreePacker` that holds ``parts``.
-
-    Raises:
-        UnfitValueError: They contain a value that cannot be written.
-    """
-    packer = TreePacker(is_coordinator=is_coordinator)
-    try:
-        packer.parts = {name: packer.pack(part, name) for name, part in parts.items()}
-    except RecursionError:
-        raise UnfitValueError("a value that contains itself or is nested too deeply") from None
-    return packer
 
 
 _UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
@@ -187,7 +171,7 @@ _UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
-    """Undo `TreePacker.pack`. Raises one of `_OTHER_FORM` if the input has another format."""
+    """Undo `TreePacker`. Raises one of `_OTHER_FORM` if the input has another format."""
     if type(packed) is list:
         return [_unpack(item, tensors) for item in packed]
     if type(packed) is not dict:
@@ -208,7 +192,7 @@ def states_of_ranks(mine: Mapping[str, Any], *, group: Group, device: torch.devi
         group: The ranks.
         device: Device for messages.
     """
-    own = pack_parts(mine, is_coordinator=True)
+    own = TreePacker(mine, is_coordinator=True)
     sizes = {name: [SAFETENSORS_DTYPES[held.dtype], list(held.size)] for name, held in own.tensors.items()}
     states = []
     for rank, (parts, theirs) in enumerate(all_gather_object([own.parts, sizes], group=group, device=device)):
@@ -306,7 +290,7 @@ def write_shard(folder: Place, token: str, rank: int, tensors: Mapping[str, Tens
             content[key] = chunk
             chunks.setdefault(name, []).append([rank, key, offsets, list(chunk.shape)])
     file = f"shard-{rank:05d}-{token}.safetensors"
-    entry = _write_file(folder / file, safetensors_pieces(content))
+    entry = _write_file(folder / file, model_state.safetensors_pieces(content))
     # Rank zero waits for the record, which is written after the complete shard file is on disk.
     _put(part_file(folder, token, rank), json.dumps({"entry": entry, "chunks": chunks}).encode())
 
@@ -344,7 +328,7 @@ def _put(path: Place, content: bytes) -> None:
     if isinstance(path, ObjectPath):
         path.write_bytes(content)
         return
-    with whole_file(path) as temporary:
+    with model_state.whole_file(path) as temporary:
         temporary.write_bytes(content)
 
 
@@ -396,7 +380,7 @@ def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
     _put(folder / MANIFEST, f"{_digest(body)}\n".encode() + body + b"\n")
     if isinstance(folder, Path):
-        sync(folder.parent)
+        model_state.sync(folder.parent)
     remove_leftover_files(folder)
 
 

@@ -20,7 +20,7 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.train.checkpoints.checkpoint_storage import states_of_ranks
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
-from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.settings import Settings
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Distributed, Pass, Single, Strategy
 from lockstep.train.task import build_model
@@ -39,14 +39,7 @@ class LocalSteps(Strategy):
     exchanges = True
 
     def __init__(
-        self,
-        name: StrategyName,
-        model: nn.Module,
-        objective: Objective,
-        world: World,
-        settings: Settings,
-        *,
-        num_steps: int,
+        self, name: str, model: nn.Module, objective: Objective, world: World, settings: Settings, num_steps: int
     ) -> None:
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             raise ConfigurationError(
@@ -62,6 +55,7 @@ class LocalSteps(Strategy):
             self._inner = Single(model, objective)
         else:
             self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
+        self.step_group = self._inner.group
         self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
         self.num_replicas = world.world_size // (1 if inside is None else inside.size())
         # The ranks of a replica have the same state: the first of them saves it.
@@ -74,11 +68,6 @@ class LocalSteps(Strategy):
         self._weight: float | Tensor = 0.0
         who = "ranks" if inside is None else "machines"
         self.note = f"{who} exchange parameters every {every} steps: by design not the same run as on one device"
-
-    @property
-    @override
-    def step_group(self) -> Group | None:
-        return self._inner.group
 
     @override
     def take_over(self, optimizer: Optimizer) -> Optimizer:

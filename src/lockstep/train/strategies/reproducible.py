@@ -122,8 +122,7 @@ class ShardBuffers:
 
     Args:
         model: The model.
-        leaves: The virtual shards of this process.
-        placement: Placement of the shards on the ranks.
+        shards: The virtual shards.
         exchange: Sums between the ranks.
         group: The ranks; None: only this process.
 
@@ -132,14 +131,10 @@ class ShardBuffers:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        leaves: range,
-        placement: trees.LeafPlacement,
-        exchange: trees.TreeReduction,
-        group: Group | None,
+        self, model: nn.Module, shards: VirtualShards, exchange: trees.TreeReduction, group: Group | None
     ) -> None:
-        self._leaves, self._placement, self._exchange, self._group = leaves, placement, exchange, group
+        self._leaves, self._placement = shards.split.shares, shards.placement
+        self._exchange, self._group = exchange, group
         self._start = BufferSnapshot(model)
         for name, buffer in model.named_buffers():
             if buffer.requires_grad:
@@ -360,7 +355,8 @@ class Reproducible(Strategy):
             sync = ModelSync(model, set(), group, devices[0])
             sync.check(with_buffers=True)
             sync.broadcast(src=0, with_buffers=True)
-        self.group, placement = group, shards.placement
+        self.group = self.step_group = group
+        placement = shards.placement
         self._model, self._objective, self._devices, self._arithmetic = model, objective, list(devices), arithmetic
         self._engine = DataParallel(model, device_ids=self._devices) if len(devices) > 1 else None
         self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
@@ -374,7 +370,7 @@ class Reproducible(Strategy):
         if group is not None:
             self._exchange = trees.RankReduction(placement, group)
         self._mine = shards.mine
-        self._buffers = ShardBuffers(model, shards.split.shares, placement, self._exchange, group)
+        self._buffers = ShardBuffers(model, shards, self._exchange, group)
         self._in_use: trees.GradientRow | None = None  # ``param.grad`` are views of it
 
     @override
@@ -460,14 +456,12 @@ class Reproducible(Strategy):
 
     def _compute_on_model(self, shard: Shard, how: Pass) -> ShardResult:
         how.timer.begin("forward")
-        how.seed(shard.leaf, self._devices[0])
+        how.seed(shard.leaf, device=self._devices[0])
         part = self._objective(self._model, shard.batch, shard.num_samples)
         how.timer.begin("backward")
         how.scaled(part).backward()
-        gradients = []
-        for parameter in self._model.parameters():
-            gradients.append(parameter.grad)
-            parameter.grad = None
+        gradients = [parameter.grad for parameter in self._model.parameters()]
+        self._model.zero_grad()
         self._buffers.record(shard.leaf, self._model)
         self._buffers.restore()
         return part._replace(value=part.value.detach()), gradients
@@ -487,7 +481,7 @@ class Reproducible(Strategy):
             return how.scaled(part)
 
         for replica, shard in shards.items():
-            how.seed(shard.leaf, self._devices[replica])
+            how.seed(shard.leaf, device=self._devices[replica])
         items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
         how.timer.begin("backward")  # with forward: both run in the threads of the replicas
         how.timer.name_phase("replicas")
@@ -511,16 +505,11 @@ class Reproducible(Strategy):
 
 def refuse_reproducible(name: StrategyName) -> None:
     """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
-    slices = "it divides gradients into slices that depend on the number of ranks"
-    order = "torch's engine sums in a different order"
     alone = "its ranks train independently, so the result depends on their number"
     why = {
-        "ddp-zero1": slices,
-        "fsdp": slices,
-        "torch-dp": order,
-        "torch-ddp": order,
-        "local-sgd": alone,
-        "diloco": alone,
+        **dict.fromkeys(("ddp-zero1", "fsdp"), "it divides gradients into slices that depend on the number of ranks"),
+        **dict.fromkeys(("torch-dp", "torch-ddp"), "torch's engine sums in a different order"),
+        **dict.fromkeys(("local-sgd", "diloco"), alone),
     }
     if name in why:
         instead = "dp" if name == "torch-dp" else "ddp"

@@ -27,17 +27,20 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
-from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.bucket_events import BucketStamps, FlatGradients
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.step_times import Mark
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.step import GradientList, Gradients, GradScaler, LossModule, Objective, Part
+from lockstep.train.step import GradientList, GradScaler, LossModule, Objective, Part
 from lockstep.train.task import build_model, initialize
 
 if TYPE_CHECKING:  # imported by whoever uses it
     from lockstep.parallel.ddp.wrapper import DistributedDataParallel
+
+
+OnLosses = Callable[[list[Part]], None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Pass:
         on_losses: Called with the losses once they are queued: before backward, or after it where both are one
             operation (`Strategy.stops_between`). It may change the loss scale, and waits for the device in the first
             forward of a step.
-        seed: Seeds the generators of this process and of a device for a share.
+        seed: Seeds the generators of this process and of ``device`` for a share.
         all_have_samples: Returns whether every share has samples; the same on every rank. Either all ranks call it or
             none.
         scaler: The loss scaling, in fp16.
@@ -60,15 +63,10 @@ class Pass:
     factor: float
     sync: bool
     timer: StepTimer
-    on_losses: Callable[[list[Part]], None]
-    seed: Callable[[int, torch.device], None]
+    on_losses: OnLosses
+    seed: Callable[..., None]
     all_have_samples: Callable[[], bool]
     scaler: GradScaler | None = None
-
-    @property
-    def scale(self) -> float:
-        """Factor on the gradient of ``value * weight``; final after ``on_losses``."""
-        return self.factor if self.scaler is None else self.factor * self.scaler.scale
 
     def scaled(self, part: Part, times: float = 1.0) -> Tensor:
         """Return ``value * weight * scale * times``, at least in float32."""
@@ -83,6 +81,9 @@ class Strategy(ABC):
     # The ranks that take part; None: only this process.
     group: Group | None = None
 
+    # The ranks whose gradients are summed, and which wait for each other in every step.
+    step_group: Group | None = None
+
     # Seconds of the last micro-batch in which devices only exchanged data, if the engine measures it.
     exposed_s: float | None = None
 
@@ -90,7 +91,7 @@ class Strategy(ABC):
     sums_losses = False
 
     # The gradients after backward; None: ``param.grad``, the same on every rank.
-    gradients: Gradients | None = None
+    gradients: GradientList | FlatGradients | None = None
 
     # How the ranks keep buffers equal.
     buffers: Buffers = "same"
@@ -112,11 +113,6 @@ class Strategy(ABC):
 
     # Whether ``on_losses`` is called before backward begins.
     stops_between = True
-
-    @property
-    def step_group(self) -> Group | None:
-        """The ranks whose gradients are summed, and which wait for each other in every step."""
-        return self.group
 
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use instead of ``optimizer``, which has not made a step yet.
@@ -220,7 +216,8 @@ class Replicated(Strategy):
 
         how.timer.begin("forward")
         how.timer.name_phase("replicas")  # whose threads have both phases in the trace
-        self._engine.backward(loss, list(enumerate(micro.batches)), [how.scale] * len(micro.batches))
+        scale = how.factor if how.scaler is None else how.factor * how.scaler.scale
+        self._engine.backward(loss, list(enumerate(micro.batches)), [scale] * len(micro.batches))
         self.exposed_s = self._engine.overhead_s
         how.timer.begin("backward", at=forward_ends[0])
         how.on_losses([part for part in parts if part is not None])
@@ -254,7 +251,8 @@ class Distributed(Strategy):
     ) -> None:
         from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 
-        self.group, self._device, self._num_ranks = group, device, group.size()
+        self.group = self.step_group = group
+        self._device, self._num_ranks = device, group.size()
         self._overlap_optimizer, self._shards_optimizer = overlap_optimizer, shards_optimizer
         self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=group)
@@ -300,11 +298,21 @@ class Distributed(Strategy):
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
-        """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``."""
+        """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``.
+
+        Raises:
+            ConfigurationError: On every rank: some have no samples, which torch's engine does not support here.
+        """
         batch, num_samples = (micro.batches[0], len(micro.samples[0])) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
-                contexts.enter_context(self._some_without_batch(num_samples))
+                if self._ours is None:
+                    raise ConfigurationError(
+                        "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait "
+                        "forever.\nUse strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
+                    )
+                # Ranks without samples take part in the synchronised layers of the others.
+                contexts.enter_context(self._ours.some_without_batch(has_batch=num_samples > 0))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
             how.timer.begin("forward")
@@ -315,19 +323,6 @@ class Distributed(Strategy):
             if num_samples or how.sync:
                 # The engine's mean over the ranks becomes the sum again.
                 how.scaled(part, self._num_ranks).backward()
-
-    def _some_without_batch(self, num_samples: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks without samples take part in the synchronised layers of the others.
-
-        Raises:
-            ConfigurationError: On every rank: torch's engine does not support this.
-        """
-        if self._ours is None:
-            raise ConfigurationError(
-                "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait forever.\n"
-                "Use strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
-            )
-        return self._ours.some_without_batch(has_batch=num_samples > 0)
 
 
 @final
@@ -342,17 +337,13 @@ class FullyShard(Strategy):
     can_replay = False  # torch's engine would add unreduced gradients to those of the next step
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, device: torch.device) -> None:
-        self.group = world.group
+        self.group = self.step_group = world.group
         self._task, self._device, self._num_ranks = objective.task, device, world.world_size
         # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
         replica = replica_of(model, buffers="same")
-        refuse_difference(
-            {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()},
-            group=world.group,
-            device=world.device,
-            now=" when they begin",
-            since="Under fsdp the model must depend on the seed alone, not on the rank.",
-        )
+        known = {name: torch.tensor(each.shape) if each.is_meta else each for name, each in replica.items()}
+        since = "Under fsdp the model must depend on the seed alone, not on the rank."
+        refuse_difference(known, group=world.group, device=world.device, now=" when they begin", since=since)
         self._module = LossModule(model, objective)
         units = find_units(model) if self._task.shard is None else list(self._task.shard(model))
         self._counts_waits = fully_shard.fully_shard_units(self._module, units, group=world.group, device=device)
