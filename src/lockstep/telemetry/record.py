@@ -280,7 +280,7 @@ class Event:
     @classmethod
     def read(cls, line: Line) -> Event:
         """Return the line as written."""
-        if line["event"] not in EVENTS:
+        if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
             raise ValueError("there is no such event")
         metrics = line.get("metrics")
         known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
