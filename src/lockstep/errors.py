@@ -10,16 +10,7 @@ EXIT_CODE = 1
 
 
 class LockstepError(RuntimeError):
-    """Base of all errors that Lockstep raises on purpose.
-
-    Args:
-        message: The cause, and what to do.
-        attributes: Those that the class declares, for programs that catch it.
-    """
-
-    def __init__(self, message: str, **attributes: Any) -> None:
-        super().__init__(message)
-        vars(self).update(attributes)
+    """Base of all errors that Lockstep raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython shows: the caller's lines and the message, which tells the cause without our frames."""
@@ -52,7 +43,9 @@ class RankFailed(LockstepError):
         rank: The rank that failed first; ``None`` if that is not known.
     """
 
-    rank: int | None = None
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class JobHangs(LockstepError):
@@ -76,9 +69,11 @@ class Stopped(LockstepError):
         results: What the ranks of `launch` then returned, by rank.
     """
 
-    signal: int
-    saved: bool = False
-    results: list[Any] | None = None
+    def __init__(self, message: str, *, signal: int, saved: bool = False) -> None:
+        super().__init__(message)
+        self.signal = signal
+        self.saved = saved
+        self.results: list[Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -104,9 +99,13 @@ class DataError(LockstepError):
         sample: Index or key of the sample that was read; ``None`` if none was.
     """
 
-    file: str | None = None
-    offset: int | None = None
-    sample: int | str | None = None
+    def __init__(
+        self, message: str, *, file: str | None = None, offset: int | None = None, sample: int | str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.offset = offset
+        self.sample = sample
 
 
 class NonFiniteGradient(LockstepError):
@@ -117,8 +116,10 @@ class NonFiniteGradient(LockstepError):
         ranks: Those on which it arose; empty where that is not known.
     """
 
-    step: int | None = None
-    ranks: tuple[int, ...] = ()
+    def __init__(self, message: str, *, step: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.ranks = ranks
 
 
 class ReplicasDiffer(LockstepError):
@@ -129,8 +130,10 @@ class ReplicasDiffer(LockstepError):
         sides: The ranks that agree with each other, by side; the largest side first.
     """
 
-    tensor: str | None = None
-    sides: tuple[tuple[int, ...], ...] = ()
+    def __init__(self, message: str, *, tensor: str | None = None, sides: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+        self.sides = sides
 
 
 class LoaderDied(LockstepError):

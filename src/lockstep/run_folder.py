@@ -126,7 +126,8 @@ def announce_graceful_stop(folder: Path, rank: int) -> None:
 
 def withdraw_graceful_stop(folder: Path, rank: int) -> None:
     """Report to the launcher that this rank no longer stops gracefully."""
-    rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
 
 
 def num_graceful_ranks(folder: Path) -> int:
@@ -141,8 +142,10 @@ def request_stop(folder: Path, reason: str) -> None:
 
 def stop_reason(folder: Path) -> str | None:
     """Return the reason of the launcher's request to stop; ``None`` without a request."""
-    path = folder / _STOP
-    return path.read_text() if path.exists() else None
+    try:
+        return (folder / _STOP).read_text()
+    except OSError:  # also where it is removed in this moment
+        return None
 
 
 def is_stopped_by_signal(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -81,18 +82,24 @@ def test_rapl_counts_packages_and_memory_once_and_over_the_wrap_around(powercap)
     assert (sampler.used.energy_j, sampler.used.device_s > line["device_s"]) == (pytest.approx(135), True)
 
 
-def test_ranks_of_a_machine_count_its_energy_once(powercap, monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "40001"}.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_ranks_that_share_a_counter_count_it_once_in_a_job(powercap, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
 
-    def joules(rank):
+    def joules(rank, port):
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("MASTER_PORT", port)
         powercap("intel-rapl:0", "package-0", 5)
         meter = UsageMeter(CPU)
         powercap("intel-rapl:0", "package-0", 25)
         return meter.read().energy_j
 
-    assert [joules("0"), joules("1")] == [20, 0]
+    assert joules("0", "40001") == 20
+    for port, expected in (("40001", 0), ("40002", 20)):  # another rank of the job, and one of another job
+        if not (child := os.fork()):
+            os._exit(int(joules("1", port)))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected
 
 
 def test_a_counter_that_cannot_be_read_is_unknown_and_not_estimated(powercap):

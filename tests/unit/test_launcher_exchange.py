@@ -184,3 +184,11 @@ def test_a_machine_that_does_not_come_is_not_waited_for_long(launchers, monkeypa
     store, other = launchers(2)
     other.least("cause", failure_report._rank_of_cause, asdict(CAUSE))  # and was lost then
     assert find_cause(store, ECHO, num_nodes=2) == CAUSE
+
+
+def test_a_judgement_that_another_program_wrote_is_ignored(launchers, clock):
+    stores = launchers(2)
+    stores[0].least(watchdog._JUDGED, lambda note: -note["number"], {"number": 5})
+    machines = Machines(stores, clock)
+    for _ in range(4):
+        assert set(machines.exchange()[0].values()) == {None}

@@ -66,9 +66,10 @@ _COUNTER = struct.Struct("qq")
 
 def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
     """Return the current or last step of a rank, counted from 0, and the number of its optimizer steps."""
-    path = rank_file(run_dir, STEP, rank)
-    numbers = path.read_bytes() if path.is_file() else b""
-    step, num_updates = _COUNTER.unpack(numbers.ljust(_COUNTER.size, b"\0"))
+    try:
+        step, num_updates = _COUNTER.unpack(rank_file(run_dir, STEP, rank).read_bytes())
+    except (OSError, struct.error):
+        return None, 0
     return (step - 1 if step else None), num_updates
 
 
@@ -267,11 +268,11 @@ def recorded_call() -> str:
             entries = [entry for entry in json.loads(text).get("entries", ()) if not entry.get("is_p2p")]
             entries.sort(key=lambda entry: (entry["time_created_ns"], entry["record_id"]))
             # Gloo only marks completed ones as retired.
-            states = ["completed" if entry.get("retired") else entry["state"] for entry in entries]
+            states = ["completed" if entry.get("retired") else entry.get("state") for entry in entries]
             ended = [place for place, state in enumerate(states) if state == "completed"]
             if entries:
                 place = min(ended[-1] + 1, len(entries) - 1) if ended else -1
                 name, sizes = entries[place]["profiling_name"].rpartition(":")[2], entries[place]["input_sizes"]
                 what = f"{name} of {sum(map(math.prod, sizes))} elements"
-                return f"{what}, number {entries[place]['collective_seq_id']}, {states[place]}"
+                return f"{what}, number {entries[place].get('collective_seq_id')}, {states[place]}"
     return ""

@@ -1,9 +1,11 @@
 """Memory, processor time and devices of this machine and its ranks."""
 
 import contextlib
+import functools
 import math
 import os
 import resource
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,8 +141,8 @@ class UsageMeter:
 
     The energy of GPUs is that of NVML's counters (package ``nvidia-ml-py``). That of CPUs is that of RAPL's, which on
     most machines only root may read. Without them it is unknown; it is never estimated. A counter covers a whole GPU,
-    or all CPU packages of the machine and their memory, including the work of other processes. The latter is counted by
-    local rank 0, and is 0 on the others.
+    or all CPU packages of the machine and their memory, including the work of other processes. If several ranks share
+    a counter, the first that reads it counts it, and it is 0 on the others.
 
     Args:
         devices: Those of this process.
@@ -159,9 +161,9 @@ class UsageMeter:
         self._read_at, self._counters = time.perf_counter(), self._read_counters()
         joules = math.nan
         if before and before.keys() == self._counters.keys():
-            joules = sum((now - before[name][0]) % limit for name, (now, limit) in self._counters.items())
-            if not self._gpus and RankEnv.from_environ(os.environ).local_rank > 0:
-                joules = 0.0
+            job, joules = RankEnv.from_environ(os.environ).master_port or os.getpid(), 0.0
+            for name, (now, limit) in self._counters.items():
+                joules += (now - before[name][0]) % limit * _is_first(f"{job}-{name}", os.getpid())
         return Usage(self._num_devices * (self._read_at - read_at), joules)
 
     def _read_counters(self) -> dict[str, tuple[float, float]]:
@@ -169,6 +171,19 @@ class UsageMeter:
         with contextlib.suppress(Exception):
             return _nvml_counters(self._gpus) if self._gpus else _rapl_counters()
         return {}
+
+
+@functools.cache
+def _is_first(name: str, pid: int) -> bool:
+    """Return whether the process ``pid``, which is this one, is the first of this machine that asks for a name."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0lockstep-{name}")  # in the abstract namespace: the name is free again once the process has ended
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()  # it stays open as long as this process
+    return True
 
 
 def _nvml_counters(gpus: Sequence[torch.device]) -> dict[str, tuple[float, float]]:

@@ -280,9 +280,11 @@ class SharedJudgement:
             if self._number is not None:
                 made = self._judge(self._number + 1, [*seen, *chain.from_iterable(others)], 1 + len(others))
         note = self._store.least(_JUDGED, lambda note: -note["number"], made and asdict(made))
-        found = note and Judgement(**note | {"verdict": Verdict(note["verdict"])})
+        found = None
+        with contextlib.suppress(TypeError, ValueError, LookupError):  # other programs can write to the store
+            found = note and Judgement(**note | {"verdict": Verdict(note["verdict"])})
         self._is_judge &= made in (None, found)  # otherwise another one has taken over
-        number = note["number"] if note else 0
+        number = found.number if found else 0
         if number != self._number:
             # The first one after `forget` may be old.
             self._latest = None if self._number is None else found
