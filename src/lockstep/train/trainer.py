@@ -170,9 +170,6 @@ class Trainer:
         optimizer = build_optimizer(task, self._model)
         check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
         self.optimizer: Optimizer = self.strategy.take_over(optimizer)
-        self._own_optimizer: Any = self.optimizer  # of this rank's part of the parameters
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self._own_optimizer = self.optimizer.optim
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
@@ -384,6 +381,11 @@ class Trainer:
             return False
         num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags[0].read()[0])
         return num_bad >= computed[-1][0].num_global
+
+    @property
+    def _own_optimizer(self) -> Any:
+        """The optimizer of this rank's part of the parameters, which ZeRO-1 creates again in its first step."""
+        return self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
 
     # --- the update of a step -----------------------------------------------------------------------------------------
 
