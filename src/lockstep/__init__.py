@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.train.checkpoints.checkpoint import load as load
     from lockstep.train.checkpoints.checkpoint import save as save
     from lockstep.train.fit import fit as fit
+    from lockstep.train.recovery import Recovery as Recovery
     from lockstep.train.task import Loss as Loss
     from lockstep.train.task import Task as Task
 
@@ -55,6 +56,7 @@ _HOMES = {
     "study.verify.diagnose": ["verify"],
     "train.checkpoints.checkpoint": ["load", "save"],
     "train.fit": ["fit"],
+    "train.recovery": ["Recovery"],
     "train.task": ["Loss", "Task"],
 }
 _MODULES = {name: f"lockstep.{module}" for module, names in _HOMES.items() for name in names}

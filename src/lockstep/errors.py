@@ -5,6 +5,17 @@ import traceback
 from signal import SIGINT
 from typing import Any
 
+# Texts in errors that only report that another rank is gone or silent: of collectives, and of connections.
+OF_COLLECTIVES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo/transport", "NCCL error")
+OF_LINKS = ("BrokenPipeError", "ConnectionResetError", "closed by peer", "reset by peer", "remote process exited")
+
+
+def tells_of_a_lost_rank(error: BaseException | str) -> bool:
+    """Return whether an error, or its type and message, only report that another rank is gone or silent."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return any(mark in text for mark in (*OF_COLLECTIVES, *OF_LINKS))
+
+
 # What every failing ``lockstep`` command returns; Ctrl-C returns 130.
 EXIT_CODE = 1
 

@@ -119,6 +119,9 @@ ANOTHER_MACHINE = "another machine"
 _STOP, _CAN_STOP, _STOPPED = "stop", "stops", "stopped"
 
 
+_OF_RANKS = (HEARTBEAT, STEP, FAILURE, ENDED, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED)
+
+
 def announce_graceful_stop(folder: Path, rank: int) -> None:
     """Report to the launcher that this rank stops gracefully when requested."""
     rank_file(folder, _CAN_STOP, rank).touch()
@@ -164,16 +167,107 @@ def stop_reports(folder: Path) -> list[str]:
     return [path.read_text() for _, path in sorted(rank_files(folder, _STOPPED).items())]
 
 
+def forget_rank(folder: Path, rank: int, pid: int) -> None:
+    """Remove the files of a rank that has ended, as another process takes its place."""
+    for kind in _OF_RANKS:
+        rank_file(folder, kind, rank).unlink(missing_ok=True)
+    withdraw_recovery(folder, pid)
+
+
 def forget_ranks(folder: Path) -> None:
     """Remove the files of ranks that have ended; there may be fewer ranks after a restart.
 
     A signal's request to stop also applies to the next ranks.
     """
-    for kind in (HEARTBEAT, STEP, FAILURE, ENDED, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED):
+    for kind in (*_OF_RANKS, _RECOVERS):
         for path in rank_files(folder, kind).values():
             path.unlink(missing_ok=True)
+    for name in (_GENERATION, _RECOVERED):
+        (folder / name).unlink(missing_ok=True)
     if not is_stopped_by_signal(folder):
         (folder / _STOP).unlink(missing_ok=True)
+
+
+# Recovery in place: a rank that can go on without a lost one announces this; the launcher then posts the next generation.
+
+_GENERATION, _RECOVERS, _RECOVERED = "generation", "recovers", "recovered"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The ranks that train together from now on; of this machine, each is known by its process.
+
+    Attributes:
+        number: Counts the generations of a start of the job. The first, with which the ranks begin, is 0.
+        ranks: By process, the ranks of this machine.
+        world_size: The number of ranks of the job.
+        node_rank: The index of this machine.
+        num_nodes: The number of machines.
+        store: Host and port of the store in which the ranks meet; None: that of the start.
+        lost_at_ns: When the rank was lost, in nanoseconds since the epoch.
+    """
+
+    number: int
+    ranks: dict[int, int]
+    world_size: int
+    node_rank: int = 0
+    num_nodes: int = 1
+    store: tuple[str, int] | None = None
+    lost_at_ns: int = 0
+
+    def post(self, folder: Path) -> None:
+        """Publish it for the ranks of this machine, each of which leaves the generation before."""
+        replace_file(folder / _GENERATION, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Generation | None":
+        """Return the newest generation; ``None`` if that is the first."""
+        content = read_object(folder / _GENERATION)
+        if not content:
+            return None
+        ranks = {int(pid): rank for pid, rank in content["ranks"].items()}
+        return cls(**content | {"ranks": ranks, "store": content["store"] and tuple(content["store"])})
+
+
+@dataclass(frozen=True)
+class RecoveryReport:
+    """What the ranks report when a generation is complete.
+
+    Attributes:
+        number: Of the generation.
+        text: For the user.
+        num_bytes: Of the state that was copied.
+    """
+
+    number: int
+    text: str
+    num_bytes: int
+
+    def write(self, folder: Path | None) -> None:
+        """Write it for the launcher."""
+        if folder is not None:
+            replace_file(folder / _RECOVERED, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "RecoveryReport | None":
+        """Return the newest report; ``None`` if there is none."""
+        content = read_object(folder / _RECOVERED)
+        return cls(**content) if content else None
+
+
+def announce_recovery(folder: Path, pid: int) -> None:
+    """Report to the launcher that this process can go on in a next generation; until it ends."""
+    rank_file(folder, _RECOVERS, pid).touch()
+
+
+def withdraw_recovery(folder: Path, pid: int) -> None:
+    """Report to the launcher that this process goes on in no next generation."""
+    rank_file(folder, _RECOVERS, pid).unlink(missing_ok=True)
+
+
+def recovering_processes(folder: Path) -> set[int]:
+    """Return the processes of this machine that can go on in a next generation."""
+    return set(rank_files(folder, _RECOVERS))
 
 
 # The terminal: rank zero's live view and the launcher's lines share it.

@@ -208,6 +208,10 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         was_open, self._is_open = self._is_open, False
         return self._queue.stop() if was_open else True
 
+    @override
+    def interrupt(self) -> None:
+        self.inside.interrupt()  # what runs between machines ends with its connections
+
     def shutdown(self) -> None:
         """Leave the group after all calls made on it have run."""
         if self._is_open:

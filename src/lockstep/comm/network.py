@@ -7,7 +7,7 @@ import resource
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import psutil
@@ -164,6 +164,31 @@ _GLOO_NOISE = re.compile(r"^\[\S+:\d+\] |\.? This is typically caused by .*")
 def gloo_cause(error: Exception) -> str:
     """Return the cause and the peer's address from an error of Gloo, without the location in Gloo's source."""
     return _GLOO_NOISE.sub("", (str(error).splitlines() or [""])[0])
+
+
+# --- the connections of Gloo's groups ---------------------------------------------------------------------------------
+
+_links: set[int] = set()  # inodes
+
+
+@contextmanager
+def noting_links() -> Iterator[None]:
+    """Note the connections that are opened inside the block as those of a group, for `cut_links`."""
+    before = {os.fstat(each.fileno()).st_ino for each in open_sockets()}
+    yield
+    _links.update({os.fstat(each.fileno()).st_ino for each in open_sockets()} - before)
+
+
+def cut_links() -> None:
+    """Shut down the connections of all groups so far: calls on them fail at once, here and on the ranks they lead to.
+
+    Gloo cannot abort: a call waits for a rank that is alive and has left the call, until its timeout.
+    """
+    for each, _, _ in _open_connections():  # not its listening socket, whose shutdown would abort the process
+        if os.fstat(each.fileno()).st_ino in _links:
+            with suppress(OSError):  # the other end is gone
+                each.shutdown(socket.SHUT_RDWR)
+    _links.clear()
 
 
 # --- what was sent ----------------------------------------------------------------------------------------------------

@@ -19,14 +19,14 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity
 from lockstep.accelerator import default_device
 from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
-from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, set_keepalive
+from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, noting_links, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
@@ -102,16 +102,17 @@ def choose_backend(device: torch.device, wanted: str | None) -> str:
 LEAVE_TIMEOUT_S = 10.0
 
 
-def destroy_default_group(*, abort: bool, at_exit: bool) -> None:
+def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -> None:
     """Destroy the default process group and all groups made from it. Blocks at most `LEAVE_TIMEOUT_S`.
 
     Args:
         abort: Abort collectives in flight, since a peer may have failed; else wait for them.
         at_exit: This process is about to end.
+        is_cut: Whether collectives in flight have failed already.
     """
     if not dist.is_initialized():
         return
-    if abort or at_exit:
+    if (abort or at_exit) and not is_cut:
         # Leaked on purpose. Gloo cannot abort: its destructor waits for collectives in flight, up to their timeout
         # (half an hour), and would delay the end of a process whose peer is stuck.
         for group in process_groups():
@@ -150,7 +151,58 @@ _FAREWELL_S = 5.0
 Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
-def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: torch.device, timeout_s: float) -> None:
+def form_group(
+    env: RankEnv,
+    store: dist.Store,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    undo: ExitStack,
+    *,
+    may_use_gloo: bool = False,
+) -> dist.ProcessGroup:
+    """Create the default process group of the ranks that have met in ``store``, and return it.
+
+    Collective: every rank. Blocks until connected.
+
+    Args:
+        env: The place of this rank.
+        store: Without keys of another group.
+        backend: Its name, from `choose_backend`.
+        device: Of this rank.
+        timeout_s: How long to wait for a connection.
+        undo: Gets what to undo when the world is closed.
+        may_use_gloo: Whether Gloo is used where ranks cannot share memory.
+
+    Raises:
+        CollectiveError: The ranks cannot be connected.
+    """
+    one_machine = env.local_world_size == env.world_size
+    if may_use_gloo and backend == "shm":
+        serves, reason = hierarchy.serves(PrefixStore("shm", store), env.rank, env.world_size)
+        if reason and env.rank == 0 and env.world_size > 1:
+            print(f"lockstep: this job uses Gloo, which is slower than shared memory: {reason}.", file=sys.stderr)
+        backend = backend if serves else "gloo"
+    interface = gloo_interface(env.master_addr, one_machine=one_machine)
+    if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
+        os.environ[GLOO_INTERFACE] = interface
+        # Only at the end of the world, since groups that are created later also need it.
+        undo.callback(os.environ.pop, GLOO_INTERFACE, None)
+    with noting_links():
+        _connect(env, PrefixStore("group", store), backend, device, timeout_s)
+    if not one_machine:
+        set_keepalive()
+    # The limit so far was for connecting; a collective may wait longer for a slow rank.
+    limit, group = default_timeout(dist.Backend(backend)), dist.group.WORLD
+    assert group is not None
+    if isinstance(group, CpuProcessGroup):
+        group.set_timeout(limit)  # torch's function knows its own backends only
+    elif not _keeps_timeout(backend):
+        set_timeout(limit)
+    return group
+
+
+def _connect(env: RankEnv, store: dist.Store, backend: str, device: torch.device, timeout_s: float) -> None:
     if _keeps_timeout(backend):
         timeout_s = default_pg_timeout.total_seconds()
     # On several machines, shm also connects over Gloo.
@@ -158,7 +210,7 @@ def _connect(env: RankEnv, met: rendezvous.Rendezvous, backend: str, device: tor
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"{met.prefix}/group", met.store),
+            store=store,
             rank=env.rank,
             world_size=env.world_size,
             timeout=timedelta(seconds=limit_s),
@@ -193,6 +245,10 @@ BARRIER_TIMEOUT_S = 1800.0
 
 _DONE = "done"
 
+# The environment variable of a process that takes the place of a lost rank, or is a spare: `init` gives it a group of
+# its own, in which it can prepare. Then `lockstep.comm.generations` takes it into the job.
+JOINS = "LOCKSTEP_JOINS"
+
 
 class World:
     """The ranks of this job as one of them sees them.
@@ -211,20 +267,28 @@ class World:
         group: The process group of all ranks.
     """
 
+    # What `init` opened, and the backend that it chose; whether the ranks use Gloo if that cannot serve them.
+    owned: Owned | None
+    wanted_backend = ("gloo", True)
+
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: Owned | None) -> None:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
         activity.now.failure = None  # may be left from an earlier world
+        self.device = device
+        self.enter(env, group, owned)
+
+    def enter(self, env: RankEnv, group: dist.ProcessGroup, owned: Owned | None) -> None:
+        """Describe another default group from now on, in which this rank may have another number."""
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size
         self.local_world_size = env.local_world_size
         self.node_rank = env.node_rank
-        self.device = device
         self.backend: str = backend_name(group)
         self.group = group
-        self._owned = owned
+        self.owned = owned
         # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
         self._store = PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
 
@@ -345,7 +409,7 @@ class World:
         self._close(abort=False)
 
     def _close(self, *, abort: bool, at_exit: bool = False) -> None:
-        owned, self._owned = self._owned, None
+        owned, self.owned = self.owned, None
         if owned is not None:
             atexit.unregister(self._close_at_exit)
             met, undo = owned
@@ -380,7 +444,7 @@ class World:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, Exception) and self._owned is not None:
+        if isinstance(error, Exception) and self.owned is not None:
             activity.now.fail(error)
         self._close(abort=error is not None)
 
@@ -440,37 +504,21 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             objection = str(error)  # the membership check raises it, on the other ranks as well
         # c10d would also wait for missing ranks, but would not name them. Ranks with different backends would hang in
         # their first collective.
-        if env.world_size > 1:
+        if objection is not None and JOINS in os.environ:
+            raise ConfigurationError(objection)
+        if env.world_size > 1 and JOINS not in os.environ:
             store = PrefixStore(f"{met.prefix}/members", met.store)
             meet(store, me._replace(backend=name), objection=objection)
-    one_machine = env.local_world_size == env.world_size
-    if backend is None and name == "shm":
-        store = PrefixStore(f"{met.prefix}/shm", met.store)
-        serves, reason = hierarchy.serves(store, env.rank, env.world_size)
-        if reason and env.rank == 0 and env.world_size > 1:
-            print(f"lockstep: this job uses Gloo, which is slower than shared memory: {reason}.", file=sys.stderr)
-        name = name if serves else "gloo"
-    interface = gloo_interface(env.master_addr, one_machine=one_machine)
     with ExitStack() as stack:
-        if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
-            os.environ[GLOO_INTERFACE] = interface
-            # Only at the end of the world, since groups that are created later also need it.
-            stack.callback(os.environ.pop, GLOO_INTERFACE, None)
-        _connect(env, met, name, chosen, timeout_s)
+        alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
+        is_late = JOINS in os.environ
+        place = (alone, HashStore()) if is_late else (env, PrefixStore(met.prefix, met.store))
+        group = form_group(*place, name, chosen, timeout_s, stack, may_use_gloo=backend is None)
         undo = stack.pop_all()
-    if not one_machine:
-        set_keepalive()
-    # The limit so far was for connecting; a collective may wait longer for a slow rank.
-    limit = default_timeout(dist.Backend(name))
-    group = dist.group.WORLD
-    assert group is not None
-    if isinstance(group, CpuProcessGroup):
-        group.set_timeout(limit)  # torch's function knows its own backends only
-    elif not _keeps_timeout(name):
-        set_timeout(limit)
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))
+    world.wanted_backend = name, backend is None
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world

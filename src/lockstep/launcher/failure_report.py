@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.errors import JobHangs, LockstepError, RankFailed
+from lockstep.errors import OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_a_lost_rank
 from lockstep.run_folder import CRASH, ENDED, FAILURE, FailureRecord, rank_file, rank_files
 from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
 from lockstep.telemetry.rank_state import user_frame
@@ -182,17 +182,12 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
 # The class of the error after which NCCL's watchdog aborts, and a mark in the output of faulthandler.
 _NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 
-# Texts in errors that only report that another rank is gone or silent.
-_OF_COLLECTIVES = ("CollectiveError", _NCCL_ABORT, "DistNetworkError", "DistStoreError", "gloo/transport", "NCCL error")
-_OF_LINKS = ("BrokenPipeError", "ConnectionResetError", "closed by peer", "reset by peer", "remote process exited")
-
-
 def first_failure(exits: list[RankExit]) -> RankExit:
     """Return the rank that failed before the others, or ended normally before them, and made them fail."""
     first = min((exit for exit in exits if not exit.is_normal), key=_blame)
     early = [exit for exit in exits if exit.is_normal and exit.record.has_joined]
     # Only an error of a collective means that another rank has ended: a script's own connections may break, too.
-    is_missed = bool(early) and _has_mark(first, _OF_COLLECTIVES)
+    is_missed = bool(early) and any(mark in _typed_message(first) for mark in OF_COLLECTIVES)
     return min(early, key=lambda exit: (exit.record.time_ns, exit.rank)) if is_missed else first
 
 
@@ -213,11 +208,11 @@ def _was_only_stopped(exit: RankExit) -> bool:
 
 def is_consequence(exit: RankExit) -> bool:
     """Return whether a rank's error only reports that another rank is gone or silent."""
-    return _has_mark(exit, (*_OF_COLLECTIVES, *_OF_LINKS))
+    return tells_of_a_lost_rank(_typed_message(exit))
 
 
-def _has_mark(exit: RankExit, marks: Iterable[str]) -> bool:
-    return any(mark in f"{exit.record.error_type}: {exit.record.message}" for mark in marks)
+def _typed_message(exit: RankExit) -> str:
+    return f"{exit.record.error_type}: {exit.record.message}"
 
 
 # 4. Several machines.
@@ -305,6 +300,12 @@ def restart_report(first: RankExit, step: int | None, restart: str) -> str:
     where = "" if step is None or first.is_normal else f" in step {step}"
     trace = "" if first.record.error_type == "SystemExit" else first.record.trace.rstrip()
     return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
+
+
+def how_it_ended(exit: RankExit) -> str:
+    """Return a line on a rank that is lost, while the others go on."""
+    where = "" if exit.is_normal else _step(exit.record)
+    return " ".join(filter(None, (f"rank {exit.rank}", _in_a_line(exit), where)))
 
 
 def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:

@@ -37,12 +37,14 @@ from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
+from lockstep.comm.world import JOINS
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
+from lockstep.launcher.recovery import Recovery
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import process_state
@@ -370,6 +372,7 @@ class _Agent(LocalElasticAgent):
         # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
         # often because a rank of this machine failed.
         self.num_restarts, self.num_failures = -1, 0
+        self._recovery: Recovery | None = None
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -466,10 +469,45 @@ class _Agent(LocalElasticAgent):
         self.job.ranks = range(first, first + len(worker_group.workers))
         self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
+        ranks, self._recovery = self._pcontext, None
+        if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and self.job.store is None:
+            workers = {worker.id: worker.global_rank for worker in worker_group.workers}
+            start = partial(ranks.start_late, first=first)
+            self._recovery = Recovery(self.job.folder, workers, start, self.job.num_restarts_left)
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
+    def _recover(self, worker_group: WorkerGroup) -> None:
+        """Replace lost ranks, if the others can go on; otherwise torch finds them lost."""
+        recovery, ranks = self._recovery, self._pcontext
+        if recovery is None or not isinstance(ranks, _RankProcesses):
+            return
+        recovery.poll()
+        ended = {local: code for local, handler in ranks.subprocess_handlers.items() if (code := handler.proc.poll())}
+        if not ended:
+            return
+        workers = {local: worker_group.workers[local] for local in ended}
+        pids = {worker.global_rank: worker.id for worker in workers.values()}
+        failures = {
+            worker.global_rank: ProcessFailure(local, worker.id, ended[local], ranks.error_files[local])
+            for local, worker in workers.items()
+        }
+        exits = rank_exits(failures, {}, self.job.ended_at_ns, self.job.folder, self.job.resources)
+        lost = [exit for exit in exits if exit.rank in failures]
+        reason = recovery.why_not(lost, set(pids.values()))
+        if reason is not None:
+            if reason:
+                log(f"the ranks cannot go on in place: {reason}")
+            return
+        new = recovery.replace(lost, pids)
+        for local, worker in workers.items():
+            ranks.subprocess_handlers[local], worker.id = new[worker.global_rank], new[worker.global_rank].pid
+        ranks.note_ends()
+        self.num_failures += len(lost)
+        self.job.num_restarts_left -= len(lost)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._recover(worker_group)
         if self.job.stop_by is not None and time.monotonic() > self.job.stop_by[0]:
             self.job.reaper.kill_ranks()
             raise SignalException("the ranks have not stopped in time", sigval=self.job.stop_by[1])
@@ -560,7 +598,17 @@ class _RankProcesses(SubprocessContext):
         for rank in self.envs:
             # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
             self.subprocess_handlers[rank] = self._fork(rank) or self._start_interpreter(rank)
+        self.note_ends()
+
+    def note_ends(self) -> None:
+        """Note the times at which the processes end from now on."""
         self.job.ended_at_ns, self.watcher = _note_ends(self.pids().values())
+
+    def start_late(self, rank: int, *, first: int) -> SubprocessHandler:
+        """Start a process for the place of a rank in a running job; ``first`` is the first rank of this machine."""
+        local = rank - first
+        self.envs[local] = self.envs[local] | {JOINS: "1"}
+        return self._fork(local) or self._start_interpreter(local)
 
     def _fork(self, rank: int) -> SubprocessHandler | None:
         # Others are wrapped in numactl, or run an interpreter that the user chose.

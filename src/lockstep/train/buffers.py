@@ -25,6 +25,10 @@ class BufferSnapshot:
         # By id of the module; with the module itself, so that its id is not reused.
         self._owners: dict[int, tuple[nn.Module, list[tuple[nn.Module, str]]]] = {}
 
+    def current(self) -> list[Tensor]:
+        """Return the buffers of the model."""
+        return self.read(self._model)
+
     def keep(self) -> None:
         """Take a snapshot."""
         self.objects = self.read(self._model)

@@ -48,6 +48,10 @@ class CpuProcessGroup(dist.ProcessGroup):
         """End the group's threads; return whether all have ended. Blocks some seconds at most."""
         raise NotImplementedError
 
+    def interrupt(self) -> None:
+        """Make calls on this group fail, also those that other threads are in. Does not block."""
+        raise NotImplementedError
+
     def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
         """Run the operation that c10d calls ``call``."""
         raise NotImplementedError
@@ -188,6 +192,12 @@ class ShmProcessGroup(CpuProcessGroup):
             self.shm_ops.queue.drain()
             self._p2p.drain(_DRAIN_S)
             self._close()
+
+    @override
+    def interrupt(self) -> None:
+        if self._is_open:
+            self.comm.give_up(CollectiveError(f"Rank {self.comm.ranks[self.comm.rank]} left a group that lost a rank."))
+            self.comm.stop()
 
     def abort(self) -> None:
         """Leave the group at once; ranks that wait for this one get an error."""

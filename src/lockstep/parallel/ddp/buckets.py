@@ -517,11 +517,24 @@ class BucketSet:
         """
         arrivals = all_gather_different(list(ready_order), group=group, device=self.device)
         agreed = merge_arrivals(arrivals, self._default_order)
-        self._specs = [spec._replace(deferred=index in agreed.repeated) for index, spec in enumerate(self._specs)]
-        self._install(agreed.order, group)
+        self.use_plan([list(agreed.order), list(agreed.repeated), agreed.is_uneven], group=group)
+
+    @property
+    def agreed_plan(self) -> list[Any] | None:
+        """The order of parameters, those that arrive twice, and `is_uneven`; None before `rebuild`."""
+        if not self.is_rebuilt:
+            return None
+        order = [index for bucket in self.buckets for index in bucket.spec.parameters]
+        return [order, [index for index, spec in enumerate(self._specs) if spec.deferred], self.is_uneven]
+
+    def use_plan(self, plan: Sequence[Any], *, group: Group) -> None:
+        """Build the buckets as all ranks have agreed. Collective: every rank. Blocks until complete."""
+        order, repeated, self.is_uneven = plan
+        self._specs = [spec._replace(deferred=index in repeated) for index, spec in enumerate(self._specs)]
+        self._install(order, group)
         for bucket in self.buckets:
             bucket.adopt()
-        self.is_rebuilt, self.is_uneven = True, agreed.is_uneven
+        self.is_rebuilt = True
         for callback in self.on_rebuilt:
             callback(self.buckets)
 

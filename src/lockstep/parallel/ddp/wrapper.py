@@ -18,6 +18,7 @@ from lockstep import torch_internals
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
 from lockstep.comm.process import keep_freed_memory
+from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
@@ -187,6 +188,27 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             self._compressed = make_reduction(self.compression, bucket_set, group)
             if group.size() > 1:
                 self.reducer.reduction = self._compressed
+
+    # --- recovery in place: `lockstep.train.recovery.Connected` --------------------------------------------------------
+
+    def reconnect(self, world: World) -> None:
+        """Use the default group of ``world`` from now on, in place of one that lost a rank. Collective: every rank."""
+        observers, hooks = self.reducer.observers, self._comm_hooks
+        self.reducer.remove_hooks()
+        self.process_group = world.group
+        self._connect()
+        self.reducer.observers += [each for each in observers if isinstance(each, bucket_events.BucketStamps)]
+        for hook, state in hooks:
+            self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
+
+    def agreed_plan(self) -> Any:
+        """Return the order of the buckets, if the ranks have agreed on one."""
+        return self.reducer.bucket_set.agreed_plan
+
+    def use_plan(self, plan: Any) -> None:
+        """Use the order of the buckets of another rank. Collective: every rank. Blocks until complete."""
+        if plan is not None:
+            self.reducer.bucket_set.use_plan(plan, group=self.process_group)
 
     # --- copies and pickles -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,193 @@
+"""Generations: how the ranks of a job go on together after one of them was lost.
+
+[Note: generations]
+A generation is a set of processes with a number, which their launcher decides and posts in the run folder. A process
+belongs to the newest one that it has joined. If a newer one is posted, its groups are of no use any more:
+
+    launcher                     a rank that is left                    a new rank, or a spare
+    notices the death            a collective fails, or the thread      init() gave it a group of its own: it builds
+    forks a rank                 `_watch` makes it fail                 model, data and engine alone
+    posts generation N  ------>  leaves its groups                      finds its process in generation N
+                                 meets the others in the store under N  the same
+                                 makes the groups again                 the same
+
+What the groups served (engines, loaders) is connected to the new ones by its owner. If a process of N is lost before
+all have met, N + 1 is posted, and whoever still waits for N goes on to that. A process that is in no generation any
+more was replaced: it ends. So there is one rule for each moment, also for a loss during a recovery.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from lockstep import activity
+from lockstep.comm import rendezvous
+from lockstep.comm.network import cut_links
+from lockstep.comm.shm.process_group import CpuProcessGroup
+from lockstep.comm.store import USE_LIBUV
+from lockstep.comm.world import BARRIER_TIMEOUT_S, JOINS, World, destroy_default_group, form_group
+from lockstep.env import RankEnv
+from lockstep.errors import CollectiveError, LockstepError
+from lockstep.run_folder import Generation, announce_recovery, current_run_folder, withdraw_recovery
+from lockstep.torch_internals import backend_of, process_groups
+
+# How often a rank looks for a new generation; and how long after an error in a collective it waits for one.
+_PERIOD_S, _PATIENCE_S = 0.02, 10.0
+# How long the ranks of a generation, who have all met, may take to connect.
+_CONNECT_S = 15.0
+
+
+class Replaced(LockstepError):
+    """This process is not a member of the job any more, as another one has its rank."""
+
+
+class Membership:
+    """This process as a member of the generations of its job; see [Note: generations].
+
+    Args:
+        world: The ranks; changed by each generation.
+
+    Attributes:
+        number: The generation that this process has joined.
+    """
+
+    def __init__(self, world: World) -> None:
+        folder = current_run_folder()
+        assert folder is not None, "only processes of our launcher have one"
+        self._world, self._folder = world, folder
+        self.number = 0
+        self._cut, self._lock = 0, threading.Lock()
+        self._ends = threading.Event()
+        announce_recovery(folder, os.getpid())
+        threading.Thread(target=self._watch, name="lockstep-generations", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop to follow the generations."""
+        self._ends.set()
+        withdraw_recovery(self._folder, os.getpid())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the groups of this generation were made to fail."""
+        return self._cut > self.number
+
+    def newer(self) -> Generation | None:
+        """Return the newest generation if this process has not joined it yet."""
+        found = Generation.read(self._folder)
+        return found if found is not None and found.number > self.number else None
+
+    def await_newer(self, limit_s: float = _PATIENCE_S) -> Generation | None:
+        """Wait for a generation that this process has not joined, at most ``limit_s``."""
+        rendezvous.poll_until(lambda: self.newer() is not None, limit_s, _PERIOD_S)
+        return self.newer()
+
+    def _watch(self) -> None:
+        """Make the calls of this process fail when a newer generation is posted."""
+        # A survivor may wait for another one, which has left; and on a device no call fails by itself.
+        while not self._ends.wait(_PERIOD_S):
+            found = self.newer()
+            with self._lock:
+                if found is not None and found.number > self._cut:
+                    self._cut = found.number
+                    interrupt_groups()
+
+    def rejoin(self, limit_s: float = BARRIER_TIMEOUT_S) -> Generation:
+        """Leave the groups of this generation, and make those of the newest one with its other ranks.
+
+        Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``.
+
+        Raises:
+            Replaced: This process is not among them.
+            CollectiveError: They did not meet in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while True:
+            found = self.await_newer(deadline - time.monotonic())
+            if found is None:
+                raise CollectiveError("No other rank took the place of the lost one in time.")
+            if os.getpid() not in found.ranks:
+                raise Replaced(f"Process {os.getpid()} was replaced: generation {found.number} goes on without it.")
+            with self._lock:
+                self._cut = self.number = found.number
+                interrupt_groups()
+            destroy_default_group(abort=True, at_exit=False, is_cut=True)
+            with activity.waiting("World.rejoin"), suppress(_Superseded):
+                self._enter(found, deadline)
+                return found
+
+    def _enter(self, found: Generation, deadline: float) -> None:
+        """Meet the other processes of a generation, and create the default group with them."""
+        world = self._world
+        met, undo = world.owned
+        local = sorted(found.ranks.values())
+        rank = found.ranks[os.getpid()]
+        env = replace(
+            RankEnv.from_environ(os.environ),
+            rank=rank,
+            world_size=found.world_size,
+            local_rank=local.index(rank),
+            local_world_size=len(local),
+            node_rank=found.node_rank,
+        )
+        prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{found.number}"
+        base = met.store if found.store is None else _open_store(found.store)
+        store = PrefixStore(prefix, base)
+        name, may_use_gloo = world.wanted_backend
+        store.set(f"here/{env.rank}", "")
+        keys = [f"here/{other}" for other in range(env.world_size)]
+
+        def have_all_come() -> bool:
+            if self.newer() is not None:
+                raise _Superseded
+            return store.check(keys)
+
+        pause_s = rendezvous.poll_interval_s(env.world_size)
+        if not rendezvous.poll_until(have_all_come, deadline - time.monotonic(), min(pause_s, _PERIOD_S)):
+            raise CollectiveError(f"Rank {env.rank} waited too long for the other ranks of generation {found.number}.")
+        base.set_timeout(timedelta(seconds=_CONNECT_S))
+        try:
+            undo.close()
+            with ExitStack() as stack:
+                group = form_group(env, store, name, world.device, _CONNECT_S, stack, may_use_gloo=may_use_gloo)
+                undone = stack.pop_all()
+        except (CollectiveError, dist.DistError, RuntimeError):
+            # A rank was lost while they connected: its launcher posts the next generation.
+            if self.await_newer() is None:
+                raise
+            raise _Superseded from None
+        finally:
+            base.set_timeout(default_pg_timeout)
+        world.enter(env, group, (met._replace(store=base, is_host=False, prefix=prefix), undone))
+        os.environ.pop(JOINS, None)
+
+
+class _Superseded(Exception):
+    """A newer generation was posted."""
+
+
+def interrupt_groups() -> None:
+    """Make all calls on the process groups of this process fail, also those that other threads are in."""
+    cut_links()
+    for group in process_groups():
+        if isinstance(group, CpuProcessGroup):
+            group.interrupt()
+            continue
+        # Not Gloo's, which would never end what waits: its connections are shut down.
+        for device in group._device_types:
+            if device.type != "cpu":
+                with suppress(RuntimeError):
+                    backend_of(group, device).abort()
+
+
+def _open_store(address: tuple[str, int]) -> dist.Store:
+    limit = timedelta(seconds=_CONNECT_S)
+    return TCPStore(*address, None, is_master=False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)

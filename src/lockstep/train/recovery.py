@@ -1,0 +1,325 @@
+"""A training loop goes on in place when a rank is lost: the step that was not completed is done again.
+
+[Note: attempts]
+A loop is a row of attempts, each with the same collectives on every rank. When a rank is lost, the attempts of the
+others fail: in the collective that it does not take part in, or because the generation has changed
+(comm/generations.py). All of them, and the rank that takes its place, then
+
+1. meet in the next generation, and connect their engines to its group;
+2. compare how many attempts each has completed. A rank may have received the last collective of an attempt that others
+   have not; its update is made, so it counts, and those that are behind copy its state;
+3. copy the state from the first rank that is most ahead to each rank that lacks it, over the group;
+4. repeat the attempt, from the same parameters, optimizer state and buffers, with the same samples and random numbers.
+
+A failed attempt must leave no trace. Parameters and optimizer state change in the optimizer's step only, after the last
+collective. Buffers change in forward: they are kept at the start of an attempt and restored. Before an update, the
+buffers of rank zero are sent to all ranks, as rank zero may be lost after it. On a device, collectives do not fail but
+are aborted, and leave anything in the gradients: so before an update the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import activity
+from lockstep.accelerator import synchronize
+from lockstep.activity import format_ranks
+from lockstep.comm.collectives import (
+    Group,
+    all_gather_object,
+    broadcast_coalesced,
+    broadcast_object,
+    receive_async,
+    send_async,
+    wait_for_transfer,
+)
+from lockstep.comm.generations import Membership
+from lockstep.comm.world import JOINS, World
+from lockstep.containers import map_tensors
+from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
+from lockstep.run_folder import Generation, RecoveryReport, current_run_folder
+from lockstep.train.buffers import BufferSnapshot
+
+# Size of a message with state.
+_CHUNK_BYTES = 64 * 2**20
+
+
+class Stateful(Protocol):
+    """A part of a training loop with a state, such as a model, an optimizer, a schedule or a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go on from a state."""
+
+
+@runtime_checkable
+class Connected(Protocol):
+    """A part that holds process groups, such as an engine."""
+
+    def reconnect(self, world: World) -> None:
+        """Use the groups of ``world`` from now on. Collective: every rank."""
+
+    def agreed_plan(self) -> Any:
+        """Return what the ranks have agreed on so far, such as the order of buckets; any JSON value."""
+
+    def use_plan(self, plan: Any) -> None:
+        """Use what another rank's `agreed_plan` returned. Collective: every rank."""
+
+
+class Recovery:
+    """Lets a script's own loop go on in place when a rank is lost; without ``--max-restarts`` it does nothing.
+
+        with lockstep.init() as world:
+            model = lockstep.DistributedDataParallel(Net().to(world.device))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            recovery = lockstep.Recovery(world, model=model, optimizer=optimizer)
+            while recovery.step < 1000:
+                with recovery.attempt():
+                    batch = batch_of(recovery.step, world.rank, world.world_size)
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    If a rank is lost in the block, the block ends on all others, the state is as at its beginning, and `step` has not
+    changed: the loop does the step again. A rank that takes the place of a lost one runs the script from its start, and
+    gets the state of the others here, in the constructor: its `step` is theirs. All that the loop needs must be in the
+    given parts, or follow from `step` and from the world, in which numbers of ranks may change. The update should be the
+    last in the block. Process groups of the script's own are gone after a recovery.
+
+    Collective: every rank creates one, after the set-up, and enters the same blocks.
+
+    Args:
+        world: Of `lockstep.init`.
+        parts: By name: the wrapped model, the optimizer, and anything else with ``state_dict`` and ``load_state_dict``.
+
+    Attributes:
+        step: Number of blocks completed.
+        is_active: Whether a lost rank can be replaced.
+
+    Raises:
+        ConfigurationError: A part cannot be used.
+    """
+
+    def __init__(self, world: World, **parts: Stateful) -> None:
+        self._world, self._parts = world, parts
+        self.step, self._has_state, self._is_updated = 0, True, False
+        self._buffers = [BufferSnapshot(part) for part in parts.values() if isinstance(part, nn.Module)]
+        self._buffers = [each for each in self._buffers if each.names]
+        self._handles = [
+            part.register_step_pre_hook(self._before_update)
+            for part in parts.values()
+            if isinstance(part, Optimizer)
+        ]
+        self._handles += [
+            part.register_step_post_hook(self._after_update)
+            for part in parts.values()
+            if isinstance(part, Optimizer)
+        ]
+        self._membership: Membership | None = None
+        if current_run_folder() is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            self._membership = Membership(world)
+            if JOINS in os.environ:
+                self._has_state = False
+                self._rejoin()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a lost rank can be replaced."""
+        return self._membership is not None
+
+    def close(self) -> None:
+        """End the recovery: a rank that is lost from now on ends the job, or restarts it."""
+        if self._membership is not None:
+            self._membership.close()
+            self._membership = None
+        for handle in self._handles:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run a block that is done again if a rank is lost in it; count it when it is complete.
+
+        Collective: every rank. If a rank is lost, blocks until another one has its place.
+        """
+        self._is_updated = False
+        for buffers in self._buffers if self.is_active else ():
+            buffers.keep()
+        try:
+            yield
+            self.step += 1
+        except Exception as error:
+            if not self._is_of_lost_rank(error):
+                raise
+            error.__traceback__ = None  # its frames hold tensors
+            if self._is_updated:
+                self.step += 1
+            else:
+                for buffers in self._buffers:
+                    buffers.restore()
+            for part in self._parts.values():
+                if isinstance(part, nn.Module):
+                    part.zero_grad(set_to_none=True)
+            self._rejoin()
+
+    def _is_of_lost_rank(self, error: Exception) -> bool:
+        """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""
+        if self._membership is None:
+            return False
+        if self._membership.newer() is None and not tells_of_a_lost_rank(error):
+            return False
+        return self._membership.await_newer() is not None
+
+    def _before_update(self, *_: Any) -> None:
+        if self._membership is None:
+            return
+        device = self._world.device
+        if device.type != "cpu":
+            synchronize(device)
+        buffers = [buffer for each in self._buffers for buffer in each.current()]
+        if buffers:
+            broadcast_coalesced(buffers, group=self._world.group)
+        if self._membership.is_cut:
+            raise CollectiveError("A rank was lost in this step.")
+
+    def _after_update(self, *_: Any) -> None:
+        self._is_updated = True
+
+    # --- the recovery -------------------------------------------------------------------------------------------------
+
+    def _rejoin(self) -> None:
+        """Go on in the newest generation; see [Note: attempts]. Collective: every rank. Blocks."""
+        assert self._membership is not None
+        while True:
+            try:
+                found = self._membership.rejoin()
+                with activity.waiting("Recovery"):
+                    self._share(found)
+                return
+            except Exception as error:
+                # A rank was lost during the recovery.
+                if not self._is_of_lost_rank(error):
+                    raise
+
+    def _share(self, found: Generation) -> None:
+        world, group = self._world, self._world.group
+        connected = {name: part for name, part in self._parts.items() if isinstance(part, Connected)}
+        plans = {name: part.agreed_plan() for name, part in connected.items()}
+        for part in connected.values():
+            part.reconnect(world)
+        rows = all_gather_object([self._has_state, self.step], group=group, device=world.device)
+        most = max((step for has_state, step in rows if has_state), default=None)
+        if most is None:
+            raise CollectiveError("No rank that is left holds the state of the run.\nRestart it from a checkpoint.")
+        lacking = [rank for rank, row in enumerate(rows) if row != [True, most]]
+        source = rows.index([True, most])
+        for name, plan in broadcast_object(plans, group=group, src=source, device=world.device).items():
+            connected[name].use_plan(plan)
+        num_bytes = 0
+        if world.rank == source or world.rank in lacking:
+            self._has_state = self._has_state and world.rank == source
+            states = {name: part.state_dict() for name, part in self._parts.items()} if world.rank == source else {}
+            for rank in lacking if world.rank == source else [world.rank]:
+                received, num_bytes = exchange_state(states, source, rank, group, world.device)
+                if received is not None:
+                    for name, part in self._parts.items():
+                        part.load_state_dict(received[name])
+            self._has_state, self.step = True, most
+        # Until all have the state, none may change its own.
+        all_gather_object(True, group=group, device=world.device)
+        if world.rank == source:
+            RecoveryReport(
+                found.number,
+                f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back after "
+                f"{(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s with the state of rank {source}; "
+                f"step {most + 1} is done again",
+                num_bytes * len(lacking),
+            ).write(current_run_folder())
+
+
+def exchange_state(
+    state: Mapping[str, Any], source: int, to: int, group: Group, device: torch.device
+) -> tuple[Any, int]:
+    """Send ``state`` from rank ``source`` to rank ``to``; return it there, else None; and the number of bytes.
+
+    Called by these two ranks only. Blocks until complete. Tensors arrive on the device that they come from.
+    """
+    is_source = group.rank() == source
+    tensors: list[Tensor] = []
+
+    def take_out(tensor: Tensor) -> Any:
+        tensors.append(tensor.detach())
+        return _Placeholder(len(tensors) - 1, tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    data = pickle.dumps(map_tensors(state, take_out)) if is_source else b""
+    size = torch.tensor([len(data)], device=device)
+    _move(size, source, to, group)
+    message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if is_source else None
+    if message is None:
+        message = torch.empty(int(size), dtype=torch.uint8, device=device)
+    _move(message, source, to, group)
+    if is_source:
+        received = None
+    else:
+        received = pickle.loads(message.cpu().numpy().tobytes())
+        received = _map_placeholders(received, tensors, device)
+    for tensor in tensors:
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else None
+        for start in range(0, 0 if flat is None else flat.numel(), _CHUNK_BYTES):
+            assert flat is not None
+            part = flat[start : start + _CHUNK_BYTES]
+            moved = part.to(device).contiguous()
+            _move(moved, source, to, group)
+            if not is_source and moved.data_ptr() != part.data_ptr():
+                part.copy_(moved)
+    return received, len(data) + sum(tensor.nbytes for tensor in tensors)
+
+
+class _Placeholder:
+    """Stands for a tensor in a pickled state."""
+
+    def __init__(self, number: int, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+        self.number, self.shape, self.dtype, self.kind = number, shape, dtype, kind
+
+
+def _map_placeholders(state: Any, tensors: list[Tensor], device: torch.device) -> Any:
+    """Return ``state`` with a new tensor in place of each placeholder; add it to ``tensors`` in its order."""
+
+    def put_in(value: Any) -> Any:
+        if not isinstance(value, _Placeholder):
+            return value
+        where = torch.device("cpu") if value.kind == "cpu" else device
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
+        return tensors[-1]
+
+    return map_tensors(state, lambda tensor: tensor, put_in)
+
+
+def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
+    if not tensor.numel():
+        return
+    is_source = group.rank() == source
+    work = (
+        send_async(tensor, to=to, tag=0, group=group) if is_source else receive_async(tensor, src=source, tag=0, group=group)
+    )
+    wait_for_transfer(work, group)
+
+
+def check_parts(parts: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a part without a state, or whose state is divided among the ranks."""
+    for name, part in parts.items():
+        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+            raise ConfigurationError(
+                f"{name} is of type {type(part).__name__}, which has no state_dict() and load_state_dict().\n"
+                "Give the wrapped model, the optimizer, and other parts with a state."
+            )
