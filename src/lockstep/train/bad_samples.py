@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
-from lockstep.data.loader import BadSample, MicroBatch, stop_error
-from lockstep.data.order import BatchSplit
+from lockstep.data.loader import BadSample, BatchSplit, MicroBatch, stop_error
 from lockstep.errors import DataError
 
 # Number of different samples that may be bad, or fraction of the data set if that is more.

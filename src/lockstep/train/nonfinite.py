@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from lockstep.activity import format_ranks
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import local_part, own_class
+from lockstep.containers import find_tensors
 from lockstep.data.loader import MicroBatch
-from lockstep.data.order import GlobalOrder
 from lockstep.errors import NonFiniteGradient
-from lockstep.parallel.module_io import find_tensors
 from lockstep.train.buffers import BufferSnapshot
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
@@ -253,7 +252,8 @@ class NonFiniteGuard:
             device = next(self.model.parameters()).device
             ranks = all_gather_object(ranks[0], group=group, device=device)
         firsts = [first for _, first in ranks if first is not None]
-        epoch = self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None
+        per_epoch = self.plan.order.steps_per_epoch
+        epoch = None if per_epoch is None else step // per_epoch
         origins = tuple(Origin(*origin) for origin, _ in ranks if origin is not None)
         parameter = names[min(firsts)] if firsts else None
         return NonFiniteStep(step, epoch, origins, parameter, len(ranks), self.plan.split.accumulate, replays)

@@ -17,7 +17,7 @@ from lockstep.activity import one_line
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
-from lockstep.data.batch_iterator import Copy
+from lockstep.data.loader import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
-from lockstep.data.loader import MicroBatch
-from lockstep.data.order import mix, seed_cpu, seed_device
+from lockstep.data.loader import MicroBatch, mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards

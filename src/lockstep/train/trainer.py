@@ -19,8 +19,7 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
-from lockstep.data.batch_iterator import BatchIterator
-from lockstep.data.loader import LoadOptions, MicroBatch
+from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
@@ -141,7 +140,8 @@ class Trainer:
         self.plan = make_plan(task, settings, split, num_samples=num_samples)
         places = self.devices if shards is None else shards.spread(self.devices)
         how = self.load_options(task)
-        self.batches = BatchIterator(self.samples, self.plan.order, split, how, places)
+        devices = dict(zip(split.shares, places, strict=False))  # torch's DataParallel has one share only
+        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, split, how), devices)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
         # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.

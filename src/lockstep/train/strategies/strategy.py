@@ -22,9 +22,7 @@ from lockstep.accelerator import is_on_meta, mark_on
 from lockstep.comm import fully_shard
 from lockstep.comm.collectives import Group, reduces_on_its_own
 from lockstep.comm.world import World
-from lockstep.data.batch_iterator import to_device
-from lockstep.data.loader import MicroBatch
-from lockstep.data.order import BatchSplit
+from lockstep.data.loader import BatchSplit, MicroBatch, to_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
 from lockstep.parallel.ddp.bucket_events import BucketStamps, FlatGradients
