@@ -274,17 +274,23 @@ class Trainer:
             computed, metrics = self._accumulate(timer, group)
 
             timer.begin("communication")
-            num_samples = computed[-1][0].num_global
-            sums = self._agree(metrics, num_samples, group)
+            num_samples, replicas = computed[-1][0].num_global, self.strategy.num_replicas
+            metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
+            if group is not None:
+                if self._loss_group is not group:
+                    all_reduce(metrics.flags, group=group)
+                self._flags = HostCopy(metrics.flags), step
+                if self.device.type == "cpu":  # on a device they are read in the next step
+                    self.settle()
 
             timer.begin("optimizer")
             norm, updated = None, False
             if self._sync and not (self.bad_samples.skip and self._is_missing(computed)):
-                norm, updated = self._update(sums.divisor, computed, step)
+                norm, updated = self._update(metrics.divisor, computed, step)
             if self._sync and self.strategy.exchanges:
                 timer.begin("communication")
                 self.strategy.end_step(step)
-            timer.end()
+            timer.begin("")
 
             if self.settings.clip is None and self.scaler is None:
                 norm = None
@@ -294,7 +300,7 @@ class Trainer:
             is_due = every and (known is None or done // every > known // every or done == self.plan.num_steps)
             if group is not None and is_due:
                 self.check_replicas()
-        return StepRecord(step, num_samples, sums.loss, norm, updated, sums.count, timer)
+        return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, timer)
 
     def _accumulate(self, timer: StepTimer, group: Group | None) -> tuple[Computed, step_parts.StepMetrics]:
         """Fetch, forward and backward of each micro-batch; return them with their losses, whose sum has been started.
@@ -324,9 +330,10 @@ class Trainer:
                 if in_backward:  # parameters are updated as soon as their bucket is reduced
                     rate = self.plan.learning_rate.factor(self._num_updates)
                     step_parts.set_rates(self.optimizer, self._base_rates, rate)
-                losses += metrics.add(parts)
+                flags = None
                 if is_last:
-                    metrics.start_sum(len(self.bad_samples.pending), self.stop_requested(), self.failure_seen())
+                    flags = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
+                losses += metrics.add(parts, flags)
 
             try:
                 self._compute(micro, index, timer, on_losses, sync=self._sync and is_last)
@@ -357,21 +364,6 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
         return [part.value.detach() for part in parts]
 
-    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepMetrics:
-        """Sum ``metrics`` over the ranks, and return them; keep the flags.
-
-        Collective: every rank of ``group``. On CPUs the flags are read at once, from a device in the next step.
-        """
-        replicas = self.strategy.num_replicas
-        metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
-        if group is not None:
-            if self._loss_group is not group:
-                all_reduce(metrics.flags, group=group)
-            self._flags = HostCopy(metrics.flags), self.num_steps_done
-            if self.device.type == "cpu":
-                self.settle()
-        return metrics
-
     def _is_missing(self, computed: Computed) -> bool:
         """Return whether no rank could read any sample of the step. Blocks until forward is done if this one could not.
 
@@ -390,7 +382,9 @@ class Trainer:
     # --- the update of a step -----------------------------------------------------------------------------------------
 
     def _update(self, divisor: Tensor | None, computed: Computed, step: int) -> tuple[Tensor, bool]:
-        """Clip the gradient and update the parameters; return the norm before clipping, and whether they were updated.
+        """Divide and clip the gradient, by its global norm and in one pass over it, and update the parameters.
+
+        Return the norm before clipping, and whether they were updated.
 
         A sum with NaN or infinity is not finite, and all ranks hold the same bits of the reduced gradient, so all get
         the same result without communication. (If the gradient is sharded, the norm is summed over the ranks.)
@@ -402,7 +396,21 @@ class Trainer:
         """
         self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
         in_backward = self.policy is Update.IN_BACKWARD
-        norm, copy = self._finish_gradient(None if in_backward else divisor)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        norm, factor = self._gradients.norm(), None
+        if divisor is not None and not in_backward:
+            factor = 1.0 / (divisor * scale)
+        elif scale != 1.0:
+            factor = torch.full_like(norm, 1.0 / scale)
+        norm = norm if factor is None else norm * factor.to(norm)
+        # Queued before that pass and before the update: to read it, the host does not wait for them.
+        copy = HostCopy(norm)
+        if self.settings.clip is not None:
+            # As in ``clip_grad_norm_``; but one NaN must not reach all parameters: which of them has it is reported.
+            shorten = torch.clamp(self.settings.clip / (norm + 1e-6), max=1.0).nan_to_num(nan=1.0)
+            factor = shorten if factor is None else factor * shorten
+        if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
+            self._gradients.multiply_(factor)
         if not in_backward:
             step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
         # The host checks the first update in any case: see [Note: checks one forward later].
@@ -419,29 +427,6 @@ class Trainer:
         if not in_backward:
             self.optimizer.step()
         return norm, True
-
-    def _finish_gradient(self, divisor: Tensor | None) -> tuple[Tensor, HostCopy]:
-        """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it.
-
-        Return the norm before clipping, and its copy to the host, which is queued before that pass and before the
-        update: to read it, the host does not wait for them.
-        """
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        norm, factor = self._gradients.norm(), None
-        if divisor is not None:
-            factor = 1.0 / (divisor * scale)
-        elif scale != 1.0:
-            factor = torch.full_like(norm, 1.0 / scale)
-        norm = norm if factor is None else norm * factor.to(norm)
-        copy = HostCopy(norm)
-        if self.settings.clip is not None:
-            shorten = step_parts.clip_factor(norm, self.settings.clip)
-            # One NaN must not reach all parameters: which of them has it is reported.
-            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
-            factor = shorten if factor is None else factor * shorten
-        if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
-            self._gradients.multiply_(factor)
-        return norm, copy
 
     def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
