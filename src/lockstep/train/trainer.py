@@ -23,16 +23,16 @@ from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
-from lockstep.train.bad_samples import BadSamples
 from lockstep.train.checkpoints import model_state
-from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
+from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
@@ -233,13 +233,9 @@ class Trainer:
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)
-        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
         wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
         if name in ("local-sgd", "diloco"):
-            from lockstep.train.strategies.local_sgd import LocalSteps
-
-            return LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
+            return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
 
     def load_options(self, task: Task) -> LoadOptions:
