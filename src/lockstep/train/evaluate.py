@@ -10,13 +10,10 @@ from torch import Tensor, nn
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
-from lockstep.data.batch_iterator import to_device
-from lockstep.data.loader import BadSample, MicroBatch, Request, load
-from lockstep.data.order import mix, seed_cpu, seed_device
+from lockstep.data.loader import BadSample, MicroBatch, Request, load, mix, seed_cpu, seed_device, to_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
-from lockstep.train.bad_samples import BadSamples
-from lockstep.train.buffers import BufferSnapshot
+from lockstep.train.skipping import BadSamples, BufferSnapshot
 from lockstep.train.step import Objective, autocast
 from lockstep.train.task import Loss, Task
 from lockstep.train.trainer import Trainer

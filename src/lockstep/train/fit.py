@@ -30,11 +30,11 @@ from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
-from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
+from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
 from lockstep.train.trainer import StepRecord, Trainer

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
-from lockstep.data.batch_iterator import Copy
+from lockstep.data.loader import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.instrument import learning_rate_of
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
@@ -38,6 +38,17 @@ _PAUSES = ("evaluation", "checkpoint", "profile")
 
 # Interval of copies of the loss from a device if there is only a display; a run folder gets the loss of every step.
 _LOSS_EVERY_S = 0.5
+
+# Steps of a window in which the ranks are compared. The first steps allocate, compile and find the order of gradients.
+_WINDOW, _WARM_UP, _PERIOD = 10, 2, 50
+
+
+def window_of(step: int) -> range:
+    """Return the first window that ends at ``step`` or later, counted from 0: two at the start, then one per fifty."""
+    end = step // _PERIOD * _PERIOD + _PERIOD - 1
+    if step < _WARM_UP + 2 * _WINDOW:
+        end = _WARM_UP + (1 if step < _WARM_UP + _WINDOW else 2) * _WINDOW - 1
+    return range(end - _WINDOW + 1, end + 1)
 
 
 @final
@@ -104,7 +115,8 @@ class RunRecord:
         self._paused_at = None
         numbers = self._numbers(done)
         step.number, step.samples = done.step, done.num_samples
-        step.learning_rate = learning_rate_of(self._trainer.optimizer)
+        rate = self._trainer.optimizer.param_groups[0]["lr"]
+        step.learning_rate = None if isinstance(rate, Tensor) and not rate.is_cpu else float(rate)
         step.losses = [numbers["loss"]] if numbers else []
         step.grad_norm, step.counted = numbers.get("grad_norm"), numbers.get("count")
         if (stamps := self._stamps.take()) is not None:
@@ -139,7 +151,7 @@ class RunRecord:
         has finished the step.
         """
         number, self._num_taken = self._num_taken, self._num_taken + 1
-        window, group = figures.window_of(number), self._trainer.group
+        window, group = window_of(number), self._trainer.group
         # Between exchanges ranks do not wait for each other.
         if number not in window or group is None or group is not self._trainer.strategy.step_group:
             return

@@ -47,7 +47,7 @@ from lockstep.comm.world import JOINS, World
 from lockstep.containers import map_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
 from lockstep.run_folder import Generation, RecoveryReport, current_run_folder
-from lockstep.train.buffers import BufferSnapshot
+from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
 _CHUNK_BYTES = 64 * 2**20

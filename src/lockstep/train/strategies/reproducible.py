@@ -25,9 +25,9 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel import reduction_tree as trees
 from lockstep.parallel.ddp.setup import ModelSync
 from lockstep.parallel.dp.wrapper import DataParallel, ReplicaGradients
-from lockstep.train.buffers import BufferSnapshot, overwrite_buffer
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
+from lockstep.train.skipping import BufferSnapshot, overwrite_buffer
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy
 
