@@ -6,7 +6,10 @@ from signal import SIGINT
 from typing import Any
 
 # Texts in errors that only report that another rank is gone or silent: of collectives, and of connections.
-OF_COLLECTIVES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError", "gloo/transport", "NCCL error")
+OF_COLLECTIVES = (
+    *("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+    *("gloo/transport", "NCCL error"),
+)
 OF_LINKS = ("BrokenPipeError", "ConnectionResetError", "closed by peer", "reset by peer", "remote process exited")
 
 

@@ -188,7 +188,7 @@ def forget_ranks(folder: Path) -> None:
         (folder / _STOP).unlink(missing_ok=True)
 
 
-# Recovery in place: a rank that can go on without a lost one announces this; the launcher then posts the next generation.
+# Recovery in place: a rank that can go on without a lost one announces this; the launcher posts the next generation.
 
 _GENERATION, _RECOVERS, _RECOVERED = "generation", "recovers", "recovered"
 

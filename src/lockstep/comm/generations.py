@@ -67,6 +67,7 @@ class Membership:
         self.number = 0
         self._cut, self._lock = 0, threading.Lock()
         self._ends = threading.Event()
+        world.is_cut = lambda: self.is_cut
         announce_recovery(folder, os.getpid())
         threading.Thread(target=self._watch, name="lockstep-generations", daemon=True).start()
 
@@ -127,6 +128,7 @@ class Membership:
     def _enter(self, found: Generation, deadline: float) -> None:
         """Meet the other processes of a generation, and create the default group with them."""
         world = self._world
+        assert world.owned is not None, "made by `init`"
         met, undo = world.owned
         local = sorted(found.ranks.values())
         rank = found.ranks[os.getpid()]

@@ -272,9 +272,12 @@ def find_once(store: Store, key: str, find: Callable[[], str], world_size: int) 
     return store.get(key).decode()
 
 
-def await_key(store: Store, key: str, limit_s: float, world_size: int) -> bool:
-    """Block until ``key`` exists, at most ``limit_s``; return whether it does. ``world_size`` ranks may wait here."""
-    return poll_until(lambda: store.check([key]), limit_s, poll_interval_s(world_size))
+def await_key(store: Store, key: str, limit_s: float, world_size: int, is_over: Callable[[], bool] = bool) -> bool:
+    """Block until ``key`` exists, at most ``limit_s``; return whether it does. ``world_size`` ranks may wait here.
+
+    ``is_over`` ends the wait early.
+    """
+    return poll_until(lambda: is_over() or store.check([key]), limit_s, poll_interval_s(world_size))
 
 
 def poll_until(is_over: Callable[[], bool], limit_s: float, longest_pause_s: float) -> bool:

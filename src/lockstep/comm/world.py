@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -270,6 +270,8 @@ class World:
     # What `init` opened, and the backend that it chose; whether the ranks use Gloo if that cannot serve them.
     owned: Owned | None
     wanted_backend = ("gloo", True)
+    # Returns whether a rank was lost and another generation of the world has begun.
+    is_cut: Callable[[], bool] = bool
 
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: Owned | None) -> None:
         make_forks_safe()
@@ -308,6 +310,11 @@ class World:
             raise ConfigurationError("This process has no process group.\nCall lockstep.init(), which makes one.")
         env = _env_of(group)
         return cls(env, choose_device(env, device or group.bound_device_id), group, None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this process prepares alone to take a place in a job that runs; see comm/generations.py."""
+        return JOINS in os.environ and self.owned is not None
 
     @property
     def is_rank_zero(self) -> bool:
@@ -399,7 +406,10 @@ class World:
 
     def _wait_for_key(self, key: str, timeout_s: float, operation: str) -> bool:
         with activity.waiting(operation):
-            return rendezvous.await_key(self._store, key, timeout_s, self.world_size)
+            has_key = rendezvous.await_key(self._store, key, timeout_s, self.world_size, self.is_cut)
+        if self.is_cut():
+            raise CollectiveError(f"Rank {self.rank} waited in {operation}() for a rank that was lost.")
+        return has_key
 
     def close(self) -> None:
         """Leave the process group if `init` created it; a second call has no effect.
@@ -512,8 +522,9 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     with ExitStack() as stack:
         alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
         is_late = JOINS in os.environ
-        place = (alone, HashStore()) if is_late else (env, PrefixStore(met.prefix, met.store))
-        group = form_group(*place, name, chosen, timeout_s, stack, may_use_gloo=backend is None)
+        store: dist.Store = HashStore() if is_late else PrefixStore(met.prefix, met.store)
+        place = alone if is_late else env
+        group = form_group(place, store, name, chosen, timeout_s, stack, may_use_gloo=backend is None)
         undo = stack.pop_all()
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)

@@ -705,6 +705,9 @@ class BatchIterator:
     """
 
     _note: StreamNote | None
+    _note_before: StreamNote | None
+    _again: list[MicroBatch]
+    _of_step: list[MicroBatch]
     _batches: Iterator[MicroBatch] | None
 
     def __init__(self, open_at: Callable[..., Iterator[MicroBatch]], devices: Mapping[int, torch.device]) -> None:
@@ -712,16 +715,28 @@ class BatchIterator:
         self.copies: list[Copy] | None = None
         self.seek(0)
 
+    def end_step(self) -> None:
+        """Note that a step is complete: `rewind` does not return before the next one."""
+        self._of_step, self._note_before = [], self._note
+
+    def rewind(self) -> None:
+        """Return to the begin of the current step: its micro-batches are returned again."""
+        self._again, self._of_step, self._note = [*self._of_step, *self._again], [], self._note_before
+
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
+        batch = self._again.pop(0) if self._again else self._load()
+        self._of_step.append(batch)
+        # Of this batch, not of the newest: loader processes and prefetching are ahead of the training.
+        self._note = batch.note
+        return batch
+
+    def _load(self) -> MicroBatch:
         if self._batches is None:
             batches = self._open_at(self._step, self._state)
             is_on_cpu = all(device.type == "cpu" for device in self._devices.values())
             self._batches = batches if is_on_cpu else Prefetcher(batches, self._devices, self.copies)
-        batch = next(self._batches)
-        # Of this batch, not of the newest: loader processes and prefetching are ahead of the training.
-        self._note = batch.note
-        return batch
+        return next(self._batches)
 
     def prefetch(self) -> None:
         """Start to copy the next micro-batch to the devices while they compute."""
@@ -736,6 +751,8 @@ class BatchIterator:
             state: Of a stream, the result of `state` after the previous step.
         """
         self._step, self._state, self._note = step, state, None
+        # Those to return before others, and those of the current step.
+        self._again, self._of_step, self._note_before = [], [], None
         self.close()
 
     def state(self) -> dict[str, Any] | None:

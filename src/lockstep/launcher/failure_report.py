@@ -182,6 +182,7 @@ def tidy_crash(stack: str, *, own_folder: str) -> str:
 # The class of the error after which NCCL's watchdog aborts, and a mark in the output of faulthandler.
 _NCCL_ABORT, _CURRENT = "DistBackendError", "Current thread 0x"
 
+
 def first_failure(exits: list[RankExit]) -> RankExit:
     """Return the rank that failed before the others, or ended normally before them, and made them fail."""
     first = min((exit for exit in exits if not exit.is_normal), key=_blame)

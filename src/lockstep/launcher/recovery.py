@@ -12,16 +12,13 @@ What the launcher decides, each time that it polls its ranks:
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lockstep import run_folder
 from lockstep.activity import format_ranks
@@ -31,15 +28,6 @@ from lockstep.run_folder import Generation, RecoveryReport
 
 # After so many losses in the same step, the same sample or code is to blame.
 _MOST_IN_A_STEP = 3
-
-
-class RankProcess(Protocol):
-    """A process of a rank, as torch elastic and the fork server have it."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return its exit status; ``None`` if it runs."""
 
 
 @dataclass
@@ -61,7 +49,7 @@ class Recovery:
 
     folder: Path
     ranks: dict[int, int]
-    start: Callable[[int], RankProcess]
+    start: Callable[[int], SubprocessHandler]
     most: int
     exceptions: bool = False
     min_ranks: int | None = None
@@ -94,7 +82,7 @@ class Recovery:
                 return f"{_MOST_IN_A_STEP} ranks were lost in step {step}: its samples or its code may be to blame"
         return None
 
-    def replace(self, lost: list[RankExit], pids: dict[int, int]) -> dict[int, RankProcess]:
+    def replace(self, lost: list[RankExit], pids: dict[int, int]) -> dict[int, SubprocessHandler]:
         """Give the places of lost ranks to others, and post the next generation; return the new processes by rank.
 
         Args:
@@ -112,7 +100,7 @@ class Recovery:
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         new = {exit.rank: self.start(exit.rank) for exit in lost}
         self.ranks = {pid: rank for pid, rank in self.ranks.items() if rank not in new}
-        self.ranks |= {process.pid: rank for rank, process in new.items()}
+        self.ranks |= {process.proc.pid: rank for rank, process in new.items()}
         self._whole -= set(pids.values())
         self.number += 1
         Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns).post(self.folder)
@@ -123,5 +111,5 @@ class Recovery:
         report = RecoveryReport.read(self.folder)
         if report is not None and report.number > self._reported:
             self._reported = report.number
-            self._whole |= {pid for pid in self.ranks} if report.number == self.number else set()
+            self._whole |= set(self.ranks) if report.number == self.number else set()
             print(f"lockstep: {report.text}", file=sys.stderr, flush=True)

@@ -44,8 +44,8 @@ from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure,
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
-from lockstep.launcher.recovery import Recovery
 from lockstep.launcher.reaper import Reaper, kill_sessions
+from lockstep.launcher.recovery import Recovery
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
@@ -501,7 +501,8 @@ class _Agent(LocalElasticAgent):
             return
         new = recovery.replace(lost, pids)
         for local, worker in workers.items():
-            ranks.subprocess_handlers[local], worker.id = new[worker.global_rank], new[worker.global_rank].pid
+            process = ranks.subprocess_handlers[local] = new[worker.global_rank]
+            worker.id = process.proc.pid
         ranks.note_ends()
         self.num_failures += len(lost)
         self.job.num_restarts_left -= len(lost)

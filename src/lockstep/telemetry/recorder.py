@@ -402,6 +402,10 @@ class Recorder:
         self._keys = keys
         self._deliveries = [Delivery(each) for each in subscribers]
 
+    def reconnect(self, place: Place, keys: StatusKeys) -> None:
+        """Go on with other ranks."""
+        self._place, self._keys, self._run = place, keys, replace(self._run, world_size=place.num_ranks)
+
     def start(self) -> threading.Thread:
         """Start the recording thread."""
         period_s = PERIOD_S * max(1.0, self._run.world_size / _RANKS_A_SECOND)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep import activity
 from lockstep.accelerator import check_count
@@ -31,8 +31,9 @@ from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
-from lockstep.train.profiling import profiled
+from lockstep.train.profiling import AroundStep, profiled
 from lockstep.train.recording import RunRecord
+from lockstep.train.recovery import Recovery
 from lockstep.train.settings import FitSettings
 from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.stopping import StopSignals, exit_code_of
@@ -48,6 +49,12 @@ _MAX_UNREAD = 4096
 
 # Number of unreadable samples that are listed individually.
 _NUM_NAMED = 5
+
+# What a rank that takes the place of a lost one gets from another.
+_OF_RUN = (
+    *("_due", "stops", "_has_evaluated", "_evaluations", "_best", "has_new_best"),
+    *("_checkpoint", "_saved", "_found", "_first_step"),
+)
 
 P = ParamSpec("P")
 
@@ -236,7 +243,7 @@ class Run:
             self._evaluator = Evaluator(task, trainer, samples)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
-        self.has_new_best = self._owes_evaluation = False
+        self.has_new_best = False
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
@@ -245,15 +252,27 @@ class Run:
         if checkpoints is not None:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failure is not None
-        lines = self._resume()
+        # What is due after the last step, in order; the same on every rank.
+        self._due: list[str] = []
+        self.stops = self._has_evaluated = self._is_finished = False
+        self._summary: str | None = None
+        self._whole: nn.Module | None = None
+        self._throughput = Throughput()
+        is_late = world.is_late  # and not after `Recovery`, which takes it into the job
+        lines = [] if is_late else self._resume()
         self._first_step = trainer.num_steps_done
+        # A rank that takes the place of a lost one gets the state here.
+        self._recovery = (
+            Recovery(world, trainer=trainer, run=self, doing=self._doing) if trainer.can_reconnect else None
+        )
+        if self._recovery is not None and self._recovery.is_active:
+            trainer.before_update = self._recovery.before_update
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
             changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
-        self._throughput = Throughput()
-        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps)
+        self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._started_at = time.perf_counter()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
@@ -262,10 +281,12 @@ class Run:
         plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices)
         if trainer.strategy.note is not None:
             plan.append(trainer.strategy.note)
-        for line in (*plan, *lines, *(sink.where for sink in self._record.sinks)):
+        for line in () if is_late else (*plan, *lines, *(sink.where for sink in self._record.sinks)):
             self._display.log(line)
         self._report()
         self._record.deliver(None if settings.quiet else self._display)
+        if self._recovery is not None:
+            self._recovery.on_rejoined = self._rejoined
 
     def _resume(self) -> list[str]:
         """Resume from the newest valid checkpoint, if there is one; return lines about invalid ones."""
@@ -278,7 +299,8 @@ class Run:
             self._saved = self.num_steps_done, None
             self._found = {"step": self.num_steps_done}
             self._best = None if state["best"] is None else Evaluation(**state["best"])
-            self._owes_evaluation = state["owes_evaluation"] and self._evaluator is not None
+            # A stopped run has saved without the evaluation that was due after the same step.
+            self._due = ["evaluate"] * (state["owes_evaluation"] and self._evaluator is not None)
         return [f"passed over the checkpoint {why}" for why in self._checkpoints.passed_over]
 
     @property
@@ -292,15 +314,92 @@ class Run:
         done = self._trainer.num_steps_done
         return done >= self.num_steps or done % every == 0
 
-    def step(self) -> None:
-        """Train on the next global batch."""
-        trainer = self._trainer
-        record = trainer.step()
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to do before the run is finished or stopped."""
+        if not self._due and not self.stops and self.num_steps_done >= self.num_steps and not self._is_finished:
+            # A run that was resumed at its end evaluates once.
+            self._due = ["finish"] if self._has_evaluated else ["evaluate", "finish"]
+        return bool(self._due) or (self.num_steps_done < self.num_steps and not self.stops)
+
+    def attempt(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for `advance`; if a rank is lost in it, the same is done again."""
+        return contextlib.nullcontext() if self._recovery is None else self._recovery.attempt()
+
+    def advance(self, around: AroundStep) -> None:
+        """Do what comes next: a step, or what is due after it. Collective: every rank.
+
+        Args:
+            around: From the number of a step to its context.
+        """
+        if self._due:
+            actions = {"agree": self._agree, "check": self._check, "save": self.save, "finish": self._finish}
+            due = self._due[0]
+            (actions | {"evaluate": self.evaluate})[due]()
+            self._due.pop(0)
+            if due == "evaluate" and self.has_new_best and "save" not in self._due:
+                self._due.insert(0, "save")
+            return
+        with around(self.num_steps_done + 1):
+            self._step()
+
+    def _step(self) -> None:
+        """Train on the next global batch, and find what is due after it."""
+        trainer, settings = self._trainer, self._settings
+        record = trainer.step()  # with the last collective first: what follows is done by all ranks or by none
         self._record.step(record)
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
         self._throughput.add(record)
-        self._record.compare_ranks(self._stragglers)
+        self.stops, failed = trainer.reported() if self._checkpoints is not None else (False, False)
+        self._due = ["agree"] * failed
+        if trainer.is_check_due or self._record.is_comparison_due:
+            self._due.append("check")
+        if not self.stops:
+            self._due += ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
+            self._due += ["save"] * self.is_due(settings.checkpoint_every)
+
+    def _agree(self) -> None:
+        """Raise an error if a checkpoint could not be written. Collective: every rank.
+
+        Raises:
+            CheckpointError: On every rank: a checkpoint could not be written.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.agree()
+
+    def _check(self) -> None:
+        """Compare the replicas, and the speed of the ranks, if that is due. Collective: every rank."""
+        if self._trainer.is_check_due:
+            self._trainer.check_replicas()
+        if self._record.is_comparison_due:
+            self._record.compare_ranks(self._stragglers)
+
+    # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the ranks know together and the trainer has not; see `Recovery`."""
+        trainer, own = self._trainer, {name: getattr(self, name) for name in _OF_RUN}
+        self._throughput.read()
+        lists = [trainer.nonfinite.found, trainer.bad_samples.skipped, self._throughput.losses]
+        return {"own": own, "lists": lists, "counts": (self._throughput.num_samples, self._throughput.num_counted)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Use the `state_dict` of another rank."""
+        trainer = self._trainer
+        for name in _OF_RUN:
+            setattr(self, name, state["own"][name])
+        trainer.nonfinite.found[:], trainer.bad_samples.skipped[:], self._throughput.losses[:] = state["lists"]
+        self._throughput.num_samples, self._throughput.num_counted = state["counts"]
+
+    def _doing(self) -> str:
+        names = {"evaluate": "evaluation", "save": "checkpoint", "finish": "end"}
+        after = f"after step {self.num_steps_done}"
+        return f"the {names.get(self._due[0], 'check')} {after}" if self._due else f"step {self.num_steps_done + 1}"
+
+    def _rejoined(self) -> None:
+        """Go on in another generation of the ranks."""
+        self._record.reconnect()
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""
@@ -313,6 +412,7 @@ class Run:
 
     def evaluate(self) -> None:
         """Evaluate the model, if the task has evaluation data. Collective: every rank."""
+        self._has_evaluated = True
         if self._evaluator is None:
             return
         self._settle()
@@ -361,19 +461,6 @@ class Run:
             if self._on_checkpoint is not None and self._checkpoint is not None:
                 self._on_checkpoint(self._checkpoint, self._found)
 
-    def is_to_stop(self, checkpoints: Checkpoints) -> bool:
-        """Return whether the run should stop after this step; the same on every rank.
-
-        Collective: every rank.
-
-        Raises:
-            CheckpointError: On every rank: a checkpoint could not be written.
-        """
-        stop, failed = self._trainer.reported()
-        if failed:
-            checkpoints.agree()
-        return stop
-
     def stop(self) -> FitResult:
         """Save, and return the result so far.
 
@@ -388,29 +475,29 @@ class Run:
             f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name} after step {self.num_steps_done} of "
             f"{self.num_steps}, saved in {self._checkpoint}.\nThe same command resumes from there."
         )
-        self._end("stop", text)
+        self._summary = self._record.finish("stop", text)
+        self._log_summary()
         if not self._signals.has_launcher:  # the launcher prints it
             self._display.log(text)
         self._signals.report(text)
         self._throughput.read()
         return self._result(stopped=name)
 
-    def catch_up(self) -> None:
-        """Do the evaluation that was due when the run was stopped. Collective: every rank."""
-        if self._owes_evaluation:
-            self.evaluate()
-            if self.has_new_best:
-                self.save()
-
-    def finish(self) -> FitResult:
-        """Export the weights, call `Task.after`, and return the result.
-
-        Collective: every rank. All files are written when it returns.
-        """
-        self._owes_evaluation = not self._evaluations
-        self.catch_up()
+    def _finish(self) -> None:
+        """Complete the run with the other ranks. Collective: every rank. All files are written when it returns."""
         if self._first_step < self.num_steps:
             self._settle()
+        self._complete_checkpoint()
+        self._summary = self._record.finish("end", f"{self.num_steps_done} steps done")
+        if self._settings.export is not None:
+            self._trainer.export(Path(self._settings.export), writes=self._world.is_rank_zero)
+        if self._task.after is not None:
+            self._whole = self._trainer.model  # a sharded model is gathered here, which is collective
+        self._world.barrier()  # from here on every rank finds the files
+        self._is_finished = True
+
+    def finish(self) -> FitResult:
+        """Say how the run went, call `Task.after`, and return the result. Not collective."""
         trainer, throughput = self._trainer, self._throughput
         if throughput.losses:
             rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
@@ -423,26 +510,19 @@ class Run:
             self._display.log(f"{plural(skipped, 'sample')} skipped: could not be read")
         if skipped := len(trainer.nonfinite.found):
             self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
-        export, after = self._settings.export, self._task.after
-        if export is not None:
-            self._trainer.export(Path(export), writes=self._world.is_rank_zero)
-            self._display.log(f"weights written to {export}")
-        # A sharded model is gathered here, which is collective.
-        model = self._trainer.model if after is not None else None
-        self._complete_checkpoint()
-        self._end("end", f"{self.num_steps_done} steps done")
-        self._world.barrier()  # from here on every rank finds the files
+        if self._settings.export is not None:
+            self._display.log(f"weights written to {self._settings.export}")
+        self._log_summary()
         # The live view is closed before the task's own function runs. The other ranks do not wait for it.
-        if model is not None and self._world.is_rank_zero and after is not None:
+        if self._task.after is not None and self._whole is not None and self._world.is_rank_zero:
             self._record.close()
-            after(model.eval())
+            self._task.after(self._whole.eval())
         return self._result()
 
-    def _end(self, event: EventName, text: str) -> None:
-        """Record the end of the run, and print where the time went. Collective: every rank."""
-        where = self._record.finish(event, text)
-        if where is not None and self._first_step < self.num_steps_done:
-            self._display.log(where)
+    def _log_summary(self) -> None:
+        """Print where the time went."""
+        if self._summary is not None and self._first_step < self.num_steps_done:
+            self._display.log(self._summary)
 
     def _result(self, *, stopped: str | None = None) -> FitResult:
         skipped, throughput = self._trainer.bad_samples.skipped, self._throughput
@@ -516,21 +596,12 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
-        # A stopped run has saved without the evaluation that was due after the same step.
-        run.catch_up()
-        is_to_stop = False
         steps = range(run.num_steps_done + 1, run.num_steps + 1)
         with profiled(settings, world, steps, run.pause_for) as around:
-            for number in steps:
-                with around(number):
-                    run.step()
-                if checkpoints is not None and (is_to_stop := run.is_to_stop(checkpoints)):
-                    break
-                if run.is_due(settings.eval_every):
-                    run.evaluate()
-                if run.is_due(settings.checkpoint_every) or run.has_new_best:
-                    run.save()
-        return run.stop() if is_to_stop else run.finish()
+            while run.has_more:
+                with run.attempt():
+                    run.advance(around)
+        return run.stop() if run.stops else run.finish()
 
 
 def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractContextManager[Checkpoints | None]:
@@ -542,7 +613,8 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
     from lockstep.train.checkpoints.object_store import place_of
 
     place, keep, blocking = place_of(settings.checkpoint), settings.keep or 2, settings.checkpoint_blocking
-    return Checkpoints(place, world, settings.resume is False, keep, settings.keep_best, blocking)
+    fresh = settings.resume is False and not world.is_late
+    return Checkpoints(place, world, fresh, keep, settings.keep_best, blocking)
 
 
 def _with_keywords_of(

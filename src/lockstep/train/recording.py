@@ -61,6 +61,7 @@ class RunRecord:
         task, settings, world, trainer: Of the run. The settings name the folder, which is created if needed; each
             machine may have its own.
         num_steps: Number of steps of the whole run.
+        began_with: Number of steps done when the ranks began together.
 
     Attributes:
         sinks: The sinks of the run; only rank zero has any.
@@ -69,10 +70,15 @@ class RunRecord:
         ConfigurationError: On every rank: a rank cannot write into the folder, or a sink cannot be opened.
     """
 
-    def __init__(self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int) -> None:
+    def __init__(
+        self, task: Task, settings: FitSettings, world: World, trainer: Trainer, *, num_steps: int, began_with: int
+    ) -> None:
         self._settings, self._world, self._trainer, self._device = settings, world, trainer, trainer.device
         self._num_ranks = 1 if trainer.group is None else world.world_size
-        self._place = Place(world.rank, world.world_size, world.group)
+        self._began_with = began_with
+        is_late = began_with < trainer.num_steps_done
+        # The others do not wait for a rank that comes late.
+        self._place = Place(world.rank, world.world_size, None if is_late else world.group)
         facts = cache(partial(_facts, task, settings, world, trainer, num_steps))
         self._recorder = Recorder(
             self._place,
@@ -94,18 +100,19 @@ class RunRecord:
         self._paused_at: float | None = None
         self._is_over = False
         self._window: list[StepMarks] = []  # steps whose times the ranks compare
-        self._num_taken = 0
         # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         in_store = "://" in str(settings.checkpoint)
         memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
         first_step, fresh = trainer.num_steps_done, self._recorder.is_fresh
         targets = parse_targets(settings.log_to or ())
         self.sinks = open_sinks(targets, lambda: run_info(facts(), memory, first_step, is_fresh=fresh), self._place)
+        self._place = Place(world.rank, world.world_size, world.group)
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
         shown = [each for each in (display, *self.sinks) if each is not None] if self._world.is_rank_zero else []
-        self._recorder.subscribe(shown, StatusKeys(self._world.rank, self._num_ranks))
+        self._recorder.subscribe(shown)
+        self._recorder.reconnect(self._place, StatusKeys(self._world.rank, self._num_ranks))
         self._recorder.start()
 
     def step(self, done: StepRecord) -> None:
@@ -125,6 +132,10 @@ class RunRecord:
             step.exposed_s = 0.0
         step.copies, step.has_timeline = self._copies[:], has_timeline(done.step)
         self._last = step
+        group, number = self._trainer.group, done.step - self._began_with
+        # Between exchanges ranks do not wait for each other.
+        if number in window_of(number) and group is not None and group is self._trainer.strategy.step_group:
+            self._window.append(step)
         self._copies.clear()
         # Single buckets get time stamps only in steps with a timeline.
         self._stamps.closely = has_timeline(done.step + 1)
@@ -144,24 +155,30 @@ class RunRecord:
         copy = HostCopy(torch.stack([value.detach().to(done.loss.dtype) for value in values.values()]))
         return {name: Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
 
-    def compare_ranks(self, reporter: figures.StragglerReporter) -> None:
-        """Report a straggler, a rank for which the others wait in each step. Called after each recorded step.
+    @property
+    def is_comparison_due(self) -> bool:
+        """Whether the ranks are to be compared after this step; the same on every rank."""
+        number = self._trainer.num_steps_done - self._began_with - 1
+        return bool(self._window) and number == window_of(number)[-1]
 
-        Collective after some steps, the same on every rank: every rank of the group. Then it blocks until the device
-        has finished the step.
+    def compare_ranks(self, reporter: figures.StragglerReporter) -> None:
+        """Report a straggler, a rank for which the others wait in each step.
+
+        Collective: every rank of the group. Blocks until the device has finished the step.
         """
-        number, self._num_taken = self._num_taken, self._num_taken + 1
-        window, group = window_of(number), self._trainer.group
-        # Between exchanges ranks do not wait for each other.
-        if number not in window or group is None or group is not self._trainer.strategy.step_group:
-            return
-        assert self._last is not None
-        self._window.append(self._last)
-        if number == window[-1]:
-            synchronize(self._device)
-            pace = figures.pace_of([_times_of(step) for step in self._window])
-            self._window.clear()
-            reporter.judge(dict(enumerate(all_gather_object(pace, group=group, device=self._device))))
+        assert self._trainer.group is not None, "there are no times otherwise"
+        synchronize(self._device)
+        pace = figures.pace_of([_times_of(step) for step in self._window])
+        reporter.judge(dict(enumerate(all_gather_object(pace, group=self._trainer.group, device=self._device))))
+        self._window.clear()
+
+    def reconnect(self) -> None:
+        """Go on with the ranks of another generation of the world."""
+        world = self._world
+        self._place = Place(world.rank, world.world_size, world.group)
+        self._num_ranks = world.world_size
+        self._window.clear()  # which is shorter on a rank that came late
+        self._recorder.reconnect(self._place, StatusKeys(world.rank, world.world_size))
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""
@@ -189,10 +206,11 @@ class RunRecord:
         """
         recorder = self._recorder
         offsets = [] if self._settings.run_dir is None else self._place.offsets()
-        self.event(event, text)
-        self._is_over = True
-        self._release(None)
-        recorder.finish(offsets, waits=True, workers=self._trainer.settings.workers)
+        if not self._is_over:  # else a rank was lost after that
+            self.event(event, text)
+            self._is_over = True
+            self._release(None)
+            recorder.finish(offsets, waits=True, workers=self._trainer.settings.workers)
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done

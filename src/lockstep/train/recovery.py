@@ -23,7 +23,7 @@ import contextlib
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -67,6 +67,12 @@ class Stateful(Protocol):
 class Connected(Protocol):
     """A part that holds process groups, such as an engine."""
 
+    def modules_to_restore(self) -> list[nn.Module]:
+        """Return the modules whose buffers change in a step."""
+
+    def restore(self) -> None:
+        """Return to the begin of the attempt, apart from buffers."""
+
     def reconnect(self, world: World) -> None:
         """Use the groups of ``world`` from now on. Collective: every rank."""
 
@@ -94,7 +100,7 @@ class Recovery:
     If a rank is lost in the block, the block ends on all others, the state is as at its beginning, and `step` has not
     changed: the loop does the step again. A rank that takes the place of a lost one runs the script from its start, and
     gets the state of the others here, in the constructor: its `step` is theirs. All that the loop needs must be in the
-    given parts, or follow from `step` and from the world, in which numbers of ranks may change. The update should be the
+    given parts, or follow from `step` and from the world, whose numbers may change. The update should be the
     last in the block. Process groups of the script's own are gone after a recovery.
 
     Collective: every rank creates one, after the set-up, and enters the same blocks.
@@ -105,27 +111,26 @@ class Recovery:
 
     Attributes:
         step: Number of blocks completed.
-        is_active: Whether a lost rank can be replaced.
+        on_rejoined: Called after a recovery.
 
     Raises:
         ConfigurationError: A part cannot be used.
     """
 
-    def __init__(self, world: World, **parts: Stateful) -> None:
+    def __init__(self, world: World, *, doing: Callable[[], str] | None = None, **parts: Stateful) -> None:
+        check_parts(parts)
         self._world, self._parts = world, parts
+        self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
         self.step, self._has_state, self._is_updated = 0, True, False
-        self._buffers = [BufferSnapshot(part) for part in parts.values() if isinstance(part, nn.Module)]
-        self._buffers = [each for each in self._buffers if each.names]
-        self._handles = [
-            part.register_step_pre_hook(self._before_update)
-            for part in parts.values()
-            if isinstance(part, Optimizer)
-        ]
-        self._handles += [
-            part.register_step_post_hook(self._after_update)
-            for part in parts.values()
-            if isinstance(part, Optimizer)
-        ]
+        self._doing = doing or (lambda: f"step {self.step + 1}")
+        self.on_rejoined: Callable[[], None] | None = None
+        modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
+        self._buffers = [each for module in modules if (each := BufferSnapshot(module)).names]
+        self._handles = []
+        for part in parts.values():
+            if isinstance(part, Optimizer):
+                self._handles.append(part.register_step_pre_hook(self.before_update))
+                self._handles.append(part.register_step_post_hook(self._after_update))
         self._membership: Membership | None = None
         if current_run_folder() is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             self._membership = Membership(world)
@@ -167,9 +172,8 @@ class Recovery:
             else:
                 for buffers in self._buffers:
                     buffers.restore()
-            for part in self._parts.values():
-                if isinstance(part, nn.Module):
-                    part.zero_grad(set_to_none=True)
+                for part in self._connected.values():
+                    part.restore()
             self._rejoin()
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
@@ -180,7 +184,8 @@ class Recovery:
             return False
         return self._membership.await_newer() is not None
 
-    def _before_update(self, *_: Any) -> None:
+    def before_update(self, *_: Any) -> None:
+        """Make sure that an update is made with all gradients; send buffers. Collective: every rank."""
         if self._membership is None:
             return
         device = self._world.device
@@ -205,6 +210,8 @@ class Recovery:
                 found = self._membership.rejoin()
                 with activity.waiting("Recovery"):
                     self._share(found)
+                if self.on_rejoined is not None:
+                    self.on_rejoined()
                 return
             except Exception as error:
                 # A rank was lost during the recovery.
@@ -213,10 +220,9 @@ class Recovery:
 
     def _share(self, found: Generation) -> None:
         world, group = self._world, self._world.group
-        connected = {name: part for name, part in self._parts.items() if isinstance(part, Connected)}
-        plans = {name: part.agreed_plan() for name, part in connected.items()}
-        for part in connected.values():
-            part.reconnect(world)
+        plans = {name: part.agreed_plan() for name, part in self._connected.items()}
+        for engine in self._connected.values():
+            engine.reconnect(world)
         rows = all_gather_object([self._has_state, self.step], group=group, device=world.device)
         most = max((step for has_state, step in rows if has_state), default=None)
         if most is None:
@@ -224,7 +230,7 @@ class Recovery:
         lacking = [rank for rank, row in enumerate(rows) if row != [True, most]]
         source = rows.index([True, most])
         for name, plan in broadcast_object(plans, group=group, src=source, device=world.device).items():
-            connected[name].use_plan(plan)
+            self._connected[name].use_plan(plan)
         num_bytes = 0
         if world.rank == source or world.rank in lacking:
             self._has_state = self._has_state and world.rank == source
@@ -242,7 +248,7 @@ class Recovery:
                 found.number,
                 f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back after "
                 f"{(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s with the state of rank {source}; "
-                f"step {most + 1} is done again",
+                f"{self._doing()} is done again",
                 num_bytes * len(lacking),
             ).write(current_run_folder())
 
@@ -310,7 +316,9 @@ def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
         return
     is_source = group.rank() == source
     work = (
-        send_async(tensor, to=to, tag=0, group=group) if is_source else receive_async(tensor, src=source, tag=0, group=group)
+        send_async(tensor, to=to, tag=0, group=group)
+        if is_source
+        else receive_async(tensor, src=source, tag=0, group=group)
     )
     wait_for_transfer(work, group)
 

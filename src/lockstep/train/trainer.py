@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.checkpoints import model_state
-from lockstep.train.plan import PER_PROCESS, make_plan
+from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
@@ -126,36 +126,55 @@ class Trainer:
         self._flags: tuple[HostCopy, int] | None = None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
+        # Called after the last collective of a step and before its update; see train/recovery.py.
+        self.before_update: Callable[[], None] | None = None
+        self._task, self._name = task, strategy
         with self.arithmetic.applied():
-            self._build(task, world, strategy)
+            shards = self._divide(world)
+            self._build(task, shards)
+            self._connect(world, shards, is_first=True)
 
-    def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
+    def _divide(self, world: World) -> VirtualShards | None:
+        """Divide the global batch among the ranks of ``world``."""
         settings = self.settings
-        shards = reproducible.virtual_shards(strategy, world, self.devices, settings)
-        split = strategies.split_batch(strategy, world, self.devices, settings) if shards is None else shards.split
+        shards = reproducible.virtual_shards(self._name, world, self.devices, settings)
+        split = strategies.split_batch(self._name, world, self.devices, settings) if shards is None else shards.split
         self._seeds = step_parts.Seeds(settings.seed, self.devices, split.shares)
+        self._split = split
+        return shards
+
+    def _build(self, task: Task, shards: VirtualShards | None) -> None:
+        """Build data and model."""
+        settings = self.settings
         self._seeds.all(step_parts.DATA)
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
-        self.plan = make_plan(task, settings, split, num_samples=num_samples)
-        places = self.devices if shards is None else shards.spread(self.devices)
-        how = self.load_options(task)
-        devices = dict(zip(split.shares, places, strict=False))  # torch's DataParallel has one share only
-        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, split, how), devices)
+        self.plan = make_plan(task, settings, self._split, num_samples=num_samples)
+        self._open_batches(shards)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
         # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.
         self._seeds.all(step_parts.INIT)
-        is_divided = strategy == "fsdp"
+        is_divided = self._name == "fsdp"
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided).train()
+
+    def _open_batches(self, shards: VirtualShards | None) -> None:
+        places = self.devices if shards is None else shards.spread(self.devices)
+        how = self.load_options(self._task)
+        devices = dict(zip(self._split.shares, places, strict=False))  # torch's DataParallel has one share only
+        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, how), devices)
+
+    def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
+        """Create everything that holds process groups. Collective: every rank of the group."""
+        task, settings = self._task, self.settings
         objective = step_parts.Objective(task, settings.precision)
         self.strategy: strategies.Strategy
         if shards is None:
-            self.strategy = self._make_strategy(strategy, objective, world)
+            self.strategy = self._make_strategy(self._name, objective, world, is_first=is_first)
         else:
-            group = world.group if strategy == "ddp" else None
+            group = world.group if self._name == "ddp" else None
             self.strategy = reproducible.Reproducible(
-                self._model, objective, shards, self.devices, group, self.arithmetic
+                self._model, objective, shards, self.devices, group, self.arithmetic, is_first=is_first
             )
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
@@ -167,17 +186,19 @@ class Trainer:
                     self.caveats.append(f"rank {rank} has another machine than rank 0: {', '.join(unlike)}")
                     break
 
-        optimizer = build_optimizer(task, self._model)
-        check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
-        self.optimizer: Optimizer = self.strategy.take_over(optimizer)
-        self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if is_first:
+            optimizer = build_optimizer(task, self._model)
+            check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
+            self.optimizer: Optimizer = self.strategy.take_over(optimizer)
+            self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
+            self._alike_after: int | None = None
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
         self._gradients = self.strategy.gradients or step_parts.GradientList(
             lambda: [parameter.grad for parameter in parameters if parameter.grad is not None], parameters[0]
         )
         self._sum_dtype = widest_dtype(self.device)
-        self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
         # [Note: checks one forward later]
         # A host that waited for the gradient of a step would queue no work meanwhile, and its device would be idle. So
         # on a device it reads the norm, and the flags of the ranks, when it has queued the first forward of the next
@@ -191,13 +212,63 @@ class Trainer:
         self.policy = Update.LEFT_OUT if self.checks_later and skips else Update.PLAIN
         if settings.overlap_optimizer:
             self.policy = Update.IN_BACKWARD
-        self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
-        self.nonfinite = NonFiniteGuard(
-            settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
-        )
-        self._alike_after: int | None = None
+        if is_first:
+            bad, num = settings.bad_samples == "skip", self.plan.order.num_samples
+            self.bad_samples = BadSamples(skip=bad, device=self.device, group=self.group, num_samples=num)
+            how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
+            self.nonfinite = NonFiniteGuard(*how)
+        self.bad_samples.group = self.group
+        self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
-    def _make_strategy(self, name: StrategyName, objective: step_parts.Objective, world: World) -> strategies.Strategy:
+    # --- recovery in place: `lockstep.train.recovery.Connected` -------------------------------------------------------
+
+    @property
+    def can_reconnect(self) -> bool:
+        """Whether the others can go on when a rank is lost: each holds the whole state, and changes it at the end."""
+        return self._name == "ddp" and self.group is not None and not self.settings.overlap_optimizer
+
+    def restore(self) -> None:
+        """Return to the begin of the step that a lost rank has interrupted."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.batches.rewind()
+        self.bad_samples.pending.clear()
+        self._flags = self._unsettled = None
+
+    def reconnect(self, world: World) -> None:
+        """Use the groups of ``world`` from now on, and its division of the batch. Collective: every rank."""
+        stamps, residuals = self.strategy.disconnect(), None
+        if self.strategy.compressed is not None:
+            residuals = self.strategy.compressed.compression_state_dict()
+        with self.arithmetic.applied():
+            before, shards = self._split, self._divide(world)
+            if self._split != before:
+                self.plan = replace(self.plan, split=self._split)
+                state, copies = self.batches.state(), self.batches.copies
+                self._open_batches(shards)
+                self.batches.copies = copies
+                self.batches.seek(self.num_steps_done, state)
+            self._connect(world, shards, is_first=False)
+        if stamps is not None:
+            self.strategy.stamp_buckets(stamps)
+        if residuals is not None and self.strategy.compressed is not None:
+            self.strategy.compressed.load_compression_state_dict(residuals)
+
+    def modules_to_restore(self) -> list[nn.Module]:
+        """Return the modules whose buffers change in a step."""
+        return [self._model]
+
+    def agreed_plan(self) -> Any:
+        """Return the order of the buckets, and what else the ranks know together and a checkpoint has not."""
+        return [self.strategy.agreed_plan(), self._alike_after, self._has_counts]
+
+    def use_plan(self, plan: Any) -> None:
+        """Use the order of the buckets of another rank. Collective: every rank."""
+        buckets, self._alike_after, self._has_counts = plan
+        self.strategy.use_plan(buckets)
+
+    def _make_strategy(
+        self, name: StrategyName, objective: step_parts.Objective, world: World, *, is_first: bool
+    ) -> strategies.Strategy:
         """Return the strategy ``name``. Collective for those with a process for each device: every rank.
 
         Raises:
@@ -233,7 +304,12 @@ class Trainer:
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)
-        wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
+        wrap = partial(
+            DistributedDataParallel,
+            compression=settings.compression,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            init_sync=is_first,
+        )
         if name in ("local-sgd", "diloco"):
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
@@ -279,6 +355,8 @@ class Trainer:
                 if self.device.type == "cpu":  # on a device they are read in the next step
                     self.settle()
 
+            if self.before_update is not None:
+                self.before_update()
             timer.begin("optimizer")
             norm, updated = None, False
             if self._sync and not (self.bad_samples.skip and self._is_missing(computed)):
@@ -291,11 +369,7 @@ class Trainer:
             if self.settings.clip is None and self.scaler is None:
                 norm = None
             self.num_steps_done += 1
-            every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
-            # Also after the first step, so that an error can name the last step after which the replicas were equal.
-            is_due = every and (known is None or done // every > known // every or done == self.plan.num_steps)
-            if group is not None and is_due:
-                self.check_replicas()
+            self.batches.end_step()
         return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, timer)
 
     def _accumulate(self, timer: StepTimer, group: Group | None) -> tuple[Computed, step_parts.StepMetrics]:
@@ -496,6 +570,15 @@ class Trainer:
         return stop > 0, failed > 0
 
     # --- check that replicas are equal --------------------------------------------------------------------------------
+
+    @property
+    def is_check_due(self) -> bool:
+        """Whether the replicas are to be compared after this step, as set; the same on every rank."""
+        every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
+        if not every or self.group is None or (self.strategy.exchanges and not self.strategy.agrees(done - 1)):
+            return False
+        # Also after the first step, so that an error can name the last step after which the replicas were equal.
+        return known is None or done // every > known // every or done == self.plan.num_steps
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same bits, unless this was done after this step already.

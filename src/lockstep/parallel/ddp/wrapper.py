@@ -190,7 +190,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             if group.size() > 1:
                 self.reducer.reduction = self._compressed
 
-    # --- recovery in place: `lockstep.train.recovery.Connected` --------------------------------------------------------
+    # --- recovery in place: `lockstep.train.recovery.Connected` -----------------------------------------------------
 
     def reconnect(self, world: World) -> None:
         """Use the default group of ``world`` from now on, in place of one that lost a rank. Collective: every rank."""
@@ -201,6 +201,14 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.reducer.observers += [each for each in observers if isinstance(each, bucket_events.BucketStamps)]
         for hook, state in hooks:
             self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
+
+    def modules_to_restore(self) -> list[nn.Module]:
+        """Return the modules whose buffers change in a step."""
+        return [self.module]
+
+    def restore(self) -> None:
+        """Return to the begin of the step that a lost rank has interrupted."""
+        self.zero_grad(set_to_none=True)
 
     def agreed_plan(self) -> Any:
         """Return the order of the buckets, if the ranks have agreed on one."""

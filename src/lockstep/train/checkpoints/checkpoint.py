@@ -142,7 +142,7 @@ def require_shared(folder: Place, world: World) -> None:
     Raises:
         ConfigurationError: On every rank: a rank does not see it.
     """
-    if world.world_size == 1:
+    if world.world_size == 1 or world.is_late:
         return
     name = broadcast_object(_MARK + secrets.token_hex(8), group=world.group, device=world.device)
     if world.is_rank_zero:

@@ -325,6 +325,7 @@ class Reproducible(Strategy):
         devices: The devices of this process.
         group: The ranks, with one device each; None: only this process.
         arithmetic: Number of threads and choice of kernels.
+        is_first: Whether the ranks compare the model and copy that of rank 0.
 
     Raises:
         ConfigurationError: The model has layers or buffers that are not supported.
@@ -342,6 +343,8 @@ class Reproducible(Strategy):
         devices: Sequence[torch.device],
         group: Group | None,
         arithmetic: Arithmetic,
+        *,
+        is_first: bool = True,
     ) -> None:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):  # the base class of ours, too
@@ -350,7 +353,7 @@ class Reproducible(Strategy):
                     "With reproducible, virtual shards run one after the other. Use BatchNorm, which then normalises "
                     "over a virtual shard on any number of devices, or omit reproducible."
                 )
-        if group is not None:
+        if group is not None and is_first:
             # No engine wraps the model and does this.
             sync = ModelSync(model, set(), group, devices[0])
             sync.check(with_buffers=True)

@@ -144,6 +144,17 @@ class Strategy(ABC):
     def end_step(self, step: int) -> None:  # noqa: B027 - most need nothing
         """Finish step ``step`` after the update. Collective if the ranks agree in this step: every rank."""
 
+    def disconnect(self) -> BucketStamps | None:
+        """Let go of the model, for another strategy object; return what `stamp_buckets` got."""
+        return None
+
+    def agreed_plan(self) -> Any:
+        """Return what the ranks have agreed on in the first steps."""
+        return None
+
+    def use_plan(self, plan: Any) -> None:  # noqa: B027 - most need nothing
+        """Use what another rank's `agreed_plan` returned. Collective if there is a group: every rank."""
+
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Return the state that should be equal on all ranks of the group."""
         return replica_of(model, optimizer, buffers=self.buffers)
@@ -289,6 +300,22 @@ class Distributed(Strategy):
         if self._ours is not None:
             self._ours.stamp_buckets(stamps)
         return self._ours is not None
+
+    @override
+    def disconnect(self) -> BucketStamps | None:
+        assert self._ours is not None, "only our engine can be disconnected"
+        reducer = self._ours.reducer
+        reducer.remove_hooks()
+        return next((each for each in reducer.observers if isinstance(each, BucketStamps)), None)
+
+    @override
+    def agreed_plan(self) -> Any:
+        return None if self._ours is None else self._ours.agreed_plan()
+
+    @override
+    def use_plan(self, plan: Any) -> None:
+        if self._ours is not None:
+            self._ours.use_plan(plan)
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
