@@ -517,8 +517,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         if objection is not None and JOINS in os.environ:
             raise ConfigurationError(objection)
         if env.world_size > 1 and JOINS not in os.environ:
-            store = PrefixStore(f"{met.prefix}/members", met.store)
-            meet(store, me._replace(backend=name), objection=objection)
+            meet(PrefixStore(f"{met.prefix}/members", met.store), me._replace(backend=name), objection=objection)
     with ExitStack() as stack:
         alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
         is_late = JOINS in os.environ

@@ -67,9 +67,9 @@ class Recovery:
         left = set(self.ranks) - lost_pids
         can = run_folder.recovering_processes(self.folder)
         if run_folder.stop_reason(self.folder) is not None or not left & can:
-            return ""
+            return f"DEBUG2 {left} {can} {self.ranks}"
         if any(exit.exit_code > 0 for exit in lost) and not self.exceptions:
-            return ""
+            return f"DEBUG {[(e.rank, e.exit_code, e.record.message) for e in lost]}"
         if self.num_lost + len(lost) > self.most:
             return "" if self.most == 0 else "no restart is left"
         if not left & can & self._whole:

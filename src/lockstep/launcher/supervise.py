@@ -648,8 +648,8 @@ def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread
     ended_at_ns: dict[int, int] = {}
     selector = selectors.DefaultSelector()
     for pid in pids:
-        # Its exit status has not been read yet, so the pid cannot belong to another process.
-        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        with contextlib.suppress(ProcessLookupError):  # its exit status was read, and it is known when it ended
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
     def watch() -> None:
         with selector:
