@@ -67,9 +67,9 @@ class Recovery:
         left = set(self.ranks) - lost_pids
         can = run_folder.recovering_processes(self.folder)
         if run_folder.stop_reason(self.folder) is not None or not left & can:
-            return f"DEBUG2 {left} {can} {self.ranks}"
+            return ""
         if any(exit.exit_code > 0 for exit in lost) and not self.exceptions:
-            return f"DEBUG {[(e.rank, e.exit_code, e.record.message) for e in lost]}"
+            return ""
         if self.num_lost + len(lost) > self.most:
             return "" if self.most == 0 else "no restart is left"
         if not left & can & self._whole:
@@ -96,7 +96,8 @@ class Recovery:
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
         left = [rank for pid, rank in self.ranks.items() if pid not in pids.values()]
         for exit in lost:
-            print(f"lockstep: {how_it_ended(exit)}; {format_ranks(left)} go on", file=sys.stderr, flush=True)
+            go = "goes" if len(left) == 1 else "go"
+            print(f"lockstep: {how_it_ended(exit)}; {format_ranks(left)} {go} on", file=sys.stderr, flush=True)
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         new = {exit.rank: self.start(exit.rank) for exit in lost}
         self.ranks = {pid: rank for pid, rank in self.ranks.items() if rank not in new}

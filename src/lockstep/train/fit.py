@@ -498,6 +498,8 @@ class Run:
 
     def finish(self) -> FitResult:
         """Say how the run went, call `Task.after`, and return the result. Not collective."""
+        if self._recovery is not None:
+            self._recovery.close()
         trainer, throughput = self._trainer, self._throughput
         if throughput.losses:
             rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"

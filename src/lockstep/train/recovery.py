@@ -223,12 +223,13 @@ class Recovery:
         plans = {name: part.agreed_plan() for name, part in self._connected.items()}
         for engine in self._connected.values():
             engine.reconnect(world)
-        rows = all_gather_object([self._has_state, self.step], group=group, device=world.device)
-        most = max((step for has_state, step in rows if has_state), default=None)
+        mine = [self._has_state, self.step, activity.now.num_steps]
+        rows = all_gather_object(mine, group=group, device=world.device)
+        most = max((step for has_state, step, _ in rows if has_state), default=None)
         if most is None:
             raise CollectiveError("No rank that is left holds the state of the run.\nRestart it from a checkpoint.")
-        lacking = [rank for rank, row in enumerate(rows) if row != [True, most]]
-        source = rows.index([True, most])
+        lacking = [rank for rank, row in enumerate(rows) if row[:2] != [True, most]]
+        source = next(rank for rank in range(world.world_size) if rank not in lacking)
         for name, plan in broadcast_object(plans, group=group, src=source, device=world.device).items():
             self._connected[name].use_plan(plan)
         num_bytes = 0
@@ -240,7 +241,7 @@ class Recovery:
                 if received is not None:
                     for name, part in self._parts.items():
                         part.load_state_dict(received[name])
-            self._has_state, self.step = True, most
+            self._has_state, self.step, activity.now.num_steps = True, most, rows[source][2]
         # Until all have the state, none may change its own.
         all_gather_object(True, group=group, device=world.device)
         if world.rank == source:
