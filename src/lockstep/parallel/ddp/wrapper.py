@@ -23,7 +23,7 @@ from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
-from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
+from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
@@ -180,8 +180,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # Also used by `fit`: the gradients, one tensor for each bucket.
-        self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
-        self._monitor: bucket_events.LocalGradientMonitor | None = None
+        self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())
+        self._monitor: bucket_gradients.LocalGradientMonitor | None = None
         self._compressed: comm_hooks.BucketReduction | None = None
         if self.compression is not None:
             self._compressed = make_reduction(self.compression, bucket_set, group)
@@ -590,7 +590,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         first = next(
             name
             for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
-            if not are_finite(bucket_events.gradients_of([parameter]), torch.tensor(math.nan))
+            if not are_finite(bucket_gradients.gradients_of([parameter]), torch.tensor(math.nan))
         )
         is_here = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
         everywhere = collectives.all_gather(is_here, group=self.process_group)
@@ -610,7 +610,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             A function: whether this rank's part of the last backward was not finite. Blocks.
         """
         if self._monitor is None:
-            self._monitor = bucket_events.LocalGradientMonitor(self.reducer)
+            self._monitor = bucket_gradients.LocalGradientMonitor(self.reducer)
             self.reducer.observers.append(self._monitor)
         return self._monitor.saw_nonfinite
 
@@ -662,7 +662,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
                 "overlap_optimizer() does not work with ZeroRedundancyOptimizer, which divides a step among ranks."
                 "\nCall optimizer.step() after backward."
             )
-        stepping = bucket_events.BucketOptimizer(optimizer)
+        stepping = bucket_gradients.BucketOptimizer(optimizer)
         reducer.set_reduction(reducer.reduction)  # a single rank begins to watch its gradients
         reducer.observers.append(stepping)
         reducer.finishes_early = True

@@ -27,7 +27,8 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
-from lockstep.parallel.ddp.bucket_events import BucketStamps, FlatGradients
+from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.bucket_gradients import FlatGradients
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.step_times import Mark
 from lockstep.telemetry.timer import StepTimer
