@@ -70,8 +70,9 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.heartbeat import Heartbeat
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.record import Event
-from lockstep.telemetry.recorder import Place, Recorder, Subscriber
+from lockstep.telemetry.recorder import Place, Recorder
 from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 SIZES, QUICK_SIZES = (64, 256, 1000), (16, 64)

@@ -11,7 +11,8 @@ from lockstep.telemetry import recorder as module
 from lockstep.telemetry.figures import RankFigures, Snapshot, Spread, decode, with_waits
 from lockstep.telemetry.live_view import duration, line, summary
 from lockstep.telemetry.record import Event, StepLine
-from lockstep.telemetry.recorder import Delivery, Place, RankMeans, Recorder, Subscriber
+from lockstep.telemetry.recorder import Place, RankMeans, Recorder
+from lockstep.telemetry.sinks import Delivery, Subscriber
 from lockstep.telemetry.step_times import StepTimes, milliseconds
 
 STEP = StepTimes(

@@ -19,7 +19,7 @@ from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, er
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import Event
-from lockstep.telemetry.recorder import Subscriber
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # --- as text: pure functions of the figures of the ranks --------------------------------------------------------------

@@ -15,7 +15,6 @@ import os
 import platform
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -37,6 +36,7 @@ from lockstep.telemetry import record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
+from lockstep.telemetry.sinks import Delivery, MetricsSink, Subscriber, open_sinks, run_info
 from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
 PERIOD_S = 1.0
@@ -58,83 +58,6 @@ def has_timeline(step: int) -> bool:
     # The report draws the timelines of all ranks together, so all must record the same steps.
     period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
     return (step - _TIMELINE_FIRST) % period < _TIMELINE_STEPS
-
-
-# --- subscribers: displays and sinks, which must not delay or fail training -------------------------------------------
-
-
-class Subscriber(ABC):
-    """Gets events and figures on rank zero, in a thread of its own: a display, or a sink.
-
-    Must not use CUDA or collectives. If it blocks, snapshots are dropped, but no events, and training continues. If it
-    raises, it gets nothing more, and a warning is printed.
-    """
-
-    @abstractmethod
-    def event(self, event: Event) -> None:
-        """Handle an event of rank zero, such as an evaluation with its ``metrics``; before the next snapshot."""
-
-    @abstractmethod
-    def update(self, snapshot: Snapshot) -> None:
-        """Handle the figures of all ranks, about once a second; the last ones of a run have ``is_last``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write the remaining data. Called once, also after an error."""
-
-
-# Seconds that the end of a run waits for a subscriber.
-CLOSE_S = 10.0
-
-
-class Delivery:
-    """Calls a subscriber in a thread of its own. While it is busy, snapshots are dropped, but not events.
-
-    Args:
-        subscriber: Gets nothing more after it has raised.
-    """
-
-    def __init__(self, subscriber: Subscriber) -> None:
-        self._subscriber = subscriber
-        # Not a queue: after a minute without an answer, a service gets the current snapshot, not sixty old ones.
-        self._changed = threading.Condition()
-        self._next: Snapshot | None = None
-        self._events: list[Event] = []
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="lockstep-sink", daemon=True)
-        self._thread.start()
-
-    def give(self, snapshot: Snapshot, events: Sequence[Event] = ()) -> None:
-        """Pass on ``snapshot``, and the ``events`` before it. Does not block."""
-        with self._changed:
-            self._next = snapshot
-            self._events += events
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Close the subscriber. Blocks at most `CLOSE_S`; after that, the daemon thread is abandoned."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
-        self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        consequence = f"{type(self._subscriber).__name__} gets no more figures of this run"
-        is_on = True
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._is_over)
-                snapshot, self._next = self._next, None
-                events, self._events = self._events, []
-            if snapshot is None:
-                break
-            is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
-        guarded(self._subscriber.close, consequence)
-
-    def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
-        for event in events:
-            self._subscriber.event(event)
-        self._subscriber.update(snapshot)
 
 
 # --- the figures of one rank ------------------------------------------------------------------------------------------
@@ -242,73 +165,6 @@ class Place:
         return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
-class RunFolder:
-    """The files that this rank writes into the folder of a run in one session.
-
-    Collective if ``place`` has a group: every rank. Blocks until all ranks have opened their files.
-
-    Args:
-        folder: Created if it does not exist; each machine may have its own.
-        place: This rank.
-        device: The device of this rank.
-        first_step: Number of steps done before.
-        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
-
-    Attributes:
-        writer: Writes the file of this rank.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write its file.
-    """
-
-    def __init__(self, folder: Path, place: Place, device: str, *, first_step: int, fresh: bool) -> None:
-        path, writer, problem, began_at = folder / f"rank-{place.rank}.jsonl", None, "", time.time()
-        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
-        try:
-            writer = record.LineWriter(path, fresh=fresh)
-        except ConfigurationError as error:
-            problem = str(error)
-        about = {"host": platform.node(), "pid": os.getpid(), "device": device}
-        # The number of the machine by torchrun, as containers may have equal host names.
-        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
-        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
-        if problems := [f"Rank {rank}: {each[2]}" for rank, each in enumerate(gathered) if each[2]]:
-            if writer is not None:
-                writer.close()
-                if path.stat().st_size == 0:  # the folder may be another run's
-                    path.unlink()
-            raise ConfigurationError(problems[0])
-        assert writer is not None
-        self.writer, self._folder, self._place = writer, folder, place
-        run = {"run": gathered[0][1], "first_step": first_step}  # the name that rank 0 proposes
-        writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
-        # Without a group, rank zero knows only itself.
-        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
-        session = {**run, "began_at": began_at, "num_restarts": num_restarts(), "ranks": known}
-        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}}
-        self._before: list[Any] = [] if fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
-        if fresh and place.rank == 0:
-            keep_rest_aside(folder, place.num_ranks)
-
-    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
-        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
-
-        Args:
-            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
-            when: Whether the run begins or ends.
-            known: Facts by name.
-        """
-        if self._place.rank != 0:
-            return
-        if offsets:
-            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
-            self._session["clocks"][when] = {"time": time.time(), **bounds}
-        self._session |= known
-        content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
-        with suppress(OSError):
-            replace_file(self._folder / record.RUN_FILE, json.dumps(content, indent=1))
-
-
 class Recorder:
     """Records the steps and events of this rank, and passes those of the run to subscribers on rank zero.
 
@@ -321,18 +177,21 @@ class Recorder:
         devices: Of this process; it reads the events of the first.
         run: A snapshot with the values of the run that do not change.
         first_step: Number of steps done before.
-        run_dir: The folder of the record; None if the run is not recorded.
-        facts: Returns what ``run.json`` says about the session; called on rank zero.
+        run_dir: The folder of the record, created if it does not exist; each machine may have its own. None if the run
+            is not recorded. When the run begins, the record of an earlier run is kept in a folder within it.
+        log_to: The sinks; rank zero opens them.
+        memory: The folder in which sinks keep what they need to continue; by default ``run_dir``.
+        facts: Returns what ``run.json`` and the sinks say about the session; called on rank zero.
         steps_per_epoch: None for a stream.
         num_skipped: Returns the number of steps skipped so far.
 
     Attributes:
-        is_fresh: Whether the run begins, and continues no earlier session.
         means: The figures of this rank.
         sampler: Samples this process and its devices.
+        sinks: The open sinks; only rank zero has any.
 
     Raises:
-        ConfigurationError: On every rank: a rank cannot write into the folder.
+        ConfigurationError: On every rank: a rank cannot write into the folder, or a sink cannot be opened.
     """
 
     def __init__(
@@ -343,22 +202,21 @@ class Recorder:
         *,
         first_step: int = 0,
         run_dir: Path | None = None,
+        log_to: Sequence[str] = (),
+        memory: str | Path | None = None,
         facts: Callable[[], dict[str, Any]] = dict,
         steps_per_epoch: int | None = None,
         num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._device = place, devices[0]
+        self._place, self._device, self._first_step, self._run_dir = place, devices[0], first_step, run_dir
         self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
-        restarts = num_restarts()
-        self.is_fresh = not first_step and not restarts
-        name = ", ".join(map(str, devices))
-        self.means, self.sampler = RankMeans(place.rank, name, first_step), MachineSampler(devices)
-        self._folder: RunFolder | None = None
-        if run_dir is not None:
-            self._folder = RunFolder(run_dir, place, name, first_step=first_step, fresh=self.is_fresh)
-            self._folder.describe(place.offsets(), "start", **(facts() if place.rank == 0 else {}))
-        self._writer = None if self._folder is None else self._folder.writer
-        self._run = replace(run, num_restarts=restarts)
+        self._run = replace(run, num_restarts=num_restarts())
+        self._device_names = ", ".join(map(str, devices))
+        self.means, self.sampler = RankMeans(place.rank, self._device_names, first_step), MachineSampler(devices)
+        self._writer: record.LineWriter | None = None
+        self.sinks: list[MetricsSink] = []
+        if run_dir is not None or log_to:
+            self._open(log_to, memory, facts() if place.rank == 0 else {})
         self._queue: deque[StepMarks | Event] = deque(maxlen=_MOST_WAITING)
         self._downsampler = Downsampler()
         self._last: StepMarks | None = None
@@ -373,11 +231,60 @@ class Recorder:
         self._seen: dict[int, tuple[int, float]] = {}
         self._began_s = time.perf_counter()
         # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
-        self._first_step, self._first_done = first_step, (first_step, 0.0)
-        if restarts:
+        self._first_done = first_step, 0.0
+        if restarts := self._run.num_restarts:
             self.event(Event(event="restart", text=f"start {restarts + 1} of this run", step=first_step))
         if first_step:
             self.event(Event(event="resume", text=f"resumed after step {first_step}", step=first_step))
+
+    def _open(self, log_to: Sequence[str], memory: str | Path | None, facts: dict[str, Any]) -> None:
+        """Open the file of this rank and the sinks, and describe the session in ``run.json``. Collective."""
+        place, folder, restarts = self._place, self._run_dir, self._run.num_restarts
+        is_fresh, began_at, problem = not self._first_step and not restarts, time.time(), None
+        # A rank that cannot open them takes part in the exchange, so that all ranks raise, and none waits for it.
+        try:
+            if folder is not None:
+                self._writer = record.LineWriter(path := folder / f"rank-{place.rank}.jsonl", fresh=is_fresh)
+        except ConfigurationError as error:
+            problem = f"Rank {place.rank}: {error}"
+        if place.rank == 0 and problem is None and log_to:
+            info = run_info(facts, memory or folder, self._first_step, is_fresh=is_fresh)
+            self.sinks, problem = open_sinks(log_to, info)
+        about = {"host": platform.node(), "pid": os.getpid(), "device": self._device_names}
+        # The number of the machine by torchrun, as containers may have equal host names.
+        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
+        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
+        if problems := [each for *_, each in gathered if each is not None]:
+            for sink in self.sinks:
+                sink.close()
+            if self._writer is not None:
+                self._writer.close()
+                if path.stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
+            raise ConfigurationError(problems[0])
+        if folder is None or self._writer is None:
+            return
+        run = {"run": gathered[0][1], "first_step": self._first_step}  # the name that rank 0 proposes
+        self._writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
+        # Without a group, rank zero knows only itself.
+        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
+        session = {**run, "began_at": began_at, "num_restarts": restarts, "ranks": known}
+        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}, **facts}
+        self._before: list[Any] = [] if is_fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
+        if is_fresh and place.rank == 0:
+            keep_rest_aside(folder, place.num_ranks)
+        self._describe(place.offsets(), "start")
+
+    def _describe(self, offsets: Sequence[ClockOffset], when: str) -> None:
+        """Write ``run.json`` on rank zero, with the offsets of the clocks if they were compared; ignore errors."""
+        if self._place.rank != 0 or self._run_dir is None:
+            return
+        if offsets:
+            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
+            self._session["clocks"][when] = {"time": time.time(), **bounds}
+        content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
+        with suppress(OSError):
+            replace_file(self._run_dir / record.RUN_FILE, json.dumps(content, indent=1))
 
     # --- in the training thread: nothing blocks ---
 
@@ -392,15 +299,15 @@ class Recorder:
 
     # --- begin and end ---
 
-    def subscribe(self, subscribers: Iterable[Subscriber], keys: StatusKeys | None = None) -> None:
-        """Pass figures and events to ``subscribers``; before `start`.
+    def subscribe(self, displays: Iterable[Subscriber] = (), keys: StatusKeys | None = None) -> None:
+        """Pass figures and events to ``displays`` and the sinks; before `start`.
 
         Args:
-            subscribers: Of rank zero; none on other ranks.
+            displays: Of rank zero; none on other ranks.
             keys: Where the ranks post their figures; None if this rank is alone.
         """
         self._keys = keys
-        self._deliveries = [Delivery(each) for each in subscribers]
+        self._deliveries = [Delivery(each) for each in (*displays, *self.sinks)]
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""
@@ -422,8 +329,9 @@ class Recorder:
         thread = self._thread or self.start()
         self._over.set()
         thread.join(_JOIN_S)
-        if self._folder is not None:
-            self._folder.describe(offsets, "end", **facts)
+        if self._run_dir is not None:
+            self._session |= facts
+            self._describe(offsets, "end")
 
     def close(self) -> None:
         """Close the subscribers. Blocks some seconds at most."""

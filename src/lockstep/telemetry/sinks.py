@@ -6,11 +6,13 @@ import json
 import os
 import platform
 import re
+import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -21,7 +23,6 @@ from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Event, guarded, how_called
-from lockstep.telemetry.recorder import Place, Subscriber
 
 # Keeps the ids of the run in services, for the next session.
 SINK_STATE_FILE = "sinks.json"
@@ -70,6 +71,86 @@ def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: in
             config[name] = value if isinstance(value, (str, int, float)) else str(value)
     folder = None if memory is None else Path(memory)
     return RunInfo(name=facts["task"], config=config, first_step=first_step, is_fresh=is_fresh, memory=folder)
+
+
+# --- subscribers: displays and sinks, which must not delay or fail training -------------------------------------------
+
+
+class Subscriber(ABC):
+    """Gets events and figures on rank zero, in a thread of its own: a display, or a sink.
+
+    Must not use CUDA or collectives. If it blocks, snapshots are dropped, but no events, and training continues. If it
+    raises, it gets nothing more, and a warning is printed.
+    """
+
+    @abstractmethod
+    def event(self, event: Event) -> None:
+        """Handle an event of rank zero, such as an evaluation with its ``metrics``; before the next snapshot."""
+
+    @abstractmethod
+    def update(self, snapshot: Snapshot) -> None:
+        """Handle the figures of all ranks, about once a second; the last ones of a run have ``is_last``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write the remaining data. Called once, also after an error."""
+
+
+# Seconds that the end of a run waits for a subscriber.
+CLOSE_S = 10.0
+
+
+class Delivery:
+    """Calls a subscriber in a thread of its own. While it is busy, snapshots are dropped, but not events.
+
+    Args:
+        subscriber: Gets nothing more after it has raised.
+    """
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        # Not a queue: after a minute without an answer, a service gets the current snapshot, not sixty old ones.
+        self._changed = threading.Condition()
+        self._next: Snapshot | None = None
+        self._events: list[Event] = []
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-sink", daemon=True)
+        self._thread.start()
+
+    def give(self, snapshot: Snapshot, events: Sequence[Event] = ()) -> None:
+        """Pass on ``snapshot``, and the ``events`` before it. Does not block."""
+        with self._changed:
+            self._next = snapshot
+            self._events += events
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Close the subscriber. Blocks at most `CLOSE_S`; after that, the daemon thread is abandoned."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        consequence = f"{type(self._subscriber).__name__} gets no more figures of this run"
+        is_on = True
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._is_over)
+                snapshot, self._next = self._next, None
+                events, self._events = self._events, []
+            if snapshot is None:
+                break
+            is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
+        guarded(self._subscriber.close, consequence)
+
+    def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        for event in events:
+            self._subscriber.event(event)
+        self._subscriber.update(snapshot)
+
+
+# --- the sinks --------------------------------------------------------------------------------------------------------
 
 
 class MetricsSink(Subscriber):
@@ -339,34 +420,13 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[str, ...]:
 OPEN_TIMEOUT_S = 40.0
 
 
-def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], place: Place) -> list[MetricsSink]:
-    """Open ``targets`` on rank zero, all of them or none; return an empty list on other ranks.
+def open_sinks(targets: Sequence[str], run: RunInfo) -> tuple[list[MetricsSink], str | None]:
+    """Return the opened ``targets``; if one of them cannot be opened, close all, and return the reason.
 
-    Collective if ``place`` has a group: every rank. Blocks until rank zero has opened them. This takes seconds, or up
-    to `OPEN_TIMEOUT_S` if a service does not answer.
-
-    Args:
-        targets: The same on every rank.
-        run: Returns the description of the run; called on rank zero only.
-        place: This rank.
-
-    Raises:
-        ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
-            written, or its service does not answer.
+    Blocks some seconds, or up to `OPEN_TIMEOUT_S` if a service does not answer. A package may not be installed, a port
+    taken, or a folder not be writable.
     """
-    if not targets:
-        return []
     sinks: list[MetricsSink] = []
-    problem = _open(targets, run(), sinks) if place.rank == 0 else None
-    # Rank zero, too, raises only after the exchange. Otherwise the others would wait for it.
-    problem = place.gather(problem)[0]
-    if problem is not None:
-        raise ConfigurationError(problem)
-    return sinks
-
-
-def _open(targets: Sequence[str], run: RunInfo, sinks: list[MetricsSink]) -> str | None:
-    """Append the opened ``targets`` to ``sinks``. If one of them cannot be opened, close all, and return the reason."""
     until_s = time.monotonic() + OPEN_TIMEOUT_S
     try:
         for target in targets:  # before a port is in use or a run of a service exists
@@ -375,13 +435,13 @@ def _open(targets: Sequence[str], run: RunInfo, sinks: list[MetricsSink]) -> str
             kind, _, place = target.partition(":")
             sinks.append(in_time(until_s - time.monotonic(), SINKS[kind], place, run))
     except ConfigurationError as error:
-        return str(error)
+        return [], str(error)
     except Exception as error:  # a library may raise anything
         for sink in sinks:  # an error while closing must not replace the first error
             guarded(sink.close, f"{type(sink).__name__} could not be closed")
         reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error).rstrip(".")
-        return f"{target} cannot be opened: {reason}.\n{SINKS[kind].advice}"
-    return None
+        return [], f"{target} cannot be opened: {reason}.\n{SINKS[kind].advice}"
+    return sinks, None
 
 
 def require_package(target: str) -> None:

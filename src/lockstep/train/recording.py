@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -26,8 +26,8 @@ from lockstep.telemetry.instrument import learning_rate_of
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
-from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
-from lockstep.telemetry.sinks import open_sinks, parse_targets, run_info
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -62,17 +62,20 @@ class RunRecord:
         self._settings, self._world, self._trainer, self._device = settings, world, trainer, trainer.device
         self._num_ranks = 1 if trainer.group is None else world.world_size
         self._place = Place(world.rank, world.world_size, world.group)
-        facts = cache(partial(_facts, task, settings, world, trainer, num_steps))
+        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         self._recorder = Recorder(
             self._place,
             trainer.devices,
             Snapshot(num_steps=num_steps, counts=task.counts, world_size=self._num_ranks),
             first_step=trainer.num_steps_done,
             run_dir=None if settings.run_dir is None else Path(settings.run_dir),
-            facts=facts,
+            log_to=settings.log_to or (),
+            memory=None if "://" in str(settings.checkpoint) else settings.checkpoint,
+            facts=partial(_facts, task, settings, world, trainer, num_steps),
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
+        self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
         trainer.strategy.stamp_buckets(self._stamps)
         self._stamps.closely = has_timeline(trainer.num_steps_done)
@@ -84,16 +87,10 @@ class RunRecord:
         self._is_over = False
         self._window: list[StepMarks] = []  # steps whose times the ranks compare
         self._num_taken = 0
-        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
-        in_store = "://" in str(settings.checkpoint)
-        memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
-        first_step, fresh = trainer.num_steps_done, self._recorder.is_fresh
-        targets = parse_targets(settings.log_to or ())
-        self.sinks = open_sinks(targets, lambda: run_info(facts(), memory, first_step, is_fresh=fresh), self._place)
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
-        shown = [each for each in (display, *self.sinks) if each is not None] if self._world.is_rank_zero else []
+        shown = [display] if display is not None and self._world.is_rank_zero else []
         self._recorder.subscribe(shown, StatusKeys(self._world.rank, self._num_ranks))
         self._recorder.start()
 
