@@ -260,7 +260,7 @@ class _Machine:
         def make(rank: int) -> Recorder:
             recorder = Recorder(Place(rank, self.size), [torch.device("cpu")], Snapshot(num_steps=100))
             keys = StatusKeys(rank, self.size)
-            recorder.subscribe([self.snapshot] if rank == 0 else [], keys)
+            recorder.subscribe(self.snapshot if rank == 0 else None, keys)
             return recorder
 
         self.recorders = self.of_each_rank(make)

@@ -25,10 +25,10 @@ def step(number, times=STEP, **fields):
     return StepLine(step=number, time=0.0, times=times, **slowest, **fields)
 
 
-def recorder_of(board=None, rank=0, *subscribers, **how):
+def recorder_of(board=None, rank=0, display=None, **how):
     """Return the recorder of one of two ranks, and the means of that rank."""
     recorder = Recorder(Place(rank, 2), [torch.device("cpu")], Snapshot(num_steps=20), **how)
-    recorder.subscribe(subscribers, board)
+    recorder.subscribe(display, board)
     return recorder, recorder.means
 
 

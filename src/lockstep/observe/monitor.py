@@ -32,11 +32,10 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.module_io import find_tensors
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward, learning_rate_of
+from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import Event, EventName, num_restarts
-from lockstep.telemetry.recorder import Place, Recorder, has_timeline
-from lockstep.telemetry.sinks import Subscriber
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of
 from lockstep.telemetry.step_times import Number, StepMarks
 from lockstep.telemetry.timer import moment
 from lockstep.train.settings import FitSettings, ViewName
@@ -184,15 +183,15 @@ class Watch:
         self._recorder = Recorder(
             place, [self._device], run, first_step=first_step, run_dir=self.run_dir, log_to=log_to, facts=self._facts
         )
-        shown: list[Subscriber] = []
+        display = None
         if settings.view != "none" and place.rank == 0:
             from lockstep.telemetry.live_view import Display  # imports rich
 
-            shown.append(display := Display(settings.view, silent=False))
+            display = Display(settings.view, silent=False)
             for sink in self._recorder.sinks:
                 display.log(sink.where)
         has_keys = (settings.view != "none" or bool(log_to)) and is_initialized()
-        self._recorder.subscribe(shown, StatusKeys(place.rank, place.num_ranks) if has_keys else None)
+        self._recorder.subscribe(display, StatusKeys(place.rank, place.num_ranks) if has_keys else None)
         self._recorder.start()
         self._batch_size = self._num_updates = 0
         self._is_within = False

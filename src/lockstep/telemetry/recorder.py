@@ -16,7 +16,7 @@ import platform
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,6 +25,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.accelerator import start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
@@ -58,6 +60,12 @@ def has_timeline(step: int) -> bool:
     # The report draws the timelines of all ranks together, so all must record the same steps.
     period = max(64, 1 << (step.bit_length() - 6)) if step >= 4096 else 64
     return (step - _TIMELINE_FIRST) % period < _TIMELINE_STEPS
+
+
+def learning_rate_of(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of the first group; None if there is none, or if it is on the device."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)
 
 
 # --- the figures of one rank ------------------------------------------------------------------------------------------
@@ -299,15 +307,15 @@ class Recorder:
 
     # --- begin and end ---
 
-    def subscribe(self, displays: Iterable[Subscriber] = (), keys: StatusKeys | None = None) -> None:
-        """Pass figures and events to ``displays`` and the sinks; before `start`.
+    def subscribe(self, display: Subscriber | None, keys: StatusKeys | None) -> None:
+        """Pass figures and events to ``display`` and the sinks; before `start`.
 
         Args:
-            displays: Of rank zero; none on other ranks.
+            display: Of rank zero; None on other ranks.
             keys: Where the ranks post their figures; None if this rank is alone.
         """
         self._keys = keys
-        self._deliveries = [Delivery(each) for each in (*displays, *self.sinks)]
+        self._deliveries = [Delivery(each) for each in (display, *self.sinks) if each is not None]
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""

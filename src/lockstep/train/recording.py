@@ -22,11 +22,10 @@ from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.instrument import learning_rate_of
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
-from lockstep.telemetry.recorder import Place, Recorder, has_timeline
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of
 from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
@@ -85,13 +84,14 @@ class RunRecord:
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
         self._is_over = False
-        self._window: list[StepMarks] = []  # steps whose times the ranks compare
-        self._num_taken = 0
+        # The next steps whose times the ranks compare, and those of them that are done.
+        self._num_taken, self._window = 0, figures.window_of(0)
+        self._compared: list[StepMarks] = []
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
-        shown = [display] if display is not None and self._world.is_rank_zero else []
-        self._recorder.subscribe(shown, StatusKeys(self._world.rank, self._num_ranks))
+        keys = StatusKeys(self._world.rank, self._num_ranks)
+        self._recorder.subscribe(display if self._world.is_rank_zero else None, keys)
         self._recorder.start()
 
     def step(self, done: StepRecord) -> None:
@@ -100,7 +100,7 @@ class RunRecord:
         self._release(step.began_at)
         self._paused_at = None
         numbers = self._numbers(done)
-        step.number, step.samples = done.step, done.num_samples
+        step.samples = done.num_samples
         step.learning_rate = learning_rate_of(self._trainer.optimizer)
         step.losses = [numbers["loss"]] if numbers else []
         step.grad_norm, step.counted = numbers.get("grad_norm"), numbers.get("count")
@@ -108,7 +108,7 @@ class RunRecord:
             step.reductions = [stamps]
         if len(self._trainer.devices) == 1 and self._num_ranks == 1:
             step.exposed_s = 0.0
-        step.copies, step.has_timeline = self._copies[:], has_timeline(done.step)
+        step.copies, step.has_timeline = self._copies[:], self._stamps.closely
         self._last = step
         self._copies.clear()
         # Single buckets get time stamps only in steps with a timeline.
@@ -136,16 +136,18 @@ class RunRecord:
         has finished the step.
         """
         number, self._num_taken = self._num_taken, self._num_taken + 1
-        window, group = figures.window_of(number), self._trainer.group
+        window, group = self._window, self._trainer.group
+        if number == window[-1]:
+            self._window = figures.window_of(number + 1)
         # Between exchanges ranks do not wait for each other.
         if number not in window or group is None or group is not self._trainer.strategy.step_group:
             return
         assert self._last is not None
-        self._window.append(self._last)
+        self._compared.append(self._last)
         if number == window[-1]:
             synchronize(self._device)
-            pace = figures.pace_of([_times_of(step) for step in self._window])
-            self._window.clear()
+            pace = figures.pace_of([_times_of(step) for step in self._compared])
+            self._compared.clear()
             reporter.judge(dict(enumerate(all_gather_object(pace, group=group, device=self._device))))
 
     def pause(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import chain
@@ -69,7 +68,7 @@ class FlatGradients:
 
     def is_finite(self, norm: Tensor) -> bool:
         """Return whether all gradients are finite. ``norm`` is their `norm` times a finite factor. Blocks."""
-        return math.isfinite(float(norm)) or are_finite(self.tensors(), norm)
+        return are_finite(self.tensors(), norm)
 
     def tensors(self) -> list[Tensor]:
         """Return tensors that together hold all gradients."""
