@@ -259,8 +259,8 @@ class _Machine:
     def prepare_status(self) -> None:
         def make(rank: int) -> Recorder:
             recorder = Recorder(Place(rank, self.size), [torch.device("cpu")], Snapshot(num_steps=100))
-            keys = StatusKeys(rank, self.size)
-            recorder.subscribe(self.snapshot if rank == 0 else None, keys)
+            recorder.subscribe(self.snapshot)
+            recorder.keys = StatusKeys(rank, self.size)
             return recorder
 
         self.recorders = self.of_each_rank(make)

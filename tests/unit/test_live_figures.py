@@ -28,7 +28,8 @@ def step(number, times=STEP, **fields):
 def recorder_of(board=None, rank=0, display=None, **how):
     """Return the recorder of one of two ranks, and the means of that rank."""
     recorder = Recorder(Place(rank, 2), [torch.device("cpu")], Snapshot(num_steps=20), **how)
-    recorder.subscribe(display, board)
+    recorder.subscribe(display)
+    recorder.keys = board
     return recorder, recorder.means
 
 

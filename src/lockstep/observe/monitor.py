@@ -24,7 +24,6 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.comm.clocks import ClockOffset
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
-from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Steps, num_samples, updates
 from lockstep.parallel.ddp.bucket_events import BucketStamps
@@ -190,8 +189,8 @@ class Watch:
             display = Display(settings.view, silent=False)
             for sink in self._recorder.sinks:
                 display.log(sink.where)
-        has_keys = (settings.view != "none" or bool(log_to)) and is_initialized()
-        self._recorder.subscribe(display, StatusKeys(place.rank, place.num_ranks) if has_keys else None)
+        if settings.view != "none" or log_to:
+            self._recorder.subscribe(display)
         self._recorder.start()
         self._batch_size = self._num_updates = 0
         self._is_within = False
@@ -417,14 +416,11 @@ class Watch:
         if self._loaders:
             settings |= {"workers": self._loaders[0].num_workers, "pin_memory": self._loaders[0].pin_memory}
         return {
-            "num_steps": None,
             "recorded_by": "monitor",
             "task": Path(sys.argv[0]).name or "a script",
             "settings": settings,
             "num_parameters": sum(each.numel() for each in parameters),
             "gradient_bytes": sum(each.numel() * each.element_size() for each in parameters),
-            "world_size": self._place.num_ranks,
-            "device": str(self._device),
             "backend": backend_name(default_group()) if is_initialized() else None,
             "provenance": asdict(self._provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
         }
@@ -557,8 +553,6 @@ class Attached:
         else:
             watch.models.append(module)
             watch.observe([module])
-        if watch.steps.current is None:  # the batch arrived before the loaders were observed
-            watch.steps.unclaimed += num_samples(args) or num_samples(kwargs)
         dynamo = sys.modules.get("torch._dynamo.eval_frame")
         compiled = () if dynamo is None else dynamo.OptimizedModule
         if any(compiled_call(part) is not None or isinstance(part, compiled) for part in module.modules()):

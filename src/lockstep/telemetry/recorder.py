@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lockstep.accelerator import start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
-from lockstep.comm.collectives import Group, all_gather_object, device_for
+from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import keep_rest_aside, read_object, replace_file
@@ -189,11 +189,12 @@ class Recorder:
             is not recorded. When the run begins, the record of an earlier run is kept in a folder within it.
         log_to: The sinks; rank zero opens them.
         memory: The folder in which sinks keep what they need to continue; by default ``run_dir``.
-        facts: Returns what ``run.json`` and the sinks say about the session; called on rank zero.
+        facts: Returns what else ``run.json`` and the sinks say about the session; called on rank zero.
         steps_per_epoch: None for a stream.
         num_skipped: Returns the number of steps skipped so far.
 
     Attributes:
+        keys: Where the ranks post their figures; None if nobody reads them.
         means: The figures of this rank.
         sampler: Samples this process and its devices.
         sinks: The open sinks; only rank zero has any.
@@ -224,7 +225,8 @@ class Recorder:
         self._writer: record.LineWriter | None = None
         self.sinks: list[MetricsSink] = []
         if run_dir is not None or log_to:
-            self._open(log_to, memory, facts() if place.rank == 0 else {})
+            known = {"num_steps": run.num_steps, "world_size": place.num_ranks, "device": str(self._device)}
+            self._open(log_to, memory, known | facts() if place.rank == 0 else {})
         self._queue: deque[StepMarks | Event] = deque(maxlen=_MOST_WAITING)
         self._downsampler = Downsampler()
         self._last: StepMarks | None = None
@@ -232,7 +234,7 @@ class Recorder:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # Of the run, on rank zero.
-        self._keys: StatusKeys | None = None
+        self.keys: StatusKeys | None = None
         self._deliveries: list[Delivery] = []
         self._events: list[Event] = []
         self._num_reports = 0
@@ -307,15 +309,15 @@ class Recorder:
 
     # --- begin and end ---
 
-    def subscribe(self, display: Subscriber | None, keys: StatusKeys | None) -> None:
-        """Pass figures and events to ``display`` and the sinks; before `start`.
+    def subscribe(self, display: Subscriber | None) -> None:
+        """Pass the figures and events of all ranks to the sinks and to ``display``, if this is rank zero.
 
-        Args:
-            display: Of rank zero; None on other ranks.
-            keys: Where the ranks post their figures; None if this rank is alone.
+        Before `start`, and on every rank, in the same order.
         """
-        self._keys = keys
-        self._deliveries = [Delivery(each) for each in (display, *self.sinks) if each is not None]
+        if self._place.rank == 0:
+            self._deliveries = [Delivery(each) for each in (display, *self.sinks) if each is not None]
+        # A script may have no process group.
+        self.keys = StatusKeys(self._place.rank, self._run.world_size if is_initialized() else 1)
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""
@@ -427,8 +429,8 @@ class Recorder:
         figures, of_run = self.means.read()
         events, self._events = self._events, []
         self._num_reports += 1
-        if self._place.rank != 0 and self._keys is not None:
-            self._keys.post([self._num_reports, asdict(figures)])
+        if self._place.rank != 0 and self.keys is not None:
+            self.keys.post([self._num_reports, asdict(figures)])
         if not self._deliveries:
             return  # the run is only recorded
         self._run = replace(
@@ -462,7 +464,7 @@ class Recorder:
         """Return the last figures of the other ranks, with their age."""
         now_s = time.monotonic()
         found = []
-        for rank, note in sorted({} if self._keys is None else self._keys.read().items()):
+        for rank, note in sorted({} if self.keys is None else self.keys.read().items()):
             try:
                 number, values = note
                 figures = decode(values)

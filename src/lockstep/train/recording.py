@@ -15,7 +15,6 @@ import torch
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
 from lockstep.comm.collectives import all_gather_object
-from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
@@ -70,7 +69,7 @@ class RunRecord:
             run_dir=None if settings.run_dir is None else Path(settings.run_dir),
             log_to=settings.log_to or (),
             memory=None if "://" in str(settings.checkpoint) else settings.checkpoint,
-            facts=partial(_facts, task, settings, world, trainer, num_steps),
+            facts=partial(_facts, task, settings, world, trainer),
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
@@ -90,8 +89,7 @@ class RunRecord:
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
-        keys = StatusKeys(self._world.rank, self._num_ranks)
-        self._recorder.subscribe(display if self._world.is_rank_zero else None, keys)
+        self._recorder.subscribe(display)
         self._recorder.start()
 
     def step(self, done: StepRecord) -> None:
@@ -207,7 +205,7 @@ class RunRecord:
             self._last = None
 
 
-def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, num_steps: int) -> dict[str, Any]:
+def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer) -> dict[str, Any]:
     """Return the configuration of the run, for its record and its sinks. Blocks for some calls of git."""
     path = None
     with suppress(OSError, TypeError):
@@ -215,7 +213,6 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, nu
     given = asdict(settings).items()
     parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     return {
-        "num_steps": num_steps,
         "task": task.name,
         "counts": task.counts,
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
@@ -223,9 +220,7 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, nu
         "steps_per_epoch": trainer.plan.order.steps_per_epoch,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "world_size": world.world_size,
         "num_devices": len(trainer.devices) if trainer.group is None else world.world_size,
-        "device": str(trainer.device),
         "backend": world.backend if trainer.group is not None else None,
         "provenance": asdict(gather(path)),
     }
