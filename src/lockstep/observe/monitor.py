@@ -391,8 +391,8 @@ class Watch:
             self._event("end", f"{num_done} steps done", num_done)
         else:
             self._event("error", activity.one_line(failure), num_done)
-        known = {"global_batch_size": self._batch_size} if self._batch_size else {}
-        self._recorder.finish(offsets, waits=failure is None, num_steps=num_done, **known)
+        known = {"num_steps": num_done, "global_batch_size": self._batch_size or None}
+        self._recorder.finish(offsets, waits=failure is None, **known)
         self._recorder.close()
 
     def _at_exit(self) -> None:

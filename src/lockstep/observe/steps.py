@@ -235,9 +235,8 @@ class Steps:
         assert self._open is not None
         self._done, self._open, self._has_stepped_within = self._open, None, False
         step = self._done
-        step.unseen = frozenset(("data_wait", "forward", "backward")) - {phase for phase, *_ in step.spans}
-        if self._sees_batches:
-            step.unseen -= {"data_wait"}
+        seen = {phase for phase, *_ in step.spans} | ({"data_wait"} if self._sees_batches else set())
+        step.unseen = frozenset(("data_wait", "forward", "backward")) - seen
         step.samples = step.samples or self.unclaimed or self._num_used
         self.unclaimed, self._num_used = 0 if "forward" in step.unseen else self.unclaimed, 0
         step.end = now[0]

@@ -1,9 +1,8 @@
-"""Observers of a reducer's bucket events that measure: times for the record of a run, ranges for its traces."""
+"""Times of the buckets of a reducer, for the record of a run."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from lockstep import activity
 from lockstep.accelerator import is_capturing, mark_on
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.reducer import Event
-from lockstep.telemetry import ranges
 from lockstep.telemetry.step_times import BucketMarks, Mark, Reduction
 
 
@@ -78,18 +76,3 @@ class BucketStamps:
                 stamp.done = mark_on(self._device)  # the current stream waits for the reduction
 
             future.add_done_callback(set_done)  # at once if it is done
-
-
-class BucketRanges:
-    """Names buckets in the traces of torch.profiler while this process is profiled; see telemetry/ranges.py."""
-
-    def __init__(self) -> None:
-        self._open = ExitStack()
-
-    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Handle an event of the reducer."""
-        if bucket is not None and kind in (Event.GATHERED, Event.WAIT):
-            what = " wait" if kind is Event.WAIT else ""
-            self._open.enter_context(ranges.around(f"exchange/bucket {bucket.position}{what}"))
-        elif kind in (Event.LAUNCHED, Event.WAIT_END):
-            self._open.close()

@@ -27,6 +27,7 @@ from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.parallel.module_io import hook_tensors
+from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 
@@ -609,12 +610,14 @@ class Reducer:
             bucket.future = None
 
     def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
-        """Call ``function``; report the bucket to the watchdog and to observers, and name it in errors."""
+        """Call ``function``; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
+        name = f"exchange/bucket {bucket.position}{'' if bucket.future is None else ' wait'}"
         try:
-            return function()
+            with ranges.around(name) if ranges.now else nullcontext():
+                return function()
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:

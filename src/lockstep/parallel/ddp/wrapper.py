@@ -256,9 +256,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         is_training = torch.is_grad_enabled()
         if is_training:
             self._wrapped_parameters.check()
-        observers = self.reducer.observers
-        if ranges.now and not any(isinstance(each, bucket_events.BucketRanges) for each in observers):
-            observers.append(bucket_events.BucketRanges())
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_joining = torch_internals.join_config(self).enable
