@@ -46,7 +46,6 @@ class Steps:
 
     Attributes:
         num_done: Number of steps done.
-        unclaimed: Number of samples in batches that no forward has used yet.
         trains_in_eval: Whether a model in evaluation mode has been trained.
         is_over: Whether hooks no longer report.
         phase: What runs: ``forward``, ``loss`` (from there to its backward), ``backward``, ``optimizer``; None is other
@@ -58,7 +57,7 @@ class Steps:
     ) -> None:
         self._device, self._report_done, self._report_evaluated = device, done, evaluated
         self.num_done = first_step
-        self.unclaimed = 0
+        self._unclaimed = 0  # samples in batches that no forward has used yet
         self.is_over = self.trains_in_eval = self._trains = self._sees_batches = False
         # Threads of a forked process have the same numbers.
         self._thread = os.getpid(), get_ident()
@@ -107,7 +106,7 @@ class Steps:
         """Report a batch that was requested and has now arrived; without samples if a loader was only started."""
         came = moment(self._device)
         self._depth, self._sees_batches = 0, True
-        self.unclaimed += num_samples
+        self._unclaimed += num_samples
         if self._open is None:
             self._batches.append((asked, came))
             del self._batches[:-_MOST_BATCHES]
@@ -124,21 +123,21 @@ class Steps:
         self._trains = torch.is_grad_enabled() and (is_training or self.trains_in_eval)
         if self._trains:
             step = self._open or self._begin(now)
-            step.samples += self.unclaimed
-            self.unclaimed = 0
+            step.samples += self._unclaimed
+            self._unclaimed = 0
             self._enter("forward", now)
         elif self._open is not None:
-            self.unclaimed = self.unclaimed if is_training else 0
+            self._unclaimed = self._unclaimed if is_training else 0
         else:
             if self._evaluation is None:
                 began_at = self._batches[0][0][1] if self._batches else now[1]
                 self._pass_on(began_at)
-                self._borrowed = self._batches, self.unclaimed
+                self._borrowed = self._batches, self._unclaimed
             else:
                 began_at, _ = self._evaluation
                 self._borrowed = None  # with a second forward, it is an evaluation that uses the batches
             self._evaluation = began_at, now[1]
-            self._batches, self.unclaimed = [], 0
+            self._batches, self._unclaimed = [], 0
 
     def forward_ends(self, num_inputs: int) -> None:
         """Report the end of a forward with so many samples."""
@@ -220,7 +219,7 @@ class Steps:
     def _begin(self, now: Moment) -> StepMarks:
         # A single forward is not an evaluation.
         if self._borrowed is not None and self._borrowed[0] and not self._batches:
-            (self._batches, self.unclaimed), self._evaluation = self._borrowed, None
+            (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
         self._borrowed = None
         mark, at, *_ = self._batches[0][0] if self._batches else now
         self._pass_on(at)
@@ -237,8 +236,8 @@ class Steps:
         step = self._done
         seen = {phase for phase, *_ in step.spans} | ({"data_wait"} if self._sees_batches else set())
         step.unseen = frozenset(("data_wait", "forward", "backward")) - seen
-        step.samples = step.samples or self.unclaimed or self._num_used
-        self.unclaimed, self._num_used = 0 if "forward" in step.unseen else self.unclaimed, 0
+        step.samples = step.samples or self._unclaimed or self._num_used
+        self._unclaimed, self._num_used = 0 if "forward" in step.unseen else self._unclaimed, 0
         step.end = now[0]
         self.num_done += 1
 

@@ -1,4 +1,4 @@
-"""Where figures of a run go besides the display, as ``log_to`` names it: TensorBoard, Prometheus, W&B, MLflow."""
+"""Who gets the figures of a run: subscribers, and the sinks of ``log_to``: TensorBoard, Prometheus, W&B, MLflow."""
 
 from __future__ import annotations
 
