@@ -9,33 +9,30 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.activity import DEVICE
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
-# States of a process that is stopped by a signal such as SIGSTOP, or by a debugger.
-STOPPED = ("T", "t")
-
-# A rank that uses more than this share of a core computes.
-BUSY = 0.2
-
+# What a rank does although its main thread stays at one place; others, which mean that it may only be slow, are below.
+ENDED, STOPPED, COMPUTES = "it has ended", "it is stopped by a signal", "it computes"
 # As a process does that polls for a file, or that waits in our shared memory.
 WAKES_UP = "it wakes up repeatedly"
 
-# Idle threads of torch and its backends use far less than this share of a core.
-_STIRS = 0.02
+# A rank that uses more than this share of a core computes; idle threads of torch and its backends use far less than
+# the second one.
+_BUSY, _STIRS = 0.2, 0.02
 _MIN_BYTES = 32 * 1024
 # A DataLoader that waits wakes up every five seconds.
 _WAKEUPS_PER_S = 0.5
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What a rank and its child processes had done at one moment.
 
     Attributes:
@@ -44,8 +41,8 @@ class Sample:
         num_bytes: Bytes that they read and wrote.
         num_wakeups: How often main threads slept and were woken.
         pids: The processes.
-        is_in_disk: Whether a main thread waits in the kernel for a disk or a network file system.
-        is_ready: Whether a main thread computes, or waits for a core.
+        states: Of their main threads, as in /proc: ``R`` computes or waits for a core, ``D`` waits in the kernel for a
+            disk or a network file system.
     """
 
     at_s: float
@@ -53,59 +50,39 @@ class Sample:
     num_bytes: int
     num_wakeups: int
     pids: frozenset[int]
-    is_in_disk: bool = False
-    is_ready: bool = False
+    states: str
 
 
-@dataclass
-class Liveness:
-    """The samples of one rank over the last ``window_s``; to be cleared when the rank has moved."""
-
-    window_s: float
-    samples: deque[Sample] = field(default_factory=deque)
-
-    def add(self, sample: Sample) -> None:
-        """Add a sample; drop those older than the window."""
-        self.samples.append(sample)
-        while sample.at_s - self.samples[0].at_s > self.window_s:
-            self.samples.popleft()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it computes, or waits for a core."""
-        return len(self.samples) > 1 and (self._core_share() > BUSY or self._is_mostly("is_ready"))
-
-    def signs(self) -> str:
-        """Return a sign that the rank may be active, as a sentence; empty if there is none."""
-        if len(self.samples) < 2:
-            return ""
-        first, last = self.samples[0], self.samples[-1]
-        signs = {
-            "its child processes start or end": first.pids != last.pids,
-            "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
-            "it waits for a disk or a network file system": self._is_mostly("is_in_disk"),
-            WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s),
-            "it uses the processor a little": self._core_share() > _STIRS,
-        }
-        return next((sign for sign, is_so in signs.items() if is_so), "")
-
-    def _is_mostly(self, name: str) -> bool:
-        """Return whether most samples have the attribute ``name``."""
-        return 2 * sum(bool(getattr(each, name)) for each in self.samples) > len(self.samples)
-
-    def _core_share(self) -> float:
-        """Return the share of a core that it used since the first sample."""
-        first, last = self.samples[0], self.samples[-1]
-        return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
+def sign_of_life(samples: Sequence[Sample]) -> str:
+    """Return what a rank did since the first of ``samples``, as a sentence; empty if nothing."""
+    if len(samples) < 2:
+        return ""
+    first, last = samples[0], samples[-1]
+    seconds = last.at_s - first.at_s
+    core_share = (last.cpu_s - first.cpu_s) / max(seconds, 1e-9)
+    num_seen = Counter(state for each in samples for state in set(each.states))
+    signs = {
+        COMPUTES: core_share > _BUSY or 2 * num_seen["R"] > len(samples),
+        "its child processes start or end": first.pids != last.pids,
+        "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
+        "it waits for a disk or a network file system": 2 * num_seen["D"] > len(samples),
+        WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * seconds,
+        "it uses the processor a little": core_share > _STIRS,
+    }
+    return next((sign for sign, is_so in signs.items() if is_so), "")
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """Return the state of a process, and its seconds of processor time; the state is empty if it has ended."""
+    """Return the state of a process, and its seconds of processor time.
+
+    The state is a letter: ``T`` if it is stopped by a signal such as SIGSTOP, or by a debugger. It is empty if the
+    process has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", 0.0
-    return fields[0].strip("XZ"), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0].strip("XZ").upper(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def sample(pid: int, *, own_bytes: int) -> Sample:
@@ -120,7 +97,7 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
     num_bytes = sum(_counted(f"/proc/{each}/io", "rchar|wchar") for each in pids) - own_bytes
     # Of main threads only.
     num_wakeups = sum(_counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches") for each in pids)
-    return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "D" in states, "R" in states)
+    return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "".join(states))
 
 
 def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
@@ -150,6 +127,9 @@ def format_bytes(num_bytes: float) -> str:
 # File, line and function, innermost first.
 Frames = Sequence[tuple[str, int, str]]
 
+# The operation of `RankState` in which the engine of torch waits.
+BACKWARD = "backward (gradient exchange)"
+
 # There are two heartbeats per second: after this time without one, no Python thread of the rank runs.
 SILENT_S = 2.0
 
@@ -178,16 +158,13 @@ class RankState:
         frames: File, line and function of the main thread, innermost first.
         still_s: Seconds for which its main thread has been at the same place, without a step or a collective.
         silent_s: Seconds since its last heartbeat.
-        is_busy: Whether it, or a child process, used the processor in that time.
-        life: A sign that it may be active although its main thread is not, such as ``it reads or writes``.
-        is_stopped: Whether it is stopped by a signal such as SIGSTOP.
-        has_left: Whether it has ended.
+        life: What it and its child processes did in that time, such as ``it reads or writes``; empty if nothing.
+        pid: Its process, if that lives.
         step: The step of ``fit``, counted from 0.
         phase: The phase of that step.
         num_steps: Number of optimizer steps done.
         has_trained: Whether it has done an optimizer step or a collective.
-        bucket: The bucket that it waits for, with the names of its parameters.
-        collective: The collective of ours in which its main thread waits.
+        collective: The collective of ours in which its main thread waits, or in which its current bucket is.
         recorded_call: The first collective in torch's record that has not completed, otherwise the last.
         failure: The exception that ended its part in the job, if its process still runs.
         uses_gpu: Whether it has a CUDA context.
@@ -197,15 +174,12 @@ class RankState:
     frames: Frames = ()
     still_s: float = 0.0
     silent_s: float = 0.0
-    is_busy: bool = False
     life: str = ""
-    is_stopped: bool = False
-    has_left: bool = False
+    pid: int = 0
     step: int | None = None
     phase: str = ""
     num_steps: int = 0
     has_trained: bool = False
-    bucket: str = ""
     collective: str = ""
     recorded_call: str = ""
     failure: str = ""
@@ -217,29 +191,25 @@ class RankState:
         return max(self.still_s, self.silent_s)
 
 
-def operation(seen: RankState) -> str | None:
-    """Return the operation in which a rank waits for others, such as ``all_reduce``; ``None`` if it does not."""
-    if seen.has_left or seen.is_stopped or seen.silent_s > SILENT_S:
-        return None
-    if seen.bucket or seen.collective:
-        return f"all_reduce of {seen.bucket}" if seen.bucket else seen.collective
+def operation(seen: RankState) -> str:
+    """Return the operation in which a rank waits for others, such as ``all_reduce``; empty if it does not wait."""
+    if seen.life in (ENDED, STOPPED) or seen.silent_s > SILENT_S:
+        return ""
     calls = [at[2] for at in seen.frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
-    if calls or not seen.frames:
-        return calls[-1] if calls else None
+    if seen.collective or calls or not seen.frames:
+        return seen.collective or "".join(calls[-1:])
     # The engines of torch wait in native code, where only the line of the script tells what it waits for.
     file, _, _ = user_frame(seen.frames)
     inner, line, function = seen.frames[0]
     text = linecache.getline(inner, line) if inner == file or inner.startswith(_PACKAGE) else ""
+    is_busy = seen.life == COMPUTES
+    if function == "_engine_run_backward" and (not is_busy or seen.uses_gpu):
+        return BACKWARD
     # As a rule, the host spins while it waits for the GPU. An idle line of the script may do something else.
-    marks = _GPU_WAITS if seen.is_busy or inner.startswith(_PACKAGE) else _READS
-    if function == "_engine_run_backward" and (not seen.is_busy or seen.uses_gpu):
-        what = f": {seen.recorded_call}" if seen.recorded_call else ""
-        return f"backward (gradient exchange{what})"
+    marks = _GPU_WAITS if is_busy or inner.startswith(_PACKAGE) else _READS
     if seen.uses_gpu and ((inner != file and function == "synchronize") or any(mark in text for mark in marks)):
         return DEVICE
-    if inner != file or seen.is_busy:
-        return None
-    return next((mark[1:-1] for mark in _WAITS if mark in text), None)
+    return next((mark[1:-1] for mark in _WAITS if mark in text and inner == file and not is_busy), "")
 
 
 def is_debugged(seen: RankState) -> bool:
@@ -258,8 +228,6 @@ def waits_outside(frames: Frames) -> str:
 
 def where_of(file: str, line: int) -> str:
     """Return a short form of file and line."""
-    if not file:
-        return "an unknown place"
     return f"{file.removeprefix(_ABOVE) if file.startswith(_PACKAGE) else os.path.basename(file)}:{line}"
 
 
@@ -274,11 +242,11 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
 
 def place(seen: RankState) -> str:
     """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``."""
-    if seen.has_left:
+    if seen.life == ENDED:
         return "ended normally"  # a rank that failed would have ended the job
     file, line, function = user_frame(seen.frames)
     where = where_of(file, line)
-    if seen.is_stopped:
+    if seen.life == STOPPED:
         return f"was stopped by a signal (SIGSTOP), last seen at {where}"
     if seen.silent_s > SILENT_S:
         return f"does not respond: native code holds the interpreter lock, last seen at {where}"
