@@ -172,7 +172,8 @@ def test_report_of_what_a_host_does_not_know_has_the_record_of_torch():
     ranks = [on_device(rank, 8, recorded_call="all_reduce of 6 elements, number 5, scheduled") for rank in range(2)]
     ranks.append(works(2, 8, uses_gpu=True, recorded_call="all_reduce of 6 elements, number 4, completed"))
     awaited = "rank 2 is in load (train.py:7) for 8 s [torch's record: all_reduce of 6 elements, number 4, completed]"
-    waiting = "ranks 0, 1 wait for their devices (train.py:3) for 8 s [torch's record: all_reduce of 6 elements, number 5, scheduled]"
+    record = "torch's record: all_reduce of 6 elements, number 5, scheduled"
+    waiting = f"ranks 0, 1 wait for their devices (train.py:3) for 8 s [{record}]"
     head = "The job hangs: ranks have waited for each other for more than 6 s."
     assert report(ranks, 6, HANGS) == f"{head}\n{awaited}; {waiting}"
     assert report(ranks[:2], 6, SUSPECT).splitlines()[1:] == [
@@ -184,7 +185,7 @@ def test_report_of_what_a_host_does_not_know_has_the_record_of_torch():
     assert operation(on_host) == BACKWARD
     assert report([works(1, 8, recorded_call="broadcast of 1 elements, number 9"), on_host], 6, HANGS) == (
         f"{head}\nrank 1 is in load (train.py:7) for 8 s; rank 0 waits in backward (gradient exchange) (train.py:3) "
-        "for 8 s [step 3; torch's record: all_reduce of 6 elements, number 5, scheduled]"
+        f"for 8 s [step 3; {record}]"
     )
 
 

@@ -215,9 +215,9 @@ class SharedJudgement:
 
     [Note: one launcher judges for all]
     If every launcher read the states of all ranks, the bytes would grow with the square of the machines. Instead, each
-    launcher posts the states of its ranks while they are idle, that of rank zero (the judge) reads all and publishes a
-    judgement, and the others read only that. No launcher waits: without a judgement, each judges the ranks of its own
-    machine. So does each if the judge is lost; but then rank zero is lost as well, and the job with it.
+    launcher posts the states of its ranks, that of rank zero (the judge) reads all and publishes a judgement, and the
+    others read only that; each does so only while its ranks are idle. No launcher waits: without a judgement, each
+    judges the ranks of its own machine. If the judge is lost, rank zero is lost as well, and the job with it.
 
     Args:
         store: The store through which the launchers communicate.
@@ -241,13 +241,13 @@ class SharedJudgement:
             seen: The states.
             is_idle: Whether one of these ranks may hang. If not, earlier notes do not count any more.
         """
-        is_judge, now_s = seen[0].rank == 0, time.monotonic()
-        if not is_judge and not is_idle:
+        now_s = time.monotonic()
+        if not is_idle:
             self._latest = None
             self._notes.clear()
         elif now_s >= self._next_s:
             self._next_s = now_s + self._period_s
-            self._latest = self._judge_all(seen, now_s) if is_judge else self._exchange(seen, now_s)
+            self._latest = self._judge_all(seen, now_s) if seen[0].rank == 0 else self._exchange(seen, now_s)
         return self._latest
 
     def _judge_all(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
