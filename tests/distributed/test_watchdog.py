@@ -93,8 +93,9 @@ EXPECTED = {
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
     f"(gradient exchange) ({at('autograd.backward')}) for N s "
     "[after 8 optimizer steps; torch's record: all_reduce of 4160 elements, number N, scheduled]\n",
-    "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} [step 5, backward]; "
-    f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [step 5, communication]\n",
+    "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} "
+    "[in step 5 (backward)]; "
+    f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [in step 5 (communication)]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
     f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n",
 }

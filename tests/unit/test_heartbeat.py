@@ -12,17 +12,21 @@ from pathlib import Path
 import pytest
 
 from lockstep import activity
+from lockstep.run_folder import HEARTBEAT, rank_file, read_object
 from lockstep.telemetry import watchdog as module
 from lockstep.telemetry.heartbeat import (
     STACKS_SIGNAL,
     Heartbeat,
-    read_heartbeat,
     read_step_counter,
     recorded_call,
 )
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Judgement, Verdict, Watchdog
+
+
+def read_heartbeat(folder, rank):
+    return read_object(rank_file(folder, HEARTBEAT, rank))
 
 
 @pytest.fixture

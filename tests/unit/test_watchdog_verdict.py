@@ -163,8 +163,8 @@ def test_report_names_who_waits_for_whom():
     ranks.append(RankState(3, loader, 32.4, step=11, phase="loader"))
     assert report(ranks, 30, HANGS) == (
         "The job hangs: ranks have waited for each other for more than 30 s.\n"
-        "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [step 12, loader]; "
-        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [step 12, backward]"
+        "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [in step 12 (loader)]; "
+        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [in step 12 (backward)]"
     )
 
 
@@ -185,7 +185,7 @@ def test_report_of_what_a_host_does_not_know_has_the_record_of_torch():
     assert operation(on_host) == BACKWARD
     assert report([works(1, 8, recorded_call="broadcast of 1 elements, number 9"), on_host], 6, HANGS) == (
         f"{head}\nrank 1 is in load (train.py:7) for 8 s; rank 0 waits in backward (gradient exchange) (train.py:3) "
-        f"for 8 s [step 3; {record}]"
+        f"for 8 s [in step 3; {record}]"
     )
 
 

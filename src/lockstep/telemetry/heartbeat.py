@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep import activity
 from lockstep.activity import name_of_bucket
-from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
+from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, replace_file
 from lockstep.telemetry.rank_state import format_bytes, process_state
 
 # The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
@@ -70,11 +70,6 @@ def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
     except (OSError, ValueError, TypeError):  # there is none, or it is being created
         return None, 0
     return (step - 1 if step else None), num_updates
-
-
-def read_heartbeat(run_dir: Path, rank: int) -> dict[str, Any]:
-    """Return what a rank wrote last; empty if there is nothing, or nothing that can be read."""
-    return read_object(rank_file(run_dir, HEARTBEAT, rank))
 
 
 class Heartbeat:

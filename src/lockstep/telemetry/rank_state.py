@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.activity import DEVICE
+from lockstep.run_folder import Progress
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
@@ -151,7 +152,7 @@ _OUTSIDE = ("socket.py", "ssl.py", "base_events.py", "subprocess.py")
 
 
 @dataclass(frozen=True)
-class RankState:
+class RankState(Progress):
     """The state of a rank as the launcher sees it.
 
     Attributes:
@@ -160,9 +161,6 @@ class RankState:
         silent_s: Seconds since its last heartbeat.
         life: What it and its child processes did in that time, such as ``it reads or writes``; empty if nothing.
         pid: Its process, if that lives.
-        step: The step of ``fit``, counted from 0.
-        phase: The phase of that step.
-        num_steps: Number of optimizer steps done.
         has_trained: Whether it has done an optimizer step or a collective.
         collective: The collective of ours in which its main thread waits, or in which its current bucket is.
         recorded_call: The first collective in torch's record that has not completed, otherwise the last.
@@ -176,9 +174,6 @@ class RankState:
     silent_s: float = 0.0
     life: str = ""
     pid: int = 0
-    step: int | None = None
-    phase: str = ""
-    num_steps: int = 0
     has_trained: bool = False
     collective: str = ""
     recorded_call: str = ""

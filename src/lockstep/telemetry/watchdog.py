@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from lockstep.activity import CLOSE, DEVICE, format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.run_folder import HEARTBEAT, STACKS, rank_file, rank_files
+from lockstep.run_folder import HEARTBEAT, STACKS, rank_file, rank_files, read_object
 from lockstep.telemetry import rank_state
-from lockstep.telemetry.heartbeat import STACKS_SIGNAL, read_heartbeat
+from lockstep.telemetry.heartbeat import STACKS_SIGNAL
 from lockstep.telemetry.rank_state import BACKWARD, COMPUTES, ENDED, STOPPED, WAKES_UP, RankState, operation, place
 from lockstep.telemetry.resources import Resources
 
@@ -167,13 +167,10 @@ def _described(where: str, step: str, members: Sequence[RankState], patience_s: 
 
 
 def _step(seen: RankState) -> str:
-    step = f"after {seen.num_steps} optimizer step{'s' * (seen.num_steps != 1)}" if seen.num_steps else ""
-    if seen.step is not None:
-        step = f"step {seen.step + 1}{f', {seen.phase}' if seen.phase else ''}"
     # The program does not know which collective its device, or the engine of torch, is in.
-    if seen.recorded_call and (seen.uses_gpu or operation(seen) == BACKWARD):
-        step += f"{'; ' * bool(step)}torch's record: {seen.recorded_call}"
-    return f" [{step}]" if step else ""
+    is_unknown = seen.recorded_call and (seen.uses_gpu or operation(seen) == BACKWARD)
+    known = [seen.in_step, f"torch's record: {seen.recorded_call}" if is_unknown else ""]
+    return f" [{'; '.join(filter(None, known))}]" if any(known) else ""
 
 
 def _explanation(ranks: Sequence[RankState]) -> str:
@@ -228,7 +225,6 @@ class SharedJudgement:
     def __init__(self, store: InterNodeStore, num_nodes: int, judge: Callable[..., Judgement]) -> None:
         self._store, self._judge = store, judge
         self._period_s = num_nodes / _NODES_A_SECOND
-        self._stale_s = max(_STALE_S, 3 * self._period_s)
         self._latest: Judgement | None = None
         self._next_s = -math.inf
         # By key: the last note, and when that changed.
@@ -275,7 +271,7 @@ class SharedJudgement:
             # When the first one was posted is not known.
             before, changed_s = self._notes.get(key, (note, -math.inf))
             self._notes[key] = note, changed_s if note == before else now_s
-            if now_s - self._notes[key][1] <= self._stale_s:
+            if now_s - self._notes[key][1] <= max(_STALE_S, 3 * self._period_s):
                 yield note
 
 
@@ -448,8 +444,8 @@ class Watchdog:
     def _read_ranks(self) -> list[RankState]:
         """Return the state of each rank of this machine."""
         found = []
-        for rank in sorted(rank_files(self.run_dir, HEARTBEAT)):
-            heartbeat = read_heartbeat(self.run_dir, rank)
+        for rank, path in sorted(rank_files(self.run_dir, HEARTBEAT).items()):
+            heartbeat = read_object(path)
             if not heartbeat:
                 return []  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             self.resources.devices[rank] = heartbeat["devices"]
