@@ -91,8 +91,8 @@ EXPECTED = {
     f"ranks 1, 2 wait in barrier ({at('barrier()')}) for N s\n"
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
-    f"(gradient exchange) ({at('autograd.backward')}) for N s "
-    "[after 8 optimizer steps; torch's record: all_reduce of 4160 elements, number N, scheduled]\n",
+    f"(gradient exchange): all_reduce of 4160 elements, number N, scheduled ({at('autograd.backward')}) for N s "
+    "[after 8 optimizer steps]\n",
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} "
     "[in step 5 (backward)]; "
     f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [in step 5 (communication)]\n",

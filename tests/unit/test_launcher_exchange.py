@@ -61,7 +61,7 @@ def clock(monkeypatch):
 
 def list_seen(ranks, num_seen):
     """The judgement of a judge that lists whom it sees, and which of their notes."""
-    seen = sorted((each.rank, int(each.still_s)) for each in ranks)
+    seen = sorted((each.rank, int(each.idle_s)) for each in ranks)
     assert num_seen == len(seen)
     return Judgement(Verdict.SUSPECT, str(seen), all_wait=False)
 
@@ -80,7 +80,7 @@ class Machines:
         found, cost = {}, {}
         for rank, each in self.shared.items():
             requests.clear()
-            state = RankState(rank, [("/x/train.py", 7, "load")] * 30, still_s=float(self.num_posts))
+            state = RankState(rank, idle_s=float(self.num_posts))
             judgement = each.update([state], is_idle=rank in self.idle)
             found[rank] = None if judgement is None else judgement.text
             cost[rank] = requests["MainThread"], requests["keys"]

@@ -10,18 +10,19 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lockstep.activity import DEVICE
+from lockstep.activity import CLOSE, DEVICE
 from lockstep.run_folder import Progress
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
 # What a rank does although its main thread stays at one place; others, which mean that it may only be slow, are below.
 ENDED, STOPPED, COMPUTES = "it has ended", "it is stopped by a signal", "it computes"
+DEBUGGED = "it waits for a person at a debugger"
 # As a process does that polls for a file, or that waits in our shared memory.
 WAKES_UP = "it wakes up repeatedly"
 
@@ -153,65 +154,75 @@ _OUTSIDE = ("socket.py", "ssl.py", "base_events.py", "subprocess.py")
 
 @dataclass(frozen=True)
 class RankState(Progress):
-    """The state of a rank as the launcher sees it.
+    """The state of a rank as the launcher of its machine sees it.
 
     Attributes:
-        frames: File, line and function of the main thread, innermost first.
-        still_s: Seconds for which its main thread has been at the same place, without a step or a collective.
-        silent_s: Seconds since its last heartbeat.
+        idle_s: Seconds for which its main thread has been at the same place, without a step or a collective.
         life: What it and its child processes did in that time, such as ``it reads or writes``; empty if nothing.
+        operation: The operation in which it waits for others, such as ``all_reduce``; empty if it does not wait.
+        place: Where it is, as a predicate such as ``waits in all_reduce (train.py:7)``.
         pid: Its process, if that lives.
         has_trained: Whether it has done an optimizer step or a collective.
-        collective: The collective of ours in which its main thread waits, or in which its current bucket is.
-        recorded_call: The first collective in torch's record that has not completed, otherwise the last.
         failure: The exception that ended its part in the job, if its process still runs.
-        uses_gpu: Whether it has a CUDA context.
     """
 
     rank: int
-    frames: Frames = ()
-    still_s: float = 0.0
-    silent_s: float = 0.0
+    idle_s: float = 0.0
     life: str = ""
+    operation: str = ""
+    place: str = ""
     pid: int = 0
     has_trained: bool = False
-    collective: str = ""
-    recorded_call: str = ""
     failure: str = ""
-    uses_gpu: bool = False
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds for which its place has not changed."""
-        return max(self.still_s, self.silent_s)
 
 
-def operation(seen: RankState) -> str:
+def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: str = "") -> RankState:
+    """Return the state of a rank.
+
+    Args:
+        rank: Its number.
+        heartbeat: What it wrote last; see `Heartbeat.write`.
+        process_state: Of its process; see `process_state`.
+        life: What it does by `sign_of_life`.
+    """
+    now_s, frames = time.monotonic(), heartbeat["frames"]
+    idle_s, is_silent = now_s - heartbeat["moved_s"], now_s - heartbeat["beat_s"] > SILENT_S
+    life = life or waits_outside(frames)
+    if process_state == "T":
+        life = STOPPED
+    elif not process_state or heartbeat["collective"] == CLOSE:
+        life, idle_s = ENDED, 0.0
+    elif is_debugged(frames):
+        life = DEBUGGED
+    name = "" if is_silent or life in (ENDED, STOPPED) else operation(heartbeat, is_busy=life == COMPUTES)
+    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "has_trained", "failure")}
+    pid = heartbeat["pid"] if process_state else 0
+    return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **kept)
+
+
+def operation(heartbeat: Mapping[str, Any], *, is_busy: bool) -> str:
     """Return the operation in which a rank waits for others, such as ``all_reduce``; empty if it does not wait."""
-    if seen.life in (ENDED, STOPPED) or seen.silent_s > SILENT_S:
-        return ""
-    calls = [at[2] for at in seen.frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
-    if seen.collective or calls or not seen.frames:
-        return seen.collective or "".join(calls[-1:])
+    frames, uses_gpu = heartbeat["frames"], heartbeat["uses_gpu"]
+    calls = [at[2] for at in frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
+    if heartbeat["collective"] or calls or not frames:
+        return heartbeat["collective"] or "".join(calls[-1:])
     # The engines of torch wait in native code, where only the line of the script tells what it waits for.
-    file, _, _ = user_frame(seen.frames)
-    inner, line, function = seen.frames[0]
+    file, _, _ = user_frame(frames)
+    inner, line, function = frames[0]
     text = linecache.getline(inner, line) if inner == file or inner.startswith(_PACKAGE) else ""
-    is_busy = seen.life == COMPUTES
-    if function == "_engine_run_backward" and (not is_busy or seen.uses_gpu):
+    if function == "_engine_run_backward" and (not is_busy or uses_gpu):
         return BACKWARD
     # As a rule, the host spins while it waits for the GPU. An idle line of the script may do something else.
     marks = _GPU_WAITS if is_busy or inner.startswith(_PACKAGE) else _READS
-    if seen.uses_gpu and ((inner != file and function == "synchronize") or any(mark in text for mark in marks)):
+    if uses_gpu and ((inner != file and function == "synchronize") or any(mark in text for mark in marks)):
         return DEVICE
     return next((mark[1:-1] for mark in _WAITS if mark in text and inner == file and not is_busy), "")
 
 
-def is_debugged(seen: RankState) -> bool:
-    """Return whether the rank waits for a person, in a debugger or in ``input()``."""
-    if seen.frames and "input(" in linecache.getline(*seen.frames[0][:2]):
-        return True
-    return any(os.path.basename(file) in _DEBUGGERS for file, _, _ in seen.frames)
+def is_debugged(frames: Frames) -> bool:
+    """Return whether a rank waits for a person, in a debugger or in ``input()``."""
+    is_asked = bool(frames) and "input(" in linecache.getline(*frames[0][:2])
+    return is_asked or any(os.path.basename(file) in _DEBUGGERS for file, _, _ in frames)
 
 
 def waits_outside(frames: Frames) -> str:
@@ -235,20 +246,23 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
     return file, line, function
 
 
-def place(seen: RankState) -> str:
-    """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``."""
-    if seen.life == ENDED:
-        return "ended normally"  # a rank that failed would have ended the job
-    file, line, function = user_frame(seen.frames)
+def place(heartbeat: Mapping[str, Any], life: str, name: str, *, is_silent: bool) -> str:
+    """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``; ``name``: its operation."""
+    frames = heartbeat["frames"]
+    file, line, function = user_frame(frames)
     where = where_of(file, line)
-    if seen.life == STOPPED:
+    if life == ENDED:
+        return "ended normally"  # a rank that failed would have ended the job
+    if life == STOPPED:
         return f"was stopped by a signal (SIGSTOP), last seen at {where}"
-    if seen.silent_s > SILENT_S:
+    if is_silent:
         return f"does not respond: native code holds the interpreter lock, last seen at {where}"
-    if seen.failure:
-        return f"has failed ({seen.failure}) but still runs, and is in {function} ({where})"
-    if name := operation(seen):
-        return f"waits {'for its device' if name == DEVICE else f'in {name}'} ({where})"
-    if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in seen.frames):
+    if heartbeat["failure"]:
+        return f"has failed ({heartbeat['failure']}) but still runs, and is in {function} ({where})"
+    if name:
+        # The program does not know which collective its device, or the engine of torch, is in.
+        known = f": {heartbeat['recorded_call']}" if heartbeat["recorded_call"] and name in (DEVICE, BACKWARD) else ""
+        return f"waits {'for its device' if name == DEVICE else f'in {name}'}{known} ({where})"
+    if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in frames):
         function = "DataLoader.__next__"
     return f"is in {function} ({where})"

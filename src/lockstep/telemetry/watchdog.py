@@ -17,19 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.activity import CLOSE, DEVICE, format_ranks
+from lockstep.activity import DEVICE, format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import HEARTBEAT, STACKS, rank_file, rank_files, read_object
 from lockstep.telemetry import rank_state
 from lockstep.telemetry.heartbeat import STACKS_SIGNAL
-from lockstep.telemetry.rank_state import BACKWARD, COMPUTES, ENDED, STOPPED, WAKES_UP, RankState, operation, place
+from lockstep.telemetry.rank_state import COMPUTES, DEBUGGED, ENDED, STOPPED, WAKES_UP, RankState
 from lockstep.telemetry.resources import Resources
 
 # --- whether the job hangs --------------------------------------------------------------------------------------------
@@ -60,14 +60,14 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
         is_strict: Whether computing, or a transfer, is limited to ``GRACE`` times that; otherwise it has no limit.
         sees_all: Whether ``ranks`` are all ranks of the job.
     """
-    if not ranks or any(rank_state.is_debugged(seen) for seen in ranks):
+    if not ranks or any(seen.life == DEBUGGED for seen in ranks):
         return Verdict.FINE  # the others wait for a person at a debugger
-    waiting = [seen for seen in ranks if operation(seen)]
-    others = [seen for seen in ranks if not operation(seen)]
+    waiting = [seen for seen in ranks if seen.operation]
+    others = [seen for seen in ranks if not seen.operation]
     if not waiting:
         return _judge_without_waiting(ranks, patience_s, is_strict=is_strict)
     # The last rank counts, as the collective may have begun only then.
-    waits_s = min(seen.still_s for seen in waiting)
+    waits_s = min(seen.idle_s for seen in waiting)
     if waits_s < patience_s:
         return Verdict.FINE
     is_long = waits_s >= GRACE * patience_s
@@ -75,9 +75,9 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     if others:
         return max(at_last, min(_judge_awaited(seen, patience_s) for seen in others))
     # A host that waits for its device knows no collective, and the device may compute.
-    calls = {_call(seen) for seen in waiting if operation(seen) != DEVICE}
+    calls = {_call(seen) for seen in waiting if seen.operation != DEVICE}
     # If all ranks are in the same call, the transfer may be slow; then there are signs of it.
-    is_moving = any(seen.life not in ("", WAKES_UP) or operation(seen) == DEVICE for seen in waiting)
+    is_moving = any(seen.life not in ("", WAKES_UP) or seen.operation == DEVICE for seen in waiting)
     differ = len(calls) > 1 and not (calls <= _ONE_TO_ONE and is_moving)
     return Verdict.HANGS if sees_all and (differ or (is_long and not is_moving)) else at_last
 
@@ -115,9 +115,9 @@ def _call(seen: RankState) -> str:
     A rank may be a bucket ahead, and two lines may contain the same call, as in ``if rank == 0: broadcast(...)`` with
     ``else: broadcast(...)``.
     """
-    name = operation(seen)
+    name = seen.operation
     if name in ("wait", "synchronize"):
-        return place(seen)  # known only by the line of the script, which may wait for anything
+        return seen.place  # known only by the line of the script, which may wait for anything
     return re.sub(r" bucket \d.*", " a bucket", name)
 
 
@@ -137,15 +137,15 @@ def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_node
         num_nodes: Number of machines in the job.
         num_seen: Number of machines whose ranks are in ``ranks``.
     """
-    awaited = [seen for seen in ranks if not operation(seen)]
+    awaited = [seen for seen in ranks if not seen.operation]
     nobody_waits, is_suspect = len(awaited) == len(ranks), verdict is Verdict.SUSPECT
     what = "no rank has done anything" if nobody_waits else "ranks have waited for each other"
     for_s = GRACE * patience_s if nobody_waits and not is_suspect else patience_s
     lines = [f"The job {'may hang' if is_suspect else 'hangs'}: {what} for more than {for_s:g} s."]
     groups: dict[tuple[str, str], list[RankState]] = {}
-    for seen in sorted(ranks, key=lambda seen: (bool(operation(seen)), seen.rank)):
-        groups.setdefault((place(seen), _step(seen)), []).append(seen)
-    described = [_described(where, step, members, patience_s) for (where, step), members in groups.items()]
+    for seen in sorted(ranks, key=lambda seen: (bool(seen.operation), seen.rank)):
+        groups.setdefault((seen.place, seen.in_step), []).append(seen)
+    described = [_described(members, patience_s) for members in groups.values()]
     lines += ["; ".join(described)] if len(described) <= 2 else described
     slow = [seen for seen in awaited if seen.life not in ("", ENDED, STOPPED)]
     lines += [f"rank {seen.rank} may only be slow: {seen.life}." for seen in slow]
@@ -157,28 +157,24 @@ def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_node
     return "\n".join(lines)
 
 
-def _described(where: str, step: str, members: Sequence[RankState], patience_s: float) -> str:
+def _described(members: Sequence[RankState], patience_s: float) -> str:
+    """Describe ranks that are at one place, in one step."""
+    first, place = members[0], members[0].place
     if len(members) > 1:
-        verb, _, rest = where.partition(" ")
-        where = f"{_PLURALS.get(verb, verb)} {rest}".replace("its device", "their devices", 1)
+        verb, _, rest = place.partition(" ")
+        place = f"{_PLURALS.get(verb, verb)} {rest}".replace("its device", "their devices", 1)
     idle_s = max(seen.idle_s for seen in members)
-    duration = f" for {idle_s:.0f} s" if idle_s >= patience_s and members[0].life != STOPPED else ""
-    return f"{format_ranks([seen.rank for seen in members])} {where}{duration}{step}"
-
-
-def _step(seen: RankState) -> str:
-    # The program does not know which collective its device, or the engine of torch, is in.
-    is_unknown = seen.recorded_call and (seen.uses_gpu or operation(seen) == BACKWARD)
-    known = [seen.in_step, f"torch's record: {seen.recorded_call}" if is_unknown else ""]
-    return f" [{'; '.join(filter(None, known))}]" if any(known) else ""
+    duration = f" for {idle_s:.0f} s" if idle_s >= patience_s and first.life != STOPPED else ""
+    step = f" [{first.in_step}]" if first.in_step else ""
+    return f"{format_ranks([seen.rank for seen in members])} {place}{duration}{step}"
 
 
 def _explanation(ranks: Sequence[RankState]) -> str:
     """Return why all ranks wait."""
-    called = sorted({re.sub(r" of bucket.*| \(.*", "", operation(seen)) for seen in ranks})
+    called = sorted({re.sub(r" of bucket.*| \(.*", "", seen.operation) for seen in ranks})
     if DEVICE in called:
         return "All ranks wait, some of them for their devices, which may compute, or be in a collective."
-    if len(called) > 1 or len({rank_state.user_frame(seen.frames)[:2] for seen in ranks}) > 1:
+    if len(called) > 1 or len({seen.place.rpartition("(")[2] for seen in ranks}) > 1:
         what = "different collectives" if len(called) > 1 else f"{called[0]} from different lines"
         return f"The ranks call {what}: each must be called by all ranks, in the same order."
     return "All ranks wait in the same call: the transfer itself hangs, or is slower than --watchdog allows."
@@ -190,7 +186,6 @@ def _explanation(ranks: Sequence[RankState]) -> str:
 _STALE_S = 10.0
 # With more than half as many machines, they exchange less often than they check, as the judge reads all notes.
 _NODES_A_SECOND = 64
-_NUM_FRAMES_ELSEWHERE = 20
 
 
 class Judgement(NamedTuple):
@@ -256,9 +251,7 @@ class SharedJudgement:
         return made
 
     def _exchange(self, seen: Sequence[RankState], now_s: float) -> Judgement | None:
-        # Few frames, to keep the notes small.
-        bare = [asdict(replace(each, frames=list(each.frames)[:_NUM_FRAMES_ELSEWHERE])) for each in seen]
-        self._store.post("ranks", bare)
+        self._store.post("ranks", [asdict(each) for each in seen])
         for note in self._fresh_notes("judged", now_s):
             with contextlib.suppress(TypeError, ValueError):
                 _, verdict, text, all_wait = note
@@ -415,14 +408,14 @@ class Watchdog:
         # All may wait for a rank of a machine whose states are not known.
         verdict = judge(ranks, self.patience_s, is_strict=self.is_strict, sees_all=num_seen >= self.num_nodes)
         text = report(ranks, self.patience_s, verdict, self.num_nodes, num_seen) if verdict else ""
-        return Judgement(verdict, text, all(map(operation, ranks)))
+        return Judgement(verdict, text, all(seen.operation for seen in ranks))
 
     def _report(self, seen: Sequence[RankState], pids: Mapping[int, int], found: Judgement) -> bool:
         folder = keep_stacks(self.run_dir, pids)
         if self._over.is_set():  # The job has ended meanwhile.
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        awaited = {each.rank: each.pid for each in seen if each.pid and (found.all_wait or not operation(each))}
+        awaited = {each.rank: each.pid for each in seen if each.pid and (found.all_wait or not each.operation)}
         stacks = f"The Python stacks of {'all' if self.num_nodes == 1 else 'the'} ranks are in {folder}."
         processes = f"Their PIDs: {', '.join(f'{pid} (rank {rank})' for rank, pid in pids.items())}."
         text = "\n".join([found.text, *busy_workers(folder, awaited), stacks, processes])
@@ -435,7 +428,7 @@ class Watchdog:
         """
         failed = {each.pid for each in seen if each.failure and each.pid}
         # With several machines, those that wait may be on others.
-        if self.num_nodes > 1 or any(map(operation, seen)):
+        if self.num_nodes > 1 or any(each.operation for each in seen):
             for pid in failed & self._failed:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -449,20 +442,11 @@ class Watchdog:
             if not heartbeat:
                 return []  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             self.resources.devices[rank] = heartbeat["devices"]
-            found.append(self._state(rank, heartbeat))
+            state, _ = rank_state.process_state(heartbeat["pid"])
+            samples = self._samples.setdefault(rank, deque(maxlen=math.ceil(self.patience_s / _PERIOD_S) + 1))
+            if time.monotonic() - heartbeat["moved_s"] < _SETTLED_S:
+                samples.clear()
+            else:
+                samples.append(rank_state.sample(heartbeat["pid"], own_bytes=heartbeat["num_bytes"]))
+            found.append(rank_state.state_of(rank, heartbeat, state, rank_state.sign_of_life(samples)))
         return found
-
-    def _state(self, rank: int, heartbeat: dict[str, Any]) -> RankState:
-        pid, now_s = heartbeat["pid"], time.monotonic()
-        state, _ = rank_state.process_state(pid)
-        seen = {each.name: heartbeat[each.name] for each in fields(RankState) if each.name in heartbeat}
-        if not state or (heartbeat["collective"] == CLOSE and state != "T"):
-            return RankState(rank, life=ENDED, **seen | {"pid": pid if state else 0})
-        seen |= {"still_s": now_s - heartbeat["moved_s"], "silent_s": now_s - heartbeat["beat_s"]}
-        samples = self._samples.setdefault(rank, deque(maxlen=math.ceil(self.patience_s / _PERIOD_S) + 1))
-        if max(seen["still_s"], seen["silent_s"]) < _SETTLED_S:
-            samples.clear()
-        else:
-            samples.append(rank_state.sample(pid, own_bytes=heartbeat["num_bytes"]))
-        life = rank_state.sign_of_life(samples) or rank_state.waits_outside(heartbeat["frames"])
-        return RankState(rank, life=STOPPED if state == "T" else life, **seen)
