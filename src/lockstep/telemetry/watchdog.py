@@ -367,17 +367,15 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="lockstep-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self.patience_s > 0:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
-        continues, last_error = True, ""
+        continues, last_error = self.patience_s > 0, ""
         while continues and not self._over.wait(_PERIOD_S):
             try:
                 continues = self._check()
