@@ -30,7 +30,7 @@ class Activity:
         collective: The operation that the main thread waits in, such as ``all_reduce``; empty if none. See `waiting`.
         num_calls: Communication calls on groups that do not count their calls themselves.
         waited_s: Seconds that this rank has spent in blocking collectives since its start.
-        failure: The exception that ended this rank's part in the job, although its process may go on.
+        failure: The exception that ended this rank's part in the job, although its process may go on; empty if none.
         on_failure: Called with the exception of `fail`: the launcher is to learn of it before the peers fail.
     """
 
@@ -41,7 +41,7 @@ class Activity:
     collective: str = ""
     num_calls: int = 0
     waited_s: float = 0.0
-    failure: str | None = None
+    failure: str = ""
     on_failure: Callable[[BaseException], None] | None = None
 
     @property

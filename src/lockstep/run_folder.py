@@ -65,8 +65,30 @@ def read_object(path: Path) -> dict[str, Any]:
 # Ends: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
 
 
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a rank is, or was, in its training.
+
+    Attributes:
+        step: The step of ``fit``, counted from 0.
+        phase: The phase of that step.
+        num_steps: Number of optimizer steps done.
+    """
+
+    step: int | None = None
+    phase: str = ""
+    num_steps: int = 0
+
+    @property
+    def in_step(self) -> str:
+        """The step in words, as far as it is known."""
+        if self.step is not None:
+            return f"in step {self.step + 1}{f' ({self.phase})' if self.phase else ''}"
+        return f"after {self.num_steps} optimizer step{'s' * (self.num_steps != 1)}" if self.num_steps else ""
+
+
 @dataclass(frozen=True)
-class FailureRecord:
+class FailureRecord(Progress):
     """Why and where the program of a rank ended: by an exception, or normally.
 
     Attributes:
@@ -75,9 +97,6 @@ class FailureRecord:
         trace: Its whole traceback, which begins with the user's code.
         where: File and line of the exception, in the user's code; empty if the program ran to its end.
         time_ns: When the exception was raised, or the program ended, in nanoseconds since the epoch.
-        step: The step of ``fit``, counted from 0.
-        phase: The phase of that step.
-        num_steps: Number of optimizer steps done.
         pid: The process.
         has_joined: Whether the process was in a process group.
     """
@@ -87,9 +106,6 @@ class FailureRecord:
     trace: str = ""
     where: str = ""
     time_ns: int = 0
-    step: int | None = None
-    phase: str = ""
-    num_steps: int = 0
     pid: int = 0
     has_joined: bool = False
 

@@ -441,15 +441,16 @@ class InterNodeStore:
         notes = self._notes
         return notes.use(write)
 
-    def others(self, topic: str) -> list[Any]:
-        """Return the notes of the other machines on ``topic``. Only one launcher should read, as there may be many."""
-        found: list[Any] = []
+    def others(self, topic: str) -> dict[str, Any]:
+        """Return the other machines' notes on ``topic``, by key. If there are many, only one launcher should read."""
+        found: dict[str, Any] = {}
 
         def read(store: Store) -> None:
             numbers = set(range(1, store.add(f"{topic}/count", 0) + 1)) - {notes.numbers.get(topic)}
-            for text in read_present(store, [f"{topic}/{number}" for number in sorted(numbers)], notes.known).values():
+            keys = [f"{topic}/{number}" for number in sorted(numbers)]
+            for key, text in read_present(store, keys, notes.known).items():
                 with suppress(ValueError):
-                    found.append(json.loads(text))
+                    found[key] = json.loads(text)
 
         notes = self._notes
         notes.use(read)

@@ -215,7 +215,7 @@ class World:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
-        activity.now.failure = None  # may be left from an earlier world
+        activity.now.failure = ""  # may be left from an earlier world
         self.rank = env.rank
         self.local_rank = env.local_rank
         self.world_size = env.world_size

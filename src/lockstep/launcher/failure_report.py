@@ -19,8 +19,8 @@ from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import JobHangs, LockstepError, RankFailed
-from lockstep.run_folder import CRASH, ENDED, FAILURE, FailureRecord, rank_file, rank_files
-from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
+from lockstep.run_folder import CRASH, ENDED, FAILURE, HEARTBEAT, FailureRecord, rank_file, rank_files, read_object
+from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
 
@@ -54,7 +54,7 @@ class RankExit:
         """A sentence with the step, the line, the machine and the process."""
         where = f"at {self.record.where}" if self.record.where else ""
         process = f"PID {self.record.pid}" if self.record.pid else ""
-        step = "" if self.is_normal else _step(self.record)  # then the headline has it
+        step = "" if self.is_normal else self.record.in_step  # then the headline has it
         text = ", ".join(filter(None, (step, where, f"on {socket.gethostname()}", process)))
         is_known = self.is_normal or self.record.message
         return f"{text[0].upper()}{text[1:]}." if is_known else f"Last seen {text}."
@@ -150,7 +150,7 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
         facts = resources.of_each()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
-    heartbeat = read_heartbeat(folder, known.rank)
+    heartbeat = read_object(rank_file(folder, HEARTBEAT, known.rank))
     # The step counter is current at the end; the heartbeat, with its phase, is up to half a second older.
     step, num_steps = read_step_counter(folder, known.rank)
     phase = heartbeat.get("phase", "") if step == heartbeat.get("step") else ""
@@ -164,13 +164,6 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
         facts = f"The collective in torch's record: {call}." if call else ""
     record = replace(known.record, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps)
     return replace(known, record=replace(record, error_type=error_type), facts=facts, likely=likely)
-
-
-def _step(record: FailureRecord) -> str:
-    """Return the step in which a rank ended, as far as it is known."""
-    if record.step is not None:
-        return f"in step {record.step + 1}{f' ({record.phase})' if record.phase else ''}"
-    return f"after {record.num_steps} optimizer step{'s' * (record.num_steps != 1)}" if record.num_steps else ""
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
@@ -342,7 +335,7 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
     if exit.is_normal:
         missed = min((other for other in exits if not other.is_normal), key=_blame)
         still = f"while rank {missed.rank} was still training ({missed.record.where})"
-        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_LIKELY['normal']}"
+        return f"{' '.join(filter(None, (name, 'ended normally', record.in_step, still)))}.\n{_LIKELY['normal']}"
     if record.error_type == "SystemExit":
         status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
         return f"{name} left{status} ({record.message} at {record.where})."
@@ -358,7 +351,7 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
 
 def _in_a_line(exit: RankExit) -> str:
     if exit.is_normal:
-        return f"ended normally {_step(exit.record)}".rstrip()
+        return f"ended normally {exit.record.in_step}".rstrip()
     if exit.record.message:
         text = textwrap.shorten(_first_line(exit.record.message), 200, placeholder=" ...")
         return f"{text} ({exit.record.where})" if exit.record.where else text
