@@ -1,23 +1,44 @@
 """Advice from planted figures: the right cause, and the gain that leaving it out would bring."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lockstep.study.report.advice import Facts, advise
 from lockstep.study.report.figures import Cores
-from lockstep.telemetry.figures import Straggler
+from lockstep.telemetry.figures import Figures, Straggler
+from lockstep.telemetry.record import Recorded
 from lockstep.telemetry.step_times import PARTS, StepTimes
 
 SOUND = {"forward_s": 0.030, "backward_s": 0.060, "exposed_s": 0.002, "optimizer_s": 0.002}
 HANDOVER_S = 0.0003
-FACTS = Facts(num_ranks=4, device="cuda", critical=StepTimes(total_s=0.094, **SOUND), workers=2, gradient_bytes=2**20)
+MIB = 2**20
 
 
-def facts(**changes):
+def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None, paused_share=None, **changes):
     parts = {**SOUND, "exposed_s": changes.pop("wire_s", SOUND["exposed_s"])}
     parts |= {name: changes.pop(name) for name in list(changes) if name.removesuffix("_s") in PARTS}
-    return replace(FACTS, critical=StepTimes(total_s=sum(parts.values()), **parts), **changes)
+    critical = StepTimes(total_s=sum(parts.values()), **parts)
+    figures = Figures(
+        num_steps=9,
+        step_s=critical.total_s,
+        slow_step_s=critical.total_s,
+        samples_per_s=1.0,
+        tokens_per_s=None,
+        total_s=1.0,
+        paused_s=paused_share or {},
+        by_rank=dict.fromkeys(range(num_ranks), critical),
+        critical=critical,
+        last_share={},
+        straggler=straggler,
+    )
+    hosts = [{"host": f"host {rank % num_machines}"} for rank in range(num_ranks)]
+    session = {"workers": 2, "gradient_bytes": MIB, "ranks": hosts, "settings": changes, **changes}
+    return Facts(Recorded(Path("run"), [session], {}, []), device, figures, cores=cores)
+
+
+FACTS = facts()
 
 
 def test_a_sound_run_is_left_alone():
@@ -73,7 +94,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     assert rarer.change.startswith("exchanging gradients once")
     apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_machines=2, device="cpu"))
     assert apart[0].change == "rounding gradients for the exchange (--compression bf16)"
-    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, is_compressed=True))
+    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, compression="bf16"))
     assert [advice.keeps_run for advice in rounded] == [False]
 
 

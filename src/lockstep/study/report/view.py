@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.study.links import format_megabytes
-from lockstep.study.report.advice import Advice, advise, find_facts, who_has_the_cores
+from lockstep.study.report.advice import Advice, Facts, advise, who_has_the_cores
 from lockstep.study.report.figures import Network, bars_of, find_cores, find_network, find_window
 from lockstep.telemetry.figures import Figures, find_figures, largest_part
 from lockstep.telemetry.live_view import rate
@@ -46,7 +46,7 @@ def view_run(folder: Path) -> View:
     run = read_run(folder)
     figures, device = find_figures(run), run.zero.device.partition(":")[0] or "cpu"
     network = None if figures is None else find_network(run, figures)
-    advice = [] if figures is None else advise(find_facts(run, device, figures, network))
+    advice = [] if figures is None else advise(Facts(run, device, figures, network, find_cores(run)))
     num_devices = sum(len(record.device.split(", ")) for record in run.ranks.values())
     task = str(run.last.get("task") or "a run")
     return View(run, figures, find_window(run), network, advice, task, device, num_devices)
