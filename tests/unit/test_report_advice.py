@@ -8,7 +8,7 @@ import pytest
 from lockstep.study.report.advice import Facts, advise
 from lockstep.study.report.figures import Cores
 from lockstep.telemetry.figures import Figures, Straggler
-from lockstep.telemetry.record import Recorded
+from lockstep.telemetry.record import Event, RankRecord, Recorded
 from lockstep.telemetry.step_times import PARTS, StepTimes
 
 SOUND = {"forward_s": 0.030, "backward_s": 0.060, "exposed_s": 0.002, "optimizer_s": 0.002}
@@ -16,18 +16,16 @@ HANDOVER_S = 0.0003
 MIB = 2**20
 
 
-def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None, paused_share=None, **changes):
+def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None, pauses=(), **changes):
     parts = {**SOUND, "exposed_s": changes.pop("wire_s", SOUND["exposed_s"])}
     parts |= {name: changes.pop(name) for name in list(changes) if name.removesuffix("_s") in PARTS}
     critical = StepTimes(total_s=sum(parts.values()), **parts)
     figures = Figures(
-        num_steps=9,
         step_s=critical.total_s,
         slow_step_s=critical.total_s,
         samples_per_s=1.0,
         tokens_per_s=None,
         total_s=1.0,
-        paused_s=paused_share or {},
         by_rank=dict.fromkeys(range(num_ranks), critical),
         critical=critical,
         last_share={},
@@ -35,7 +33,8 @@ def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None
     )
     hosts = [{"host": f"host {rank % num_machines}"} for rank in range(num_ranks)]
     session = {"workers": 2, "gradient_bytes": MIB, "ranks": hosts, "settings": changes, **changes}
-    return Facts(Recorded(Path("run"), [session], {}, []), device, figures, cores=cores)
+    events = [Event(event=name, step=number, seconds=seconds) for number, (name, seconds) in enumerate(pauses)]
+    return Facts(Recorded(Path("run"), [session], {0: RankRecord(0, events=events)}, []), device, figures, cores=cores)
 
 
 FACTS = facts()
@@ -131,7 +130,9 @@ def test_a_divided_optimizer_must_save_much_and_is_not_for_several_machines():
 
 
 def test_pauses_that_take_much_of_the_run_can_be_fewer():
-    (advice,) = advise(facts(paused_share={"evaluation": 0.2, "checkpoint": 0.01}))
+    (advice,) = advise(
+        facts(pauses=[("evaluation", 0.05), ("evaluation", 0.15), ("checkpoint", 0.01), ("skipped", None)])
+    )
     assert advice.cause == "Training pauses for evaluations during 20% of the run"
     assert advice.gain == pytest.approx(1 / 0.9)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -62,12 +63,8 @@ def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: in
     flat = {**facts["settings"], **facts, "host": platform.node(), "command": how_called()["command"]}
     for name, group in (("version", "versions"), ("commit", "commits"), ("machine", "machine")):
         flat |= {f"{name}/{key}": fact for key, fact in facts["provenance"][group].items() if key != "load"}
-    config: dict[str, str | int | float] = {}
-    for name, value in flat.items():
-        if isinstance(value, (list, tuple)):
-            config[name] = ", ".join(map(str, value))
-        elif not (value is None or isinstance(value, dict)):
-            config[name] = value if isinstance(value, (str, int, float)) else str(value)
+    known = {name: value for name, value in flat.items() if value is not None and not isinstance(value, dict)}
+    config = {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
     folder = None if memory is None else Path(memory)
     return RunInfo(name=facts["task"], config=config, first_step=first_step, is_fresh=is_fresh, memory=folder)
 
@@ -164,8 +161,10 @@ class TensorBoard(MetricsSink):
 # Of a run's config, what is a label of ``lockstep_run_info``; each label that changes makes new series of all.
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")
 
-# Of a metric: labels and value of each sample.
-_Samples = list[tuple[dict[str, str], float | None]]
+# What only Prometheus gets.
+_RUN = figures.Metric("", "lockstep_run_info", "what the run is")
+_UPDATED = figures.Metric("", "lockstep_updated_timestamp_seconds", "when these figures were taken", attrgetter("time"))
+_RANK = figures.Metric("", "lockstep_rank_info", "where a rank computes")
 
 
 @final
@@ -203,28 +202,23 @@ class Prometheus(MetricsSink):
         """Yield the metric families of the last snapshot, without unknown values."""
         from prometheus_client import Metric
 
-        for name, meaning, scale, samples in self._samples():
-            family = Metric(name.removesuffix("_total"), meaning, "counter" if name.endswith("_total") else "gauge")
-            for labels, value in samples:
-                if value is not None:
-                    family.add_sample(name, labels, value * scale)
-            yield family
-
-    def _samples(self) -> Iterator[tuple[str, str, float, _Samples]]:
-        """Yield name, meaning and scale of each metric, and its samples: labels and value."""
-        yield "lockstep_run_info", "what the run is", 1.0, [(self._info, 1.0)]
-        if (run := self.last) is None:  # read once, as another thread sets it
-            return
-        yield "lockstep_updated_timestamp_seconds", "when these figures were taken", 1.0, [({}, run.time)]
-        ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
-        where = [({**label, "host": str(each.host), "device": str(each.device)}, 1.0) for label, each in ranks]
-        yield "lockstep_rank_info", "where a rank computes", 1.0, [*where]
-        samples: dict[figures.Metric, _Samples] = {each: [({}, each.read(run))] for each in figures.METRICS}
-        samples |= {each: [(label, each.read(rank)) for label, rank in ranks] for each in figures.RANK_METRICS}
-        samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
-        samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
+        # Of each metric, the labels and the value of each sample.
+        samples: dict[figures.Metric, list[tuple[dict[str, str], float | None]]] = {_RUN: [(self._info, 1.0)]}
+        if (run := self.last) is not None:  # read once, as another thread sets it
+            ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
+            samples[_RANK] = [({**of, "host": str(each.host), "device": str(each.device)}, 1.0) for of, each in ranks]
+            samples |= {each: [({}, each.read(run))] for each in (_UPDATED, *figures.METRICS)}
+            samples |= {each: [(of, each.read(rank)) for of, rank in ranks] for each in figures.RANK_METRICS}
+            samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
+            samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
         for metric, found in samples.items():
-            yield metric.prometheus, metric.meaning, metric.scale, found
+            name = metric.prometheus
+            kind = "counter" if name.endswith("_total") else "gauge"
+            family = Metric(name.removesuffix("_total"), metric.meaning, kind)
+            for labels, value in found:
+                if value is not None:
+                    family.add_sample(name, labels, value * metric.scale)
+            yield family
 
 
 @final

@@ -237,11 +237,11 @@ def _larger_batch(facts: Facts) -> Iterator[Advice]:
 
 
 def _pauses(facts: Facts) -> Iterator[Advice]:
-    flags = {"evaluation": "--eval-every", "checkpoint": "--checkpoint-every"}
-    for event, paused_s in facts.figures.paused_s.items():
+    for event, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
+        paused_s = sum(each.seconds or 0.0 for each in facts.run.events if each.event == event)
         share = paused_s / (facts.figures.total_s or math.inf)
         cause = f"Training pauses for {event}s during {share:.0%} of the run"
-        yield Advice(cause, f"half as many of them ({flags[event]} STEPS)", 1 / (1 - min(share, 0.99) / 2))
+        yield Advice(cause, f"half as many of them ({flag} STEPS)", 1 / (1 - min(share, 0.99) / 2))
 
 
 # Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
