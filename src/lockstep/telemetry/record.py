@@ -282,10 +282,9 @@ class Event:
         """Return the line as written."""
         if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
             raise ValueError("there is no such event")
-        metrics = line.get("metrics")
-        known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        metrics = line.get("metrics") and {name: float(value) for name, value in line["metrics"].items()}
         text = str(line.get("text", ""))[:2000]
-        return cls(**{**_read(cls, line), "time": float(line["time"])}, event=line["event"], text=text, metrics=known)
+        return cls(**_read(cls, line), event=line["event"], text=text, metrics=metrics)
 
     def to_line(self) -> Line:
         """Return the line to write."""
@@ -499,7 +498,8 @@ def read_run(folder: Path) -> Recorded:
     return Recorded(folder, sessions, ranks, gaps, machine)
 
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# As characters, or as escapes of JSON with an odd number of backslashes; but for tab and newline.
+_CONTROLS = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u00(?:[01]\w|7f|[89]\w)|[bfr])|[\x7f-\x9f]", re.IGNORECASE)
 
 
 def _parse(text: bytes) -> Any:
@@ -507,17 +507,10 @@ def _parse(text: bytes) -> Any:
 
     In a terminal, these could move the cursor, change the title, or hide lines.
     """
-    content = json.loads(text)
+    line = text.decode()
     # Most lines only hold numbers, so only those are searched that can contain such a character.
-    return _without_controls(content) if b"\\u" in text or b"\x7f" in text or not text.isascii() else content
-
-
-def _without_controls(value: Any) -> Any:
-    if isinstance(value, str):
-        return _CONTROLS.sub("\ufffd", value)
-    if isinstance(value, dict):
-        return {_without_controls(key): _without_controls(each) for key, each in value.items()}
-    return [_without_controls(each) for each in value] if isinstance(value, list) else value
+    is_plain = line.isprintable() and "\\" not in line
+    return json.loads(line if is_plain else _CONTROLS.sub("\\1\ufffd", line))
 
 
 def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
