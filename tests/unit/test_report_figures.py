@@ -82,15 +82,15 @@ def test_a_window_has_steps_that_follow_each_other_on_one_clock(tmp_path):
     zero = [timeline_line(4, START + 1.0, own_s=0.006, wait_s=0.004), timeline_line(5, START + 1.010)]
     one = [timeline_line(4, START + 1.001), timeline_line(5, START + 1.010, own_s=0.006, wait_s=0.004)]
     window = find_window(read_run(write_run(tmp_path / "run", [[*steps(9), *zero], [*steps(9), *one]])))
-    assert {rank: [timeline.step for timeline in of_rank] for rank, of_rank in window.items()} == {0: [4, 5], 1: [4, 5]}
-    bars = bars_of(window[1][0], START + 1.0)
+    assert [{rank: each.step for rank, each in step.items()} for step in window] == [{0: 4, 1: 4}, {0: 5, 1: 5}]
+    bars = bars_of(window[0][1], START + 1.0)
     assert [phase for phase, _, _ in bars] == ["forward", "backward", "waiting"]
     moments = [moment for _, *both in bars for moment in both]
     assert moments == pytest.approx([0.001, 0.004, 0.004, 0.010, 0.010, 0.011], abs=1e-6)
 
 
 def test_a_window_needs_timelines_of_all_ranks(tmp_path):
-    assert find_window(read_run(write_run(tmp_path / "run", [[timeline_line(4, START)], steps(3)]))) == {}
+    assert find_window(read_run(write_run(tmp_path / "run", [[timeline_line(4, START)], steps(3)]))) == []
 
 
 def test_three_sentences(tmp_path):

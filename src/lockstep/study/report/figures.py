@@ -49,7 +49,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     machines, num_ranks = num_machines(run), len(run.ranks)
     batch = run.last.get("global_batch_size")
     timelines = [each for each in run.zero.timelines if each.buckets and each.waited]
-    if not timelines or type(batch) is not int or machines < 1:
+    if not timelines or type(batch) is not int:
         return None
     last, parts = timelines[-1], figures.critical
     begin_s = max((begin for phase, begin, _ in last.spans if phase == "backward"), default=0.0)
@@ -61,9 +61,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     alone = Computing(parts.part("data_wait", "forward"), parts.part("backward"), rest_s)
     profile = Profile(batch, {-(-batch // num_ranks): alone}, buckets, ranks_per_machine=-(-num_ranks // machines))
     rates = [rate for each in timelines if (rate := _link_rate(each, run, machines))]
-    link = None
-    if machines > 1 and rates:
-        link = Link(median(rates), source=f"{format_rate(median(rates))} as recorded")
+    link = Link(median(rates), source=f"{format_rate(median(rates))} as recorded") if rates else None
     return Network(machines, profile, link, _slowest_link(run))
 
 
@@ -195,17 +193,15 @@ def find_cores(run: Recorded) -> Cores | None:
 MOST_STEPS = 3
 
 
-def find_window(run: Recorded) -> dict[int, list[Timeline]]:
+def find_window(run: Recorded) -> list[dict[int, Timeline]]:
     """Return by rank the timelines of some consecutive steps in the middle of the run; empty if there are none."""
-    by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in run.ranks.items()}
+    by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in sorted(run.ranks.items())}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
     # The beginnings of consecutive steps.
     begins = [step for step in common if step - 1 not in common]
-    if not begins:
-        return {}
-    begin = begins[len(begins) // 2]
-    steps = list(itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS)))
-    return {rank: [of_rank[step] for step in steps] for rank, of_rank in sorted(by_rank.items())}
+    begin = begins[len(begins) // 2] if begins else 0
+    steps = itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS))
+    return [{rank: of_rank[step] for rank, of_rank in by_rank.items()} for step in steps]
 
 
 def bars_of(timeline: Timeline, zero: float) -> list[tuple[str, float, float]]:

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import html_page, html_table, items
-from lockstep.study.report.figures import bars_of, find_costs
+from lockstep.study.report.figures import bars_of, find_costs, find_window
 from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
 from lockstep.telemetry.record import StepLine, Timeline
 from lockstep.telemetry.step_times import PARTS
@@ -307,8 +307,7 @@ _MOST_BARS = 12
 def draw_timeline(view: View) -> str | None:
     """Return the drawing, one step below the other; None if no step has a timeline of every rank."""
     ranks = shown_ranks(view, _MOST_RANKS)
-    by_step = [dict(zip(view.window, timelines, strict=True)) for timelines in zip(*view.window.values(), strict=True)]
-    steps = by_step[: max(1, _MOST_BARS // len(ranks))]
+    steps = find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]
     if not steps:
         return None
     # Steps beside each other would be unreadable on a phone.

@@ -10,10 +10,10 @@ from typing import Any
 
 from lockstep.study.links import format_megabytes
 from lockstep.study.report.advice import Advice, Facts, advise, who_has_the_cores
-from lockstep.study.report.figures import Network, bars_of, find_cores, find_network, find_window
+from lockstep.study.report.figures import Network, bars_of, find_cores, find_network
 from lockstep.telemetry.figures import Figures, find_figures, largest_part
 from lockstep.telemetry.live_view import rate
-from lockstep.telemetry.record import Recorded, Timeline, kind_of, read_run
+from lockstep.telemetry.record import Recorded, kind_of, read_run
 from lockstep.telemetry.step_times import PARTS, milliseconds
 
 
@@ -29,7 +29,6 @@ class View:
 
     run: Recorded
     figures: Figures | None
-    window: dict[int, list[Timeline]]
     network: Network | None
     advice: list[Advice]
     task: str
@@ -49,7 +48,7 @@ def view_run(folder: Path) -> View:
     advice = [] if figures is None else advise(Facts(run, device, figures, network, find_cores(run)))
     num_devices = sum(len(record.device.split(", ")) for record in run.ranks.values())
     task = str(run.last.get("task") or "a run")
-    return View(run, figures, find_window(run), network, advice, task, device, num_devices)
+    return View(run, figures, network, advice, task, device, num_devices)
 
 
 # Comparison with another run: are the losses the same, and how much faster is it?
