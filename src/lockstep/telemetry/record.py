@@ -392,6 +392,20 @@ def how_called() -> dict[str, str]:
     return {"command": command, "working_directory": str(Path.cwd())}
 
 
+def config_of(session: Line) -> dict[str, str | int | float]:
+    """Return settings, sizes, versions, commits and the machine of a session by name, without what is unknown."""
+    found = {**(session.get("settings") or {}), **session}
+    for group, facts in (session.get("provenance") or {}).items():
+        if isinstance(facts, dict):
+            found |= {f"{group.removesuffix('s')}/{name}": fact for name, fact in facts.items()}
+    known = {name: value for name, value in found.items() if name not in _OF_SESSION and value is not None}
+    return {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
+
+
+# What differs between any two sessions, or is shown by its parts.
+_OF_SESSION = ("run", "began_at", "ranks", "clocks", "settings", "provenance")
+
+
 def num_restarts() -> int:
     """Return how often the launcher has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.record import Event, guarded, how_called
+from lockstep.telemetry.record import Event, config_of, guarded, how_called
 from lockstep.telemetry.recorder import Place, Subscriber
 
 # Keeps the ids of the run in services, for the next session.
@@ -60,11 +60,7 @@ class RunInfo:
 
 def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: int, *, is_fresh: bool) -> RunInfo:
     """Return the description of a run from the facts about its session in ``run.json``."""
-    flat = {**facts["settings"], **facts, "host": platform.node(), "command": how_called()["command"]}
-    for name, group in (("version", "versions"), ("commit", "commits"), ("machine", "machine")):
-        flat |= {f"{name}/{key}": fact for key, fact in facts["provenance"][group].items() if key != "load"}
-    known = {name: value for name, value in flat.items() if value is not None and not isinstance(value, dict)}
-    config = {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
+    config = config_of({**facts, "host": platform.node(), "command": how_called()["command"]})
     folder = None if memory is None else Path(memory)
     return RunInfo(name=facts["task"], config=config, first_step=first_step, is_fresh=is_fresh, memory=folder)
 
