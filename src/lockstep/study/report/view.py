@@ -56,9 +56,6 @@ def view_run(folder: Path) -> View:
 # Settings that change the results of training.
 _ALIKE = ["seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"]
 
-# A good share of linear scaling.
-GOOD_SHARE = 0.8
-
 # In the first step, only rounding errors can differ; those of bf16 are the largest.
 _ROUNDING = 1e-3
 
@@ -89,8 +86,7 @@ def compare_with_baseline(view: View, other: View) -> BaselineComparison:
         scaling = f"{speed_up:.2f} times as fast as {name}"
         num_times = view.num_devices / max(1, other.num_devices)
         if num_times > 1:
-            note = "" if speed_up >= GOOD_SHARE * num_times else f" ({GOOD_SHARE:.0%} is good)"
-            scaling += f", {speed_up / num_times:.0%} of linear{note}"
+            scaling += f", {speed_up / num_times:.0%} of linear"
     return BaselineComparison(name, other, _compare_losses(view, other, name), scaling)
 
 
@@ -203,27 +199,22 @@ def to_trace(run: Recorded) -> str:
     Source: the Trace Event Format, with complete events (``X``), instants (``i``) and names (``M``).
     """
     zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
-    threads = {"step": 0, "buckets": 1, "events": 2}  # of each rank's process
     entries: list[dict[str, Any]] = []
 
-    def add(kind: str, rank: int, thread: str, name: str, args: dict[str, Any], **more: Any) -> None:
-        entries.append({"ph": kind, "pid": rank, "tid": threads[thread], "name": name, "args": args, **more})
-
-    def span(rank: int, thread: str, name: str, begin_s: float, end_s: float, **args: int) -> None:
-        add("X", rank, thread, name, args, ts=begin_s * 1e6, dur=max(0.0, end_s - begin_s) * 1e6)
+    def add(kind: str, thread: int, name: str, args: dict[str, Any], at_s: float = 0.0, **more: Any) -> None:
+        entries.append({"ph": kind, "pid": rank, "tid": thread, "name": name, "args": args, "ts": at_s * 1e6, **more})
 
     for rank, record in sorted(run.ranks.items()):
-        add("M", rank, "step", "process_name", {"name": f"rank {rank} ({record.device} on {record.host})"})
-        for thread in threads:
-            add("M", rank, thread, "thread_name", {"name": thread})
+        add("M", 0, "process_name", {"name": f"rank {rank} ({record.device} on {record.host})"})
+        for thread, name in enumerate(("step", "buckets", "events")):
+            add("M", thread, "thread_name", {"name": name})
         for timeline in record.timelines:
-            number, shift_s = timeline.step + 1, timeline.time - zero
+            of = {"step": timeline.step + 1}
             for phase, begin_s, end_s in bars_of(timeline, zero):
-                span(rank, "step", phase.replace("_", " "), begin_s, end_s, step=number)
+                add("X", 0, phase.replace("_", " "), of, begin_s, dur=(end_s - begin_s) * 1e6)
             for bucket in timeline.buckets:
-                sent_s, done_s = shift_s + bucket.sent_s, shift_s + bucket.done_s
-                span(rank, "buckets", f"bucket {bucket.number}", sent_s, done_s, step=number, bytes=bucket.size_bytes)
+                args, sent_s = {**of, "bytes": bucket.size_bytes}, timeline.time - zero + bucket.sent_s
+                add("X", 1, f"bucket {bucket.number}", args, sent_s, dur=(bucket.done_s - bucket.sent_s) * 1e6)
         for event in record.events:
-            args = {"text": event.text, "step": event.step}
-            add("i", rank, "events", event.event, args, ts=(event.time - zero) * 1e6, s="p")
+            add("i", 2, event.event, {"text": event.text, "step": event.step}, event.time - zero, s="p")
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries})
