@@ -18,7 +18,7 @@ _WORTH_WORKERS_ON_CPU = 1.3
 
 @dataclass(frozen=True)
 class Facts:
-    """The input of the rules.
+    """The input of the rules: a recorded run.
 
     Args:
         run: The recorded run.
@@ -38,11 +38,6 @@ class Facts:
     def num_ranks(self) -> int:
         """Number of ranks that trained."""
         return len(self.figures.by_rank)
-
-    @property
-    def strategy(self) -> str:
-        """The strategy of the run."""
-        return str(self.run.settings.get("strategy", "ddp"))
 
     def part(self, *names: str) -> float:
         """Return the seconds of parts of a step on the critical path; see `StepTimes.part`."""
@@ -206,10 +201,9 @@ def _too_small(facts: Facts) -> Iterator[Advice]:
 
 def _optimizer(facts: Facts) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
-    if facts.num_ranks < 2 or facts.strategy != "ddp" or num_machines(facts.run) > 1:
-        return
     saved_s = facts.part("optimizer") * (1 - 1 / facts.num_ranks)
-    if saved_s < _DIVIDED_SHARE * facts.part("total"):
+    is_plain = facts.run.settings.get("strategy", "ddp") == "ddp" and num_machines(facts.run) == 1
+    if not is_plain or saved_s < _DIVIDED_SHARE * facts.part("total"):
         return
     cause = f"The optimizer is {facts.share('optimizer')} of the step, the same on every rank"
     yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
@@ -254,7 +248,7 @@ _METHODS = {
 
 def _exchange(facts: Facts) -> Iterator[Advice]:
     network, cause = facts.network, f"Exposed communication is {facts.share('wire')} of the step"
-    if facts.strategy != "ddp":
+    if facts.run.settings.get("strategy", "ddp") != "ddp":
         return
     for change, (method, keeps_run) in _METHODS.items():
         is_rounding = method.name == "bf16"

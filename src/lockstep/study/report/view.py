@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,15 +128,11 @@ def _losses(view: View) -> dict[int, float]:
 GOOD_BUSY = 90
 
 
-def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[str, str, str]:
-    """Return the three sentences; with a ``baseline``, the first says how much more devices gave."""
+def sentences(view: View, baseline: BaselineComparison | None = None) -> Sequence[str]:
+    """Return the three sentences, fewer if there are no figures; with a ``baseline``, the first compares the speed."""
     figures = view.figures
     if figures is None:
-        return (
-            f"The record of {view.task} has no step that all ranks have done.",
-            "The parts of a step are unknown.",
-            "Record a run with more steps.",
-        )
+        return f"The record of {view.task} has no step that all ranks have done.", "Record a run with more steps."
     change = f"Change first: {view.advice[0].text}" if view.advice else "No change is predicted to gain more than 3%."
     return _how_fast(view, figures, baseline), _where(view, figures), change
 
