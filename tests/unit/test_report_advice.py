@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.study.report.advice import Facts, advise
+from lockstep.study.report.advice import View
 from lockstep.study.report.figures import Cores
 from lockstep.telemetry.figures import Figures, Straggler
 from lockstep.telemetry.record import Event, RankRecord, Recorded
@@ -22,19 +22,21 @@ def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None
     critical = StepTimes(total_s=sum(parts.values()), **parts)
     figures = Figures(
         step_s=critical.total_s,
-        slow_step_s=critical.total_s,
         samples_per_s=1.0,
-        tokens_per_s=None,
         total_s=1.0,
         by_rank=dict.fromkeys(range(num_ranks), critical),
         critical=critical,
-        last_share={},
         straggler=straggler,
     )
     hosts = [{"host": f"host {rank % num_machines}"} for rank in range(num_ranks)]
     session = {"workers": 2, "gradient_bytes": MIB, "ranks": hosts, "settings": changes, **changes}
     events = [Event(event=name, step=number, seconds=seconds) for number, (name, seconds) in enumerate(pauses)]
-    return Facts(Recorded(Path("run"), [session], {0: RankRecord(0, events=events)}, []), device, figures, cores=cores)
+    run = Recorded(Path("run"), [session], {0: RankRecord(0, events=events)}, [])
+    return View(run, figures, None, cores, "net", device, num_ranks)
+
+
+def advise(view):
+    return view.advice
 
 
 FACTS = facts()

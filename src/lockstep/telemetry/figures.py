@@ -412,22 +412,22 @@ class Figures:
         straggler: A rank that keeps the others waiting in every step, if there is one.
     """
 
-    step_s: float
-    slow_step_s: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    total_s: float
-    by_rank: Mapping[int, StepTimes]
-    critical: StepTimes
-    last_share: Mapping[int, float]
-    straggler: Straggler | None
+    step_s: float = 0.0
+    slow_step_s: float = 0.0
+    samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
+    total_s: float = 0.0
+    by_rank: Mapping[int, StepTimes] = field(default_factory=dict)
+    critical: StepTimes = field(default_factory=lambda: StepTimes(total_s=0.0))
+    last_share: Mapping[int, float] = field(default_factory=dict)
+    straggler: Straggler | None = None
 
 
-def find_figures(run: Recorded) -> Figures | None:
-    """Return the figures of the steps that all ranks have recorded; None if there are none."""
+def find_figures(run: Recorded) -> Figures:
+    """Return the figures of the steps that all ranks have recorded; without ranks if there are none."""
     steps = _align_steps(run)
     if not steps:
-        return None
+        return Figures()
     # Without spikes, such as a checkpoint, which would dominate the means.
     steady = steps[NUM_FIRST:] or steps
     lasted_s = sorted(step.lasted_s for step in steady)

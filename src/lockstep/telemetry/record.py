@@ -426,6 +426,10 @@ class RankRecord:
     machine: list[Machine] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a figure of the machine, without its first line, which is before any step."""
+        return mean_of_known(line.figures.get(name) for line in self.machine[1:])
+
 
 @dataclass(frozen=True)
 class Recorded:

@@ -1,4 +1,6 @@
-"""Advice on what to change in a run, with a predicted gain."""
+"""A recorded run with its figures, and advice on what to change in it, with a predicted gain."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator
@@ -17,27 +19,43 @@ _WORTH_WORKERS_ON_CPU = 1.3
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The input of the rules: a recorded run.
+class View:
+    """A recorded run, and what follows from its record.
 
-    Args:
-        run: The recorded run.
-        device: The type of its devices, such as ``cpu`` or ``cuda``.
+    Attributes:
         figures: Of its steps.
         network: The traffic between machines; None for one machine, or if it was not recorded.
         cores: The use of the cores; None if unknown.
+        task: The name of the task.
+        device: The type of the devices, such as ``cpu`` or ``cuda``.
+        num_devices: The number of devices on which it trained.
     """
 
     run: Recorded
-    device: str
     figures: Figures
-    network: Network | None = None
-    cores: Cores | None = None
+    network: Network | None
+    cores: Cores | None
+    task: str
+    device: str
+    num_devices: int
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks that trained."""
         return len(self.figures.by_rank)
+
+    @property
+    def advice(self) -> list[Advice]:
+        """Changes that are worthwhile, largest gain first. Those that change the results of training come last.
+
+        The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is none.
+        """
+        if self.part("total") <= 0:
+            return []
+        # The other times of a run that mostly waits for cores do not show what could be gained.
+        rules = [_cores] if largest_part(self.figures.critical) == "core_wait" else _RULES
+        found = [advice for rule in rules for advice in rule(self) if advice.gain >= WORTH]
+        return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
     def part(self, *names: str) -> float:
         """Return the seconds of parts of a step on the critical path; see `StepTimes.part`."""
@@ -79,19 +97,6 @@ class Advice:
     def text(self) -> str:
         """The advice as a sentence."""
         return f"{self.cause}: {self.change} would give {self.bound} {self.gain:.2f} times the throughput."
-
-
-def advise(facts: Facts) -> list[Advice]:
-    """Return the changes that are worthwhile, largest gain first. Those that change the results of training come last.
-
-    The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is no advice.
-    """
-    if facts.part("total") <= 0:
-        return []
-    # The other times of a run that mostly waits for cores do not show what could be gained.
-    rules = [_cores] if largest_part(facts.figures.critical) == "core_wait" else _RULES
-    found = [advice for rule in rules for advice in rule(facts) if advice.gain >= WORTH]
-    return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
 
 # Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
@@ -141,39 +146,39 @@ def _crowded(cores: Cores) -> tuple[str, str]:
     return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
 
 
-def _cores(facts: Facts) -> Iterator[Advice]:
+def _cores(view: View) -> Iterator[Advice]:
     # At most, as ranks that run at the same time compete for memory.
-    why, change = who_has_the_cores(facts.cores)
+    why, change = who_has_the_cores(view.cores)
     if change:
-        cause = f"The ranks wait for a core during {facts.share('core_wait')} of the step, as {why}"
-        yield Advice(cause, change, facts.gain(facts.part("core_wait")), bound="at most")
+        cause = f"The ranks wait for a core during {view.share('core_wait')} of the step, as {why}"
+        yield Advice(cause, change, view.gain(view.part("core_wait")), bound="at most")
 
 
-def _loading(facts: Facts) -> Iterator[Advice]:
+def _loading(view: View) -> Iterator[Advice]:
     # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
-    slow, present = facts.figures.straggler, facts.number("workers")
+    slow, present = view.figures.straggler, view.number("workers")
     if present is None or (slow is not None and slow.part == "data_wait"):
         return
-    total_s, wait_s = facts.part("total"), facts.part("data_wait")
+    total_s, wait_s = view.part("total"), view.part("data_wait")
     # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
     loading_s = wait_s if present == 0 else present * total_s
     # So many that they load the samples of a step during its other work.
     needed = math.ceil(loading_s / max(total_s - wait_s, 1e-9) - 1e-9)
     workers = min(_MOST_WORKERS, max(present + 1, needed))
-    step_s = max(total_s - wait_s, loading_s / workers) + (facts.number("accumulate") or 1) * _HANDOVER_S
-    if facts.cores is not None and facts.cores.total and facts.device == "cpu":
+    step_s = max(total_s - wait_s, loading_s / workers) + (view.number("accumulate") or 1) * _HANDOVER_S
+    if view.cores is not None and view.cores.total and view.device == "cpu":
         # Loading is only moved to other cores: the total work of the cores stays the same.
-        step_s = max(step_s, min(1.0, (facts.cores.ranks + facts.cores.others) / facts.cores.total) * total_s)
+        step_s = max(step_s, min(1.0, (view.cores.ranks + view.cores.others) / view.cores.total) * total_s)
     # On CPUs, loaders also take time from the ranks: in bench/advice.py, a run became slower where less was predicted.
-    if facts.device == "cpu" and total_s / step_s < _WORTH_WORKERS_ON_CPU:
+    if view.device == "cpu" and total_s / step_s < _WORTH_WORKERS_ON_CPU:
         return
-    cause = f"Data wait is {facts.share('data_wait')} of the step"
+    cause = f"Data wait is {view.share('data_wait')} of the step"
     change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {present} (--workers {workers})"
-    yield Advice(cause, change, total_s / step_s, bound="at most" if facts.device == "cpu" else "about")
+    yield Advice(cause, change, total_s / step_s, bound="at most" if view.device == "cpu" else "about")
 
 
-def _slow_rank(facts: Facts) -> Iterator[Advice]:
-    slow = facts.figures.straggler
+def _slow_rank(view: View) -> Iterator[Advice]:
+    slow = view.figures.straggler
     if slow is None:
         return
     # All others wait for it, so all lose this time.
@@ -181,59 +186,59 @@ def _slow_rank(facts: Facts) -> Iterator[Advice]:
     took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
     cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
     change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
-    yield Advice(cause, change, facts.gain(slow.lost_s))
+    yield Advice(cause, change, view.gain(slow.lost_s))
 
 
-def _too_small(facts: Facts) -> Iterator[Advice]:
-    if facts.num_ranks < 2 or facts.figures.straggler is not None:  # which is why the others wait
+def _too_small(view: View) -> Iterator[Advice]:
+    if view.num_ranks < 2 or view.figures.straggler is not None:  # which is why the others wait
         return
     # One device computes all shares one after the other, without an exchange. On CPUs the process could also use the
     # cores of the other ranks. As its use of them is unknown, the prediction does not include it, and is a lower bound.
-    divided_s = facts.part("data_wait", "forward", "backward")
-    alone_s = facts.num_ranks * divided_s + facts.part("optimizer", "other", "core_wait")
-    is_large = (facts.number("gradient_bytes") or 0) >= LARGE_BYTES
+    divided_s = view.part("data_wait", "forward", "backward")
+    alone_s = view.num_ranks * divided_s + view.part("optimizer", "other", "core_wait")
+    is_large = (view.number("gradient_bytes") or 0) >= LARGE_BYTES
     why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
-    cause = f"{why}: computing is {facts.share('forward', 'backward')} of the step on {facts.num_ranks} devices"
+    cause = f"{why}: computing is {view.share('forward', 'backward')} of the step on {view.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
-    alone, bound = ("--devices 1 --threads 1", "at least") if facts.device == "cpu" else ("--devices 1", "about")
-    yield Advice(cause, f"one device ({alone})", facts.part("total") / alone_s, bound=bound)
+    alone, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
+    yield Advice(cause, f"one device ({alone})", view.part("total") / alone_s, bound=bound)
 
 
-def _optimizer(facts: Facts) -> Iterator[Advice]:
+def _optimizer(view: View) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
-    saved_s = facts.part("optimizer") * (1 - 1 / facts.num_ranks)
-    is_plain = facts.run.settings.get("strategy", "ddp") == "ddp" and num_machines(facts.run) == 1
-    if not is_plain or saved_s < _DIVIDED_SHARE * facts.part("total"):
+    saved_s = view.part("optimizer") * (1 - 1 / view.num_ranks)
+    is_plain = view.run.settings.get("strategy", "ddp") == "ddp" and num_machines(view.run) == 1
+    if not is_plain or saved_s < _DIVIDED_SHARE * view.part("total"):
         return
-    cause = f"The optimizer is {facts.share('optimizer')} of the step, the same on every rank"
-    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
+    cause = f"The optimizer is {view.share('optimizer')} of the step, the same on every rank"
+    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", view.gain(saved_s))
 
 
-def _larger_batch(facts: Facts) -> Iterator[Advice]:
+def _larger_batch(view: View) -> Iterator[Advice]:
     # The time that does not depend on the number of samples is then spent less often.
-    rarer, batch = 1 - 1 / _TIMES, facts.number("global_batch_size")
-    if facts.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(facts)):
+    rarer, batch = 1 - 1 / _TIMES, view.number("global_batch_size")
+    if view.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(view)):
         # Accumulation needs no more memory. The update is less frequent, too.
-        if facts.gain(rarer * facts.part("wire")) < WORTH:
+        if view.gain(rarer * view.part("wire")) < WORTH:
             return
-        fixed_s, pieces = facts.part("wire", "optimizer"), _TIMES * (facts.number("accumulate") or 1)
-        cause = f"Exposed communication is {facts.share('wire')} of the step"
+        fixed_s, pieces = view.part("wire", "optimizer"), _TIMES * (view.number("accumulate") or 1)
+        cause = f"Exposed communication is {view.share('wire')} of the step"
         flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
         change = f"exchanging gradients once for {pieces} micro-batches ({flags})"
     else:
-        fixed_s = facts.part("wire", "optimizer", "other")
-        if fixed_s < _OVERHEAD * facts.part("total"):
+        fixed_s = view.part("wire", "optimizer", "other")
+        if fixed_s < _OVERHEAD * view.part("total"):
             return
         size = f" {_TIMES * batch}" if batch else ""
-        cause = f"{facts.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
+        cause = f"{view.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
         change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
-    yield Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
+    yield Advice(cause, change, view.gain(rarer * fixed_s), keeps_run=False)
 
 
-def _pauses(facts: Facts) -> Iterator[Advice]:
+def _pauses(view: View) -> Iterator[Advice]:
     for event, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
-        paused_s = sum(each.seconds or 0.0 for each in facts.run.events if each.event == event)
-        share = paused_s / (facts.figures.total_s or math.inf)
+        paused_s = sum(each.seconds or 0.0 for each in view.run.events if each.event == event)
+        share = paused_s / (view.figures.total_s or math.inf)
         cause = f"Training pauses for {event}s during {share:.0%} of the run"
         yield Advice(cause, f"half as many of them ({flag} STEPS)", 1 / (1 - min(share, 0.99) / 2))
 
@@ -246,15 +251,15 @@ _METHODS = {
 }
 
 
-def _exchange(facts: Facts) -> Iterator[Advice]:
-    network, cause = facts.network, f"Exposed communication is {facts.share('wire')} of the step"
-    if facts.run.settings.get("strategy", "ddp") != "ddp":
+def _exchange(view: View) -> Iterator[Advice]:
+    network, cause = view.network, f"Exposed communication is {view.share('wire')} of the step"
+    if view.run.settings.get("strategy", "ddp") != "ddp":
         return
     for change, (method, keeps_run) in _METHODS.items():
         is_rounding = method.name == "bf16"
-        if keeps_run and facts.run.settings.get("compression") is not None:
+        if keeps_run and view.run.settings.get("compression") is not None:
             continue
-        if is_rounding and (facts.number("gradient_bytes") or 0) < LARGE_BYTES:
+        if is_rounding and (view.number("gradient_bytes") or 0) < LARGE_BYTES:
             continue
         if network is not None and network.link is not None:
             sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
@@ -262,12 +267,12 @@ def _exchange(facts: Facts) -> Iterator[Advice]:
             ways = (Method("ddp"), method)
             now, then = (predict_step(network.profile, way, network.link, network.num_machines) for way in ways)
             # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
-            bound = "at most" if facts.device == "cpu" else "about"
+            bound = "at most" if view.device == "cpu" else "about"
             yield Advice(where, change, now.seconds / then.seconds, keeps_run, bound)
-        elif is_rounding and (facts.device != "cpu" or num_machines(facts.run) > 1):
+        elif is_rounding and (view.device != "cpu" or num_machines(view.run) > 1):
             # Half the bytes take half the time, unless most of it is latency. In shared memory, rounding takes as long
             # as adding.
-            yield Advice(cause, change, facts.gain(facts.part("wire") / 2))
+            yield Advice(cause, change, view.gain(view.part("wire") / 2))
 
 
 _RULES = (_cores, _loading, _slow_rank, _exchange, _optimizer, _too_small, _larger_batch, _pauses)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Figures
-from lockstep.telemetry.record import RankRecord, Recorded, Timeline
+from lockstep.telemetry.record import Recorded, Timeline
 
 # The network between machines.
 
@@ -49,7 +49,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     machines, num_ranks = num_machines(run), len(run.ranks)
     batch = run.last.get("global_batch_size")
     timelines = [each for each in run.zero.timelines if each.buckets and each.waited]
-    if not timelines or type(batch) is not int:
+    if not timelines or not figures.by_rank or type(batch) is not int:
         return None
     last, parts = timelines[-1], figures.critical
     begin_s = max((begin for phase, begin, _ in last.spans if phase == "backward"), default=0.0)
@@ -171,21 +171,17 @@ class Cores(NamedTuple):
 
 def find_cores(run: Recorded) -> Cores | None:
     """Return the use of the cores; None if it was not recorded."""
-
-    def mean(record: RankRecord, name: str) -> float:
-        # Without the first line, which is before any step.
-        return fmean([line.figures.get(name, 0.0) for line in record.machine[1:]] or [0.0]) / 100
-
-    waiting = max(run.ranks.values(), key=lambda record: mean(record, "core_wait_percent"), default=run.zero)
-    busy, stolen, throttled = (mean(waiting, f"{name}_percent") for name in ("host_cpu", "steal", "throttled"))
+    waiting = max(run.ranks.values(), key=lambda each: each.mean("core_wait_percent") or 0.0, default=run.zero)
+    busy, *kept = ((waiting.mean(f"{name}_percent") or 0.0) / 100 for name in ("host_cpu", "steal", "throttled"))
     if not busy:
         return None
     beside = [record for record in run.ranks.values() if record.host == waiting.host]
-    ranks = sum(mean(each, "cpu_percent") + mean(each, "workers_cpu_percent") for each in beside)
+    loads = [each.mean(name) or 0.0 for each in beside for name in ("cpu_percent", "workers_cpu_percent")]
+    ranks = sum(loads) / 100
     text = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
     total = float(text) if text.isdecimal() else 0.0
     threads = max(line.figures.get("num_threads", 0.0) for record in beside for line in record.machine)
-    return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)
+    return Cores(total, ranks, max(0.0, busy - ranks), *kept, len(beside), threads)
 
 
 # Timelines of all ranks on one clock.

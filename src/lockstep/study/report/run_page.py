@@ -19,8 +19,9 @@ from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import html_page, html_table, items
+from lockstep.study.report.advice import View
 from lockstep.study.report.figures import bars_of, find_costs, find_window
-from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
+from lockstep.study.report.view import BaselineComparison, compare_with_baseline, sentences, view_run
 from lockstep.telemetry.record import StepLine, Timeline, config_of
 from lockstep.telemetry.step_times import PARTS
 
@@ -139,27 +140,22 @@ def about_table(view: View, baseline: BaselineComparison | None) -> Table:
 
 def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
-    figures = view.figures
-    loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
+    figures, ranks = view.figures, view.run.ranks
+    loads = [name for name in LOADS if any(record.mean(name) is not None for record in ranks.values())]
     labels = (part.label for part in PARTS.values())
     columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     rows = []
-    for rank in sorted(view.run.ranks):
+    for rank, record in sorted(ranks.items()):
         cells = [""] * (len(PARTS) + 2)
-        if figures is not None and rank in figures.by_rank:
+        if rank in figures.by_rank:
             cells = [f"{figures.by_rank[rank].part(name) * 1e3:.2f}" for name in (*PARTS, "total")]
             cells.append(f"{figures.last_share[rank]:.0%}")
-        peaks = _values(view, rank, "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes")
-        cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
-        # The first line was written before the first step.
-        means = [_values(view, rank, name)[1:] for name in loads]
-        where = f"{view.run.ranks[rank].device} on {view.run.ranks[rank].host}"
-        rows.append([str(rank), where, *cells, *(f"{fmean(values):,.0f}" if values else "" for values in means)])
+        peak_bytes = max((line.figures.get(peak, 0.0) for line in record.machine), default=0.0)
+        cells.append(f"{peak_bytes / MIB:,.0f}")
+        cells += ["" if (mean := record.mean(name)) is None else f"{mean:,.0f}" for name in loads]
+        rows.append([str(rank), f"{record.device} on {record.host}", *cells])
     return Table("Each rank: milliseconds per step, memory and load", columns, rows, numbers=columns[2:])
-
-
-def _values(view: View, rank: int, name: str) -> list[float]:
-    return [line.figures[name] for line in view.run.ranks[rank].machine if name in line.figures]
 
 
 def _events(view: View) -> Table:
@@ -201,12 +197,12 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     """Return the ranks that a drawing shows: all, or if there are many, those that others wait for most."""
-    last_share = view.figures.last_share if view.figures is not None else {}
+    last_share = view.figures.last_share
     return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
 
 
 def _parts(view: View) -> str | None:
-    if view.figures is None:
+    if not view.figures.by_rank:
         return None
     rows = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
     note = ""

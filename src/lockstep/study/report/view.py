@@ -10,31 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.study.links import format_megabytes
-from lockstep.study.report.advice import Advice, Facts, advise, who_has_the_cores
-from lockstep.study.report.figures import Network, bars_of, find_cores, find_network
-from lockstep.telemetry.figures import Figures, find_figures, largest_part
+from lockstep.study.report.advice import View, who_has_the_cores
+from lockstep.study.report.figures import bars_of, find_cores, find_network
+from lockstep.telemetry.figures import find_figures, largest_part
 from lockstep.telemetry.live_view import rate
 from lockstep.telemetry.record import Recorded, kind_of, read_run
 from lockstep.telemetry.step_times import PARTS, milliseconds
-
-
-@dataclass(frozen=True)
-class View:
-    """A recorded run, its figures and its advice.
-
-    Attributes:
-        task: The name of the task.
-        device: The type of the devices, such as ``cuda``.
-        num_devices: The number of devices on which it trained.
-    """
-
-    run: Recorded
-    figures: Figures | None
-    network: Network | None
-    advice: list[Advice]
-    task: str
-    device: str
-    num_devices: int
 
 
 def view_run(folder: Path) -> View:
@@ -44,12 +25,10 @@ def view_run(folder: Path) -> View:
         ConfigurationError: Nothing was recorded in ``folder``.
     """
     run = read_run(folder)
-    figures, device = find_figures(run), run.zero.device.partition(":")[0] or "cpu"
-    network = None if figures is None else find_network(run, figures)
-    advice = [] if figures is None else advise(Facts(run, device, figures, network, find_cores(run)))
+    figures = find_figures(run)
     num_devices = sum(len(record.device.split(", ")) for record in run.ranks.values())
-    task = str(run.last.get("task") or "a run")
-    return View(run, figures, network, advice, task, device, num_devices)
+    task, device = str(run.last.get("task") or "a run"), run.zero.device.partition(":")[0] or "cpu"
+    return View(run, figures, find_network(run, figures), find_cores(run), task, device, num_devices)
 
 
 # Comparison with another run: are the losses the same, and how much faster is it?
@@ -82,7 +61,7 @@ def compare_with_baseline(view: View, other: View) -> BaselineComparison:
     """Return the comparison of ``view`` with ``other``."""
     name = "one device" if other.num_devices == 1 else f"{other.num_devices} devices"
     scaling = ""
-    if view.figures is not None and other.figures is not None and other.figures.samples_per_s:
+    if view.figures.samples_per_s and other.figures.samples_per_s:
         speed_up = view.figures.samples_per_s / other.figures.samples_per_s
         scaling = f"{speed_up:.2f} times as fast as {name}"
         num_times = view.num_devices / max(1, other.num_devices)
@@ -130,15 +109,14 @@ GOOD_BUSY = 90
 
 def sentences(view: View, baseline: BaselineComparison | None = None) -> Sequence[str]:
     """Return the three sentences, fewer if there are no figures; with a ``baseline``, the first compares the speed."""
-    figures = view.figures
-    if figures is None:
+    if not view.figures.by_rank:
         return f"The record of {view.task} has no step that all ranks have done.", "Record a run with more steps."
     change = f"Change first: {view.advice[0].text}" if view.advice else "No change is predicted to gain more than 3%."
-    return _how_fast(view, figures, baseline), _where(view, figures), change
+    return _how_fast(view, baseline), _where(view), change
 
 
-def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
-    kind = kind_of(view.device)
+def _how_fast(view: View, baseline: BaselineComparison | None) -> str:
+    figures, kind = view.figures, kind_of(view.device)
     one, more = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
     # Without a DataLoader, the samples of a script are unknown.
     is_counted = figures.samples_per_s > 0
@@ -154,8 +132,9 @@ def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None)
     return f"{text}."
 
 
-def _where(view: View, figures: Figures) -> str:
-    network, critical, total_s = view.network, figures.critical, figures.critical.total_s or 1.0
+def _where(view: View) -> str:
+    figures, network, critical = view.figures, view.network, view.figures.critical
+    total_s = critical.total_s or 1.0
     percents = {name: round(100 * seconds / total_s) for name, seconds in critical.parts().items()}
     is_starved = largest_part(critical) == "core_wait"
     named = ["core_wait"] if is_starved else ["forward", "backward", "optimizer"]
@@ -167,7 +146,7 @@ def _where(view: View, figures: Figures) -> str:
         return ", ".join(f"{percents[name]}% {PARTS[name].label}" for name in largest if (name in named) == is_named)
 
     if is_starved:
-        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(find_cores(view.run))[0]}"
+        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(view.cores)[0]}"
     else:
         text = f"Of a step, {share}% is computing{' (well used)' * (share >= GOOD_BUSY)}: {listed(is_named=True)}"
     if rest := listed(is_named=False):
@@ -177,7 +156,7 @@ def _where(view: View, figures: Figures) -> str:
     if slow is not None:
         where = PARTS[slow.part].doing
         text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({where})"
-    elif figures.critical.exposed_s is None and len(figures.by_rank) > 1:
+    elif critical.exposed_s is None and len(figures.by_rank) > 1:
         text += "; backward includes waiting for other ranks, which this engine does not measure"
     if network is not None and network.link is not None:
         sent = format_megabytes(network.sent_bytes)
