@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Figures
-from lockstep.telemetry.record import Recorded, Timeline
+from lockstep.telemetry.record import Recorded, Timeline, config_of
 
 # The network between machines.
 
@@ -172,16 +172,17 @@ class Cores(NamedTuple):
 def find_cores(run: Recorded) -> Cores | None:
     """Return the use of the cores; None if it was not recorded."""
     waiting = max(run.ranks.values(), key=lambda each: each.mean("core_wait_percent") or 0.0, default=run.zero)
-    busy, *kept = ((waiting.mean(f"{name}_percent") or 0.0) / 100 for name in ("host_cpu", "steal", "throttled"))
+    names = ("host_cpu_percent", "steal_percent", "throttled_percent")
+    busy, stolen, throttled = ((waiting.mean(name) or 0.0) / 100 for name in names)
     if not busy:
         return None
     beside = [record for record in run.ranks.values() if record.host == waiting.host]
     loads = [each.mean(name) or 0.0 for each in beside for name in ("cpu_percent", "workers_cpu_percent")]
     ranks = sum(loads) / 100
-    text = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
+    text = str(config_of(run.last).get("machine/cores"))
     total = float(text) if text.isdecimal() else 0.0
     threads = max(line.figures.get("num_threads", 0.0) for record in beside for line in record.machine)
-    return Cores(total, ranks, max(0.0, busy - ranks), *kept, len(beside), threads)
+    return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)
 
 
 # Timelines of all ranks on one clock.

@@ -152,7 +152,7 @@ def ranks_table(view: View) -> Table:
             cells = [f"{figures.by_rank[rank].part(name) * 1e3:.2f}" for name in (*PARTS, "total")]
             cells.append(f"{figures.last_share[rank]:.0%}")
         peak_bytes = max((line.figures.get(peak, 0.0) for line in record.machine), default=0.0)
-        cells.append(f"{peak_bytes / MIB:,.0f}")
+        cells.append(f"{peak_bytes / MIB:,.0f}" if peak_bytes else "")
         cells += ["" if (mean := record.mean(name)) is None else f"{mean:,.0f}" for name in loads]
         rows.append([str(rank), f"{record.device} on {record.host}", *cells])
     return Table("Each rank: milliseconds per step, memory and load", columns, rows, numbers=columns[2:])
