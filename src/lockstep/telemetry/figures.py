@@ -344,12 +344,6 @@ def window_of(step: int) -> range:
     return range(end - WINDOW + 1, end + 1)
 
 
-def largest_part(times: StepTimes) -> str:
-    """Return the name of the part in `PARTS` that takes longest."""
-    parts = times.parts()
-    return max(parts, key=parts.__getitem__)
-
-
 # --- the steps of a recorded run --------------------------------------------------------------------------------------
 
 

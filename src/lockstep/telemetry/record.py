@@ -54,8 +54,7 @@ EVENTS = {
 
 def kind_of(device: str) -> str:
     """Return the word for a device such as ``cuda:0`` in messages: GPU, CPU, or another type in capitals."""
-    device_type = device.partition(":")[0]
-    return "GPU" if device_type in ("cuda", "xpu") else device_type.upper()
+    return "GPU" if device.startswith(("cuda", "xpu")) else device.partition(":")[0].upper()
 
 
 # --- the lines --------------------------------------------------------------------------------------------------------
@@ -315,9 +314,7 @@ class Downsampler:
         """Return one line for the steps not yet written, if any."""
         lines, self._held = self._held, []
         self._num_lines += bool(lines)
-        if not lines:
-            return None
-        return lines[0] if len(lines) == 1 else StepLine.merged(lines)
+        return StepLine.merged(lines) if len(lines) > 1 else next(iter(lines), None)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -484,8 +481,8 @@ def read_run(folder: Path) -> Recorded:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"There is no folder {folder}.\nName the folder given as --run-dir or --monitor.")
-    numbered = {path.stem.removeprefix("rank-"): path for path in folder.glob(RANK_FILES)}
-    files = {int(number): path for number, path in numbered.items() if number.isdecimal()}
+    numbered = ((path.stem.removeprefix("rank-"), path) for path in folder.glob(RANK_FILES))
+    files = {int(number): path for number, path in numbered if number.isdecimal()}
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
             f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"

@@ -77,11 +77,11 @@ class MetricsSink(Subscriber):
         package: The package that it imports; the extra with the name of the sink installs it.
         advice: What to do if it cannot be opened.
         where: One line for the user: where to find the metrics.
-        last: The last snapshot.
+        last: The last snapshot; an empty one until then.
     """
 
     form = pattern = package = advice = where = ""
-    last: Snapshot | None = None
+    last = Snapshot()
     _last_step = -1
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Prometheus(MetricsSink):
 
         # Of each metric, the labels and the value of each sample.
         samples: dict[figures.Metric, list[tuple[dict[str, str], float | None]]] = {_RUN: [(self._info, 1.0)]}
-        if (run := self.last) is not None:  # read once, as another thread sets it
+        if (run := self.last).time:  # read once, as another thread sets it
             ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
             samples[_RANK] = [({**of, "host": str(each.host), "device": str(each.device)}, 1.0) for of, each in ranks]
             samples |= {each: [({}, each.read(run))] for each in (_UPDATED, *figures.METRICS)}
@@ -247,7 +247,7 @@ class WandbRun(MetricsSink):
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
-        self._run.finish(exit_code=int(self.last is None or self.last.has_failed))
+        self._run.finish(exit_code=int(self.last.has_failed))
 
 
 @final
@@ -290,8 +290,7 @@ class MlflowRun(MetricsSink):
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
-        has_failed = self.last is None or self.last.has_failed
-        self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
+        self._client.set_terminated(self._run_id, "FAILED" if self.last.has_failed else "FINISHED")
 
 
 # --- what ``log_to`` asks for -----------------------------------------------------------------------------------------

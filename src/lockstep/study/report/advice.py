@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lockstep.study.common import MIB
 from lockstep.study.links import Cost, Method, format_megabytes, predict_step
 from lockstep.study.report.figures import Cores, Network, num_machines
-from lockstep.telemetry.figures import Figures, largest_part
+from lockstep.telemetry.figures import Figures
 from lockstep.telemetry.record import Recorded
 from lockstep.telemetry.step_times import PARTS, milliseconds
 
@@ -45,6 +45,11 @@ class View:
         return len(self.figures.by_rank)
 
     @property
+    def is_starved(self) -> bool:
+        """Whether the largest part of a step is waiting for a core."""
+        return self.part("core_wait") == max(self.figures.critical.parts().values(), default=0.0) > 0
+
+    @property
     def advice(self) -> list[Advice]:
         """Changes that are worthwhile, largest gain first. Those that change the results of training come last.
 
@@ -53,7 +58,7 @@ class View:
         if self.part("total") <= 0:
             return []
         # The other times of a run that mostly waits for cores do not show what could be gained.
-        rules = [_cores] if largest_part(self.figures.critical) == "core_wait" else _RULES
+        rules = [_cores] if self.is_starved else _RULES
         found = [advice for rule in rules for advice in rule(self) if advice.gain >= WORTH]
         return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 

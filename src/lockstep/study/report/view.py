@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.study.links import format_megabytes
 from lockstep.study.report.advice import View, who_has_the_cores
 from lockstep.study.report.figures import bars_of, find_cores, find_network
-from lockstep.telemetry.figures import find_figures, largest_part
+from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.live_view import rate
 from lockstep.telemetry.record import Recorded, kind_of, read_run
 from lockstep.telemetry.step_times import PARTS, milliseconds
@@ -136,8 +136,7 @@ def _where(view: View) -> str:
     figures, network, critical = view.figures, view.network, view.figures.critical
     total_s = critical.total_s or 1.0
     percents = {name: round(100 * seconds / total_s) for name, seconds in critical.parts().items()}
-    is_starved = largest_part(critical) == "core_wait"
-    named = ["core_wait"] if is_starved else ["forward", "backward", "optimizer"]
+    named = ["core_wait"] if view.is_starved else ["forward", "backward", "optimizer"]
     # The sum of the rounded parts, so that what is printed adds up; less than half a percent is noise.
     share = sum(percents.get(name, 0) for name in named)
 
@@ -145,12 +144,12 @@ def _where(view: View) -> str:
         largest = sorted(filter(percents.get, percents), key=lambda name: -percents[name])
         return ", ".join(f"{percents[name]}% {PARTS[name].label}" for name in largest if (name in named) == is_named)
 
-    if is_starved:
+    if view.is_starved:
         text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(view.cores)[0]}"
     else:
         text = f"Of a step, {share}% is computing{' (well used)' * (share >= GOOD_BUSY)}: {listed(is_named=True)}"
     if rest := listed(is_named=False):
-        is_lost = share < GOOD_BUSY and not is_starved
+        is_lost = share < GOOD_BUSY and not view.is_starved
         text += f"; the rest {'can be gained:' if is_lost else 'is'} {rest}"
     slow = figures.straggler
     if slow is not None:
