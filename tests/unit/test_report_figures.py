@@ -99,9 +99,9 @@ def test_three_sentences(tmp_path):
         "digits trains 3,048 samples/s on 2 CPU processes, 21.0 ms a step.",
         "Of a step, 91% is computing (well used): 62% forward, 24% backward, 5% optimizer; the rest is 5% data wait, "
         "5% exchange; the others wait 10.0 ms in each step for rank 1 (forward).",
-        "Change first: Rank 1 is slow in forward (13.0 ms where 3.0 ms is usual), and the others wait for it: making "
-        "rank 1 as fast as the others (check its machine, its data and other programs there) would give about 1.91 "
-        "times the throughput.",
+        "Change first: Rank 1 is slow: it loses 10.0 ms in each step of 21.0 ms, in forward (13.0 ms, usual is 3.0 "
+        "ms), and the others wait for it: making rank 1 as fast as the others (check its machine, its data and other "
+        "programs there) would give about 1.91 times the throughput.",
     )
 
 

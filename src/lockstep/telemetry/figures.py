@@ -275,7 +275,7 @@ class Straggler:
         lost, step, took, usual = map(milliseconds, (self.lost_s, self.step_s, self.took_s, self.usual_s))
         return (
             f"rank {self.rank} is slow: it loses {lost} in each step of {step}, in {PARTS[self.part].doing} ({took}, "
-            f"usual is {usual}); the others wait for it"
+            f"usual is {usual}), and the others wait for it"
         )
 
 

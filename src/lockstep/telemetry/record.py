@@ -391,8 +391,9 @@ def how_called() -> dict[str, str]:
 
 def config_of(session: Line) -> dict[str, str | int | float]:
     """Return settings, sizes, versions, commits and the machine of a session by name, without what is unknown."""
-    found = {**(session.get("settings") or {}), **session}
-    for group, facts in (session.get("provenance") or {}).items():
+    settings, provenance = session.get("settings"), session.get("provenance") or {}
+    found = {**(settings if isinstance(settings, dict) else {}), **session, "recorded": provenance.get("when")}
+    for group, facts in provenance.items():
         if isinstance(facts, dict):
             found |= {f"{group.removesuffix('s')}/{name}": fact for name, fact in facts.items()}
     known = {name: value for name, value in found.items() if name not in _OF_SESSION and value is not None}

@@ -11,7 +11,6 @@ from lockstep.study.links import Cost, Method, format_megabytes, predict_step
 from lockstep.study.report.figures import Cores, Network, num_machines
 from lockstep.telemetry.figures import Figures
 from lockstep.telemetry.record import Recorded
-from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
@@ -183,15 +182,10 @@ def _loading(view: View) -> Iterator[Advice]:
 
 
 def _slow_rank(view: View) -> Iterator[Advice]:
-    slow = view.figures.straggler
-    if slow is None:
-        return
-    # All others wait for it, so all lose this time.
-    where = PARTS[slow.part].doing
-    took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
-    cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
-    change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
-    yield Advice(cause, change, view.gain(slow.lost_s))
+    if (slow := view.figures.straggler) is not None:
+        # All others wait for it, so all lose this time.
+        change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
+        yield Advice(str(slow).capitalize(), change, view.gain(slow.lost_s))
 
 
 def _too_small(view: View) -> Iterator[Advice]:
