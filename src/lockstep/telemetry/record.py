@@ -453,10 +453,9 @@ class Recorded:
         return self.sessions[-1]
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the last session by name; empty if unknown."""
-        found = self.last.get("settings")
-        return found if isinstance(found, dict) else {}
+    def config(self) -> dict[str, Any]:
+        """The known facts about the last session, with its settings; see `config_of`."""
+        return {**config_of(self.last)}
 
     @property
     def zero(self) -> RankRecord:

@@ -67,7 +67,7 @@ class View:
 
     def number(self, name: str) -> int | None:
         """Return a whole number of the session or its settings, such as the global batch size; None if unknown."""
-        found = {**self.run.settings, **self.run.last}.get(name)
+        found = self.run.config.get(name)
         return found if type(found) is int else None
 
     def gain(self, saved_s: float) -> float:
@@ -206,7 +206,7 @@ def _too_small(view: View) -> Iterator[Advice]:
 def _optimizer(view: View) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
     saved_s = view.part("optimizer") * (1 - 1 / view.num_ranks)
-    is_plain = view.run.settings.get("strategy", "ddp") == "ddp" and num_machines(view.run) == 1
+    is_plain = view.run.config.get("strategy", "ddp") == "ddp" and num_machines(view.run) == 1
     if not is_plain or saved_s < _DIVIDED_SHARE * view.part("total"):
         return
     cause = f"The optimizer is {view.share('optimizer')} of the step, the same on every rank"
@@ -252,11 +252,11 @@ _METHODS = {
 
 def _exchange(view: View) -> Iterator[Advice]:
     network, cause = view.network, f"Exposed communication is {view.share('wire')} of the step"
-    if view.run.settings.get("strategy", "ddp") != "ddp":
+    if view.run.config.get("strategy", "ddp") != "ddp":
         return
     for change, (method, keeps_run) in _METHODS.items():
         is_rounding = method.name == "bf16"
-        if keeps_run and view.run.settings.get("compression") is not None:
+        if keeps_run and view.run.config.get("compression") is not None:
             continue
         if is_rounding and (view.number("gradient_bytes") or 0) < LARGE_BYTES:
             continue

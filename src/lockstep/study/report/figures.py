@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Figures
-from lockstep.telemetry.record import Recorded, Timeline, config_of
+from lockstep.telemetry.record import Recorded, Timeline
 
 # The network between machines.
 
@@ -67,7 +67,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
 
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
     """Return the bytes per second that a machine sent while buckets were exchanged; None if unknown."""
-    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(run.settings.get("compression"))
+    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(run.config.get("compression"))
     if ratio is None or machines < 2:
         return None  # with other compression, the bytes depend on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
@@ -109,7 +109,7 @@ def find_costs(run: Recorded, price: str | None, until_loss: float | None) -> li
     Raises:
         ConfigurationError: The price cannot be read.
     """
-    recorded, whole, steps = run.settings.get("price"), _usage(run), run.zero.steps
+    recorded, whole, steps = run.config.get("price"), _usage(run), run.zero.steps
     cost = Price.read(price if price is not None or recorded is None else str(recorded))
     if not whole.device_s:
         return []
@@ -179,7 +179,7 @@ def find_cores(run: Recorded) -> Cores | None:
     beside = [record for record in run.ranks.values() if record.host == waiting.host]
     loads = [each.mean(name) or 0.0 for each in beside for name in ("cpu_percent", "workers_cpu_percent")]
     ranks = sum(loads) / 100
-    text = str(config_of(run.last).get("machine/cores"))
+    text = str(run.config.get("machine/cores"))
     total = float(text) if text.isdecimal() else 0.0
     threads = max(line.figures.get("num_threads", 0.0) for record in beside for line in record.machine)
     return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)

@@ -22,7 +22,7 @@ from lockstep.study.drawing import html_page, html_table, items
 from lockstep.study.report.advice import View
 from lockstep.study.report.figures import bars_of, find_costs, find_window
 from lockstep.study.report.view import BaselineComparison, compare_with_baseline, sentences, view_run
-from lockstep.telemetry.record import StepLine, Timeline, config_of
+from lockstep.telemetry.record import StepLine, Timeline
 from lockstep.telemetry.step_times import PARTS
 
 _MOST_ADVICE = 6
@@ -132,7 +132,7 @@ LOADS = {
 def about_table(view: View, baseline: BaselineComparison | None) -> Table:
     """Return how and where a run was made; with a baseline in a second column, and differences marked."""
     views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
-    facts = [config_of(each.run.last) for each in views.values()]
+    facts = [each.run.config for each in views.values()]
     rows = [[name, *(str(each.get(name, "")) for each in facts)] for name in dict.fromkeys(chain(*facts))]
     differs = [row[0] for row in rows if len(set(row[1:])) > 1]
     return Table("Settings, machine and versions", ["", *views], rows, differs=differs)

@@ -78,7 +78,7 @@ def _compare_losses(view: View, other: View, name: str) -> str:
     if not apart:
         return f"This run and that on {name} have no step in common."
     # The batch size may be that of the task, which is not a setting, but a value of the session.
-    sets = [{**each.run.settings, **each.run.last, "task": each.task} for each in (view, other)]
+    sets = [each.run.config for each in (view, other)]
     settings = {name: [each.get(name) for each in sets] for name in ("task", *_ALIKE)}
     differs = [f"{name} {mine} here, {theirs} there" for name, (mine, theirs) in settings.items() if mine != theirs]
     # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
