@@ -346,9 +346,8 @@ def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], place: Place)
     if not targets:
         return []
     sinks: list[MetricsSink] = []
-    problem = _open(targets, run(), sinks) if place.rank == 0 else None
     # Rank zero, too, raises only after the exchange. Otherwise the others would wait for it.
-    problem = place.gather(problem)[0]
+    problem = place.gather(_open(targets, run(), sinks) if place.rank == 0 else None)[0]
     if problem is not None:
         raise ConfigurationError(problem)
     return sinks

@@ -204,12 +204,10 @@ def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
 def _parts(view: View) -> str | None:
     if not view.figures.by_rank:
         return None
-    rows = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
-    note = ""
-    if len(rows) > 1:
-        rows = {"critical": view.figures.critical.parts(), **rows}
-        note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
-    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, note)
+    ranks = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
+    top = {"critical": view.figures.critical.parts()} if len(ranks) > 1 else {}
+    note = "The bar on top is the work that the others waited for: what shortens it shortens the step." if top else ""
+    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", top | ranks, note)
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
