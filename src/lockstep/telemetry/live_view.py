@@ -183,8 +183,6 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     """Return the legend of the letters, as one or more lines."""
     lines = [Text("  ")]
     for part, share in shares(snapshot.ranks).items():
-        if share < 0.005 and part != "data_wait":
-            continue
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))

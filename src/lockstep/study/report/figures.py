@@ -109,8 +109,8 @@ def find_costs(run: Recorded, price: str | None, until_loss: float | None) -> li
     Raises:
         ConfigurationError: The price cannot be read.
     """
-    recorded, whole, steps = run.config.get("price"), _usage(run), run.zero.steps
-    cost = Price.read(price if price is not None or recorded is None else str(recorded))
+    whole, steps = _usage(run), run.zero.steps
+    cost = Price.read(str(run.config["price"]) if price is None and "price" in run.config else price)
     if not whole.device_s:
         return []
     found = [f"The run (starts: {len(run.sessions)}) used {whole.text(cost)}."]
