@@ -437,8 +437,7 @@ def predict_run(
         ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
     """
     run = read_run(folder)
-    figures = find_figures(run)
-    known = None if figures is None else find_network(run, figures)
+    known = find_network(run, find_figures(run))
     if known is None:
         raise ConfigurationError(
             f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"

@@ -35,7 +35,7 @@ from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import keep_rest_aside, read_object, replace_file
 from lockstep.telemetry import record
-from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
+from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
 from lockstep.telemetry.sinks import Delivery, MetricsSink, Subscriber, open_sinks, run_info
@@ -467,7 +467,7 @@ class Recorder:
         for rank, note in sorted({} if self.keys is None else self.keys.read().items()):
             try:
                 number, values = note
-                figures = decode(values)
+                figures = RankFigures(**values)
             except (TypeError, ValueError):  # other programs can write to the store: a wrong note is ignored
                 continue
             if rank not in self._seen or number != self._seen[rank][0]:

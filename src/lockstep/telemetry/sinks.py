@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -22,7 +23,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.record import Event, guarded, how_called
+from lockstep.telemetry.record import Event, config_of, guarded, how_called
 
 # Keeps the ids of the run in services, for the next session.
 SINK_STATE_FILE = "sinks.json"
@@ -60,15 +61,7 @@ class RunInfo:
 
 def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: int, *, is_fresh: bool) -> RunInfo:
     """Return the description of a run from the facts about its session in ``run.json``."""
-    flat = {**facts["settings"], **facts, "host": platform.node(), "command": how_called()["command"]}
-    for name, group in (("version", "versions"), ("commit", "commits"), ("machine", "machine")):
-        flat |= {f"{name}/{key}": fact for key, fact in facts["provenance"][group].items() if key != "load"}
-    config: dict[str, str | int | float] = {}
-    for name, value in flat.items():
-        if isinstance(value, (list, tuple)):
-            config[name] = ", ".join(map(str, value))
-        elif not (value is None or isinstance(value, dict)):
-            config[name] = value if isinstance(value, (str, int, float)) else str(value)
+    config = config_of({**facts, "host": platform.node(), "command": how_called()["command"]})
     folder = None if memory is None else Path(memory)
     return RunInfo(name=facts["task"], config=config, first_step=first_step, is_fresh=is_fresh, memory=folder)
 
@@ -165,11 +158,11 @@ class MetricsSink(Subscriber):
         package: The package that it imports; the extra with the name of the sink installs it.
         advice: What to do if it cannot be opened.
         where: One line for the user: where to find the metrics.
-        last: The last snapshot.
+        last: The last snapshot; an empty one until then.
     """
 
     form = pattern = package = advice = where = ""
-    last: Snapshot | None = None
+    last = Snapshot()
     _last_step = -1
 
     @abstractmethod
@@ -245,8 +238,10 @@ class TensorBoard(MetricsSink):
 # Of a run's config, what is a label of ``lockstep_run_info``; each label that changes makes new series of all.
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")
 
-# Of a metric: labels and value of each sample.
-_Samples = list[tuple[dict[str, str], float | None]]
+# What only Prometheus gets.
+_RUN = figures.Metric("", "lockstep_run_info", "what the run is")
+_UPDATED = figures.Metric("", "lockstep_updated_timestamp_seconds", "when these figures were taken", attrgetter("time"))
+_RANK = figures.Metric("", "lockstep_rank_info", "where a rank computes")
 
 
 @final
@@ -284,28 +279,23 @@ class Prometheus(MetricsSink):
         """Yield the metric families of the last snapshot, without unknown values."""
         from prometheus_client import Metric
 
-        for name, meaning, scale, samples in self._samples():
-            family = Metric(name.removesuffix("_total"), meaning, "counter" if name.endswith("_total") else "gauge")
-            for labels, value in samples:
-                if value is not None:
-                    family.add_sample(name, labels, value * scale)
-            yield family
-
-    def _samples(self) -> Iterator[tuple[str, str, float, _Samples]]:
-        """Yield name, meaning and scale of each metric, and its samples: labels and value."""
-        yield "lockstep_run_info", "what the run is", 1.0, [(self._info, 1.0)]
-        if (run := self.last) is None:  # read once, as another thread sets it
-            return
-        yield "lockstep_updated_timestamp_seconds", "when these figures were taken", 1.0, [({}, run.time)]
-        ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
-        where = [({**label, "host": str(each.host), "device": str(each.device)}, 1.0) for label, each in ranks]
-        yield "lockstep_rank_info", "where a rank computes", 1.0, [*where]
-        samples: dict[figures.Metric, _Samples] = {each: [({}, each.read(run))] for each in figures.METRICS}
-        samples |= {each: [(label, each.read(rank)) for label, rank in ranks] for each in figures.RANK_METRICS}
-        samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
-        samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
+        # Of each metric, the labels and the value of each sample.
+        samples: dict[figures.Metric, list[tuple[dict[str, str], float | None]]] = {_RUN: [(self._info, 1.0)]}
+        if (run := self.last).time:  # read once, as another thread sets it
+            ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
+            samples[_RANK] = [({**of, "host": str(each.host), "device": str(each.device)}, 1.0) for of, each in ranks]
+            samples |= {each: [({}, each.read(run))] for each in (_UPDATED, *figures.METRICS)}
+            samples |= {each: [(of, each.read(rank)) for of, rank in ranks] for each in figures.RANK_METRICS}
+            samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
+            samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
         for metric, found in samples.items():
-            yield metric.prometheus, metric.meaning, metric.scale, found
+            name = metric.prometheus
+            kind = "counter" if name.endswith("_total") else "gauge"
+            family = Metric(name.removesuffix("_total"), metric.meaning, kind)
+            for labels, value in found:
+                if value is not None:
+                    family.add_sample(name, labels, value * metric.scale)
+            yield family
 
 
 @final
@@ -338,7 +328,7 @@ class WandbRun(MetricsSink):
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
-        self._run.finish(exit_code=int(self.last is None or self.last.has_failed))
+        self._run.finish(exit_code=int(self.last.has_failed))
 
 
 @final
@@ -381,8 +371,7 @@ class MlflowRun(MetricsSink):
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
-        has_failed = self.last is None or self.last.has_failed
-        self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
+        self._client.set_terminated(self._run_id, "FAILED" if self.last.has_failed else "FINISHED")
 
 
 # --- what ``log_to`` asks for -----------------------------------------------------------------------------------------

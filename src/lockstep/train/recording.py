@@ -20,7 +20,7 @@ from lockstep.data.batch_iterator import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
-from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.figures import RankFigures, Snapshot
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
@@ -181,7 +181,7 @@ class RunRecord:
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done
-        ranks = figures.with_waits(map(figures.decode, gathered))
+        ranks = figures.with_waits(RankFigures(**each) for each in gathered)
         whole = Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))
         return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
