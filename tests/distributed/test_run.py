@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
+from lockstep.launcher.cli import run as start
 from tests.distributed.commands import lockstep
 
 OMP_NOTE = "lockstep: OMP_NUM_THREADS="

@@ -65,7 +65,7 @@ def together():
 
 def test_each_round_has_a_store_of_its_own_and_one_number(together):
     shared = HashStore()
-    sides = [RendezvousPerRestart(CONFIG, Meeting(shared, rank)) for rank in range(2)]
+    sides = [RendezvousPerRestart(CONFIG, Meeting(shared, rank), lambda: False) for rank in range(2)]
     places = []
     for known in ((0, 0), (3, 0)):  # the second one is new in the second round
         found = together(lambda side: side.next_rendezvous().bootstrap_store_info, sides)

@@ -28,7 +28,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LaunchTimeout, 
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import supervise
+from lockstep.launcher.supervise import Job, supervise
 from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
 
 # Ranks write to the terminal themselves.
@@ -122,32 +122,17 @@ def launch_with(
             logs_specs=DefaultLogsSpecs(log_dir=str(reaper.run_dir / "elastic")),
         )
         is_merged = logs.need_launcher(num_ranks) or not _shares_output_with_children()
-        is_over = threading.Event()
-
-        def end() -> None:
-            is_over.set()  # first: the ranks that are killed are an error of the time limit
-            reaper.kill_ranks()
-
-        timer = threading.Timer(timeout_s or 0.0, end)
+        timer = threading.Timer(timeout_s or 0.0, reaper.kill_ranks)
         timer.daemon = True
         try:
             with LogTail(reaper.run_dir, num_ranks, logs) if is_merged else nullcontext() as log_tail:
                 if timeout_s is not None:
                     timer.start()
-                supervise(
-                    config,
-                    reaper,
-                    "call",
-                    str(reaper.run_dir),
-                    python=sys.executable,
-                    min_ranks=min_ranks,
-                    watchdog_s=watchdog_s,
-                    watchdog_action=watchdog_action,
-                    log_tail=log_tail,
-                )
+                job = Job(reaper, log_tail, min_ranks, watchdog_s, watchdog_action)
+                supervise(job, config, "call", str(reaper.run_dir))
             return _results(reaper.run_dir)
         except RankFailed as error:
-            if is_over.is_set():
+            if timer.finished.is_set():
                 raise LaunchTimeout(
                     f"The {num_ranks} ranks did not finish within {timeout_s:g} s and were ended.\n"
                     "Pass a longer timeout_s, or look for a rank that waits for another."

@@ -27,7 +27,7 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from lockstep import activity
-from lockstep.errors import RESUME_EXIT_CODE
+from lockstep.errors import RESUME_EXIT_CODE, LockstepError
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, FailureRecord, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
@@ -71,12 +71,11 @@ def main(argv: list[str]) -> None:
         heartbeat.write()  # peers are released at once, not at the next beat
 
     activity.now.on_failure = on_failure
-    runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
 
     def program() -> None:
         heartbeat.start()
         set_up_rank(run_dir)
-        runners[mode](target)
+        {"script": run_script, "module": run_module, "call": run_call}[mode](target)
 
     run_recorded(program)
 
@@ -210,8 +209,6 @@ def run_call(run_dir: str) -> None:
     try:
         leave(RESULT, result)
     except Exception as error:
-        from lockstep.errors import LockstepError
-
         raise LockstepError(
             f"What {getattr(fn, '__name__', 'the function')} returned on rank {rank} cannot be sent back: {error}\n"
             "Return numbers, CPU tensors or other data that can be pickled."
@@ -275,6 +272,8 @@ def run_recorded(program: Callable[[], None]) -> None:
 
 def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
     """Write where the program ended, and by which exception, into the run's folder, for the launcher's report."""
+    # The user's traceback begins with the user's file.
+    trace = None if error is None else own_frames_removed(error.__traceback__)
     ended = FailureRecord(
         time_ns=time.time_ns(),
         step=activity.now.step,
@@ -282,10 +281,8 @@ def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
         num_steps=activity.now.num_steps,
         pid=os.getpid(),
         has_joined=has_joined(),
+        where=user_line(traceback.extract_tb(trace)),
     )
-    if error is not None:
-        trace = own_frames_removed(error.__traceback__)  # the user's traceback begins with the user's file
-        ended = replace(ended, where=user_line(traceback.extract_tb(trace)))
     if error is not None and is_failure:
         # This may be called twice: at the end of the block of `lockstep.init`, and at the top. The first time counts.
         raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), ended.time_ns)

@@ -23,12 +23,16 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import supervise
+from lockstep.launcher.supervise import Job, supervise
 from lockstep.run_folder import ENDED, FailureRecord, rank_files
 from lockstep.telemetry.record import RANK_FILES
 
 # What `lockstep train` takes from a file: a Task, or a function that returns one.
 _TASK = re.compile(r"^(def task\(|task\s*[:=])", re.MULTILINE)
+
+
+# What each rank calls for ``--adopt`` and ``--monitor``: ranks load them by name, as the launcher stands below both.
+_ADOPT, _ATTACH = "lockstep.adoption:adopt", "lockstep.observe.monitor:attach"
 
 
 class UsageError(Exception):
@@ -140,15 +144,13 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
+def run(argv: Sequence[str]) -> None:
     """Run the command ``lockstep run`` with ``argv``, and wait for its end.
 
     Blocks as long as the ranks run. All checks are done before the first process is started.
 
     Args:
         argv: The arguments.
-        adopt: The function that each rank calls for ``--adopt``, as "module:function".
-        attach: The function that each rank calls for ``--monitor``, with the folder.
 
     Raises:
         UsageError: The arguments are invalid.
@@ -168,9 +170,9 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     # The code below sets variables of this process for the ranks to inherit.
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
-        setups += [[adopt]] if args.adopt else []
+        setups += [[_ADOPT]] if args.adopt else []
         if args.monitor is not None:
-            setups.append([attach, os.path.abspath(args.monitor), args.view or "none", args.log_to or ""])
+            setups.append([_ATTACH, os.path.abspath(args.monitor), args.view or "none", args.log_to or ""])
         os.environ[RANK_SETUP] = json.dumps(setups)
         _print_choices(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
@@ -178,20 +180,9 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
             args.log_dir = str(reaper.run_dir / "elastic")
         config, python = _config(args)
         wait_for_host(config)
-        python = sys.executable if args.no_python else python
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
-            supervise(
-                config,
-                reaper,
-                mode,
-                args.training_script,
-                args.training_script_args,
-                python=python,
-                min_ranks=args.min_devices,
-                watchdog_s=args.watchdog,
-                watchdog_action=args.watchdog_action,
-                log_tail=log_tail,
-            )
+            job = Job(reaper, log_tail, args.min_devices, args.watchdog, args.watchdog_action)
+            supervise(job, config, mode, args.training_script, args.training_script_args, python)
         if mode == "script":
             _refuse_unused_task(args, reaper.run_dir)
 
@@ -239,21 +230,16 @@ def _check_target(args: argparse.Namespace) -> str:
 
 def _log_settings(args: argparse.Namespace) -> LogSettings:
     has_torchruns = args.redirects != "0" or args.tee != "0"
-    excluding = {
-        "--redirects and --tee": has_torchruns,
-        # With it every rank has local rank 0, so their logs cannot be distinguished.
-        "--virtual-local-rank": args.virtual_local_rank,
-        "--logs raw": args.logs == "raw",
-    }
+    # With a virtual local rank every rank has local rank 0, so their logs cannot be distinguished.
+    is_virtual, is_raw = args.virtual_local_rank, args.logs == "raw"
+    excluding = {"--redirects and --tee": has_torchruns, "--virtual-local-rank": is_virtual, "--logs raw": is_raw}
     excluded_by = next((flag for flag, is_given in excluding.items() if is_given), "")
     folder = None if has_torchruns else args.log_dir
     return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by, num_nodes=max_nodes(args))
 
 
 def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:
-    notes = []
-    if not was_chosen:
-        notes.append(f"{num_ranks} ranks, one per device; choose with --devices")
+    notes = [] if was_chosen else [f"{num_ranks} ranks, one per device; choose with --devices"]
     if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = threads_for(num_ranks)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -288,8 +274,7 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
         config, python, _ = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
         raise ConfigurationError(f"torchrun's options do not fit together: {error}") from None
-    assert isinstance(python, str)
-    return config, python
+    return config, sys.executable if args.no_python else str(python)
 
 
 @contextmanager

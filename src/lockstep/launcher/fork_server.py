@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import itertools
 import json
 import math
 import os
@@ -365,12 +366,9 @@ def _set_num_threads(text: str) -> None:
     torch.set_num_threads(int(number))
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "openblas" in line}  # numpy's
-    for path in paths:
-        library = ctypes.CDLL(path)
-        for prefix in ("", "scipy_"):
-            for suffix in ("", "64_"):
-                with contextlib.suppress(AttributeError):
-                    getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
+    for library, prefix, suffix in itertools.product(map(ctypes.CDLL, paths), ("", "scipy_"), ("", "64_")):
+        with contextlib.suppress(AttributeError):
+            getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
 
 
 def become(words: Sequence[str]) -> NoReturn:

@@ -8,8 +8,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -77,14 +76,8 @@ class RendezvousPerRestart(RendezvousHandler):
         is_ending: Returns whether the ranks have been requested to end, so that no machine can join any more.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        inner: RendezvousHandler | None = None,
-        is_ending: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, config: LaunchConfig, inner: RendezvousHandler | None, is_ending: Callable[[], bool]) -> None:
         self._config, self._inner, self._is_ending = config, inner, is_ending
-        self._current = RendezvousInfo(HashStore(), 0, 1, _LOCAL)
         # Of the store for the ranks that are started now, and that store, if it is hosted here.
         self.store_address = LOOPBACK, 0
         self._hosted: object = None
@@ -109,9 +102,8 @@ class RendezvousPerRestart(RendezvousHandler):
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
             found.store.set("lockstep/port", str(port))
         self.store_address = host, int(found.store.get("lockstep/port"))
-        self._current = RendezvousInfo(
-            found.store, found.rank, found.world_size, RendezvousStoreInfo(*self.store_address)
-        )
+        address = RendezvousStoreInfo(*self.store_address)
+        self._current = RendezvousInfo(found.store, found.rank, found.world_size, address)
         return self._current
 
     def _meet(self, inner: RendezvousHandler) -> RendezvousInfo:
@@ -120,7 +112,9 @@ class RendezvousPerRestart(RendezvousHandler):
                 return inner.next_rendezvous()
         except RendezvousConnectionError:
             self._note_loss()
-        self._inner = _reopen(self._config)
+        # Once a store answers at the address of the lost one.
+        _await_host(self._config, may_be_here=False)
+        self._inner = _new_handler(self._config)
         self._is_lost = False
         return self._inner.next_rendezvous()
 
@@ -182,7 +176,7 @@ class RendezvousPerRestart(RendezvousHandler):
 def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> RendezvousHandler:
     """Return torch's handler for ``config``, in a `RendezvousPerRestart` if machines may come and go."""
     if config.rdzv_backend == LOCAL_BACKEND:
-        return RendezvousPerRestart(config)
+        return RendezvousPerRestart(config, None, is_ending)
     handler = _new_handler(config)
     if not isinstance(handler, DynamicRendezvousHandler):
         return handler
@@ -194,16 +188,6 @@ def _address(config: LaunchConfig) -> tuple[str, int]:
     port = DEFAULT_STORE_PORT if config.rdzv_backend == "c10d" else _DEFAULT_ETCD_PORT
     host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=port)
     return host, port
-
-
-def _reopen(config: LaunchConfig) -> RendezvousHandler:
-    """Return a new handler, once a store answers at the address of the lost one.
-
-    Raises:
-        LockstepError: No store answered in time.
-    """
-    _await_host(*_address(config), config.rdzv_configs, may_be_here=False)
-    return _new_handler(config)
 
 
 def _new_handler(config: LaunchConfig) -> RendezvousHandler:
@@ -298,10 +282,11 @@ def wait_for_host(config: LaunchConfig) -> None:
     """
     is_first = config.rdzv_backend == "static" and config.rdzv_configs["rank"] == 0
     if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d") and not is_first:
-        _await_host(*_address(config), config.rdzv_configs, may_be_here=True)
+        _await_host(config, may_be_here=True)
 
 
-def _await_host(host: str, port: int, conf: Mapping[str, Any], *, may_be_here: bool) -> None:
+def _await_host(config: LaunchConfig, *, may_be_here: bool) -> None:
+    (host, port), conf = _address(config), config.rdzv_configs
     timeout_s = float(conf.get("join_timeout") or conf.get("timeout") or _RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
     # Resolved again each time: the name of a machine that has just started may not be known yet.
@@ -348,9 +333,7 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
 def _why_not_bindable(port: int) -> str | None:
     try:
         socket.create_server(("", port)).close()
-    except PermissionError:
-        return "may only be used by root"
     except OSError as error:
         # Other errors come from binding all addresses, which only this check does; elastic reports its own errors.
-        return "is already in use" if error.errno == errno.EADDRINUSE else None
+        return {errno.EADDRINUSE: "is already in use", errno.EACCES: "may only be used by root"}.get(error.errno or 0)
     return None
