@@ -160,10 +160,6 @@ class RankEnv:
         Raises:
             ConfigurationError: They do not.
         """
-        if self.world_size < 1:
-            raise ConfigurationError(
-                f"{size_name}={self.world_size} is not a world size.\nSet it to the number of processes of the job."
-            )
         if not 1 <= self.local_world_size <= self.world_size:
             raise ConfigurationError(
                 f"{local_size_name} says {self.local_world_size} ranks on this machine, but {size_name} says "
@@ -412,13 +408,6 @@ def core_wait_s(uses: Sequence[tuple[bytes, bytes]], working_s: float) -> float:
 # path themselves.
 
 _MOST_BYTES = 107
-_FOLDER, _SOCKET = "/pymp-xxxxxxxx", "/listener-xxxxxxxx"
-
-
-def is_socket_folder_too_long(folder: str) -> bool:
-    """Return whether the path of ``folder``, for temporary files, is too long for sockets of loader processes."""
-    is_python_careful = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
-    return not is_python_careful and len(os.fsencode(folder + _FOLDER + _SOCKET)) > _MOST_BYTES
 
 
 def check_socket_folder() -> None:
@@ -429,7 +418,8 @@ def check_socket_folder() -> None:
     """
     # The folder that the launcher has chosen for its ranks, or a new one in the folder for temporary files.
     folder = multiprocessing.util.get_temp_dir()
-    if is_socket_folder_too_long(os.path.dirname(folder)):
+    is_python_careful = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
+    if not is_python_careful and len(os.fsencode(f"{folder}/listener-xxxxxxxx")) > _MOST_BYTES:
         raise ConfigurationError(
             "The name of the folder for temporary files is too long for loader processes, which pass tensors through "
             f"sockets in it: {folder}\n"

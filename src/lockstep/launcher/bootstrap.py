@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
 from lockstep import activity
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError
@@ -169,11 +169,9 @@ def run_script(path: str) -> None:
     full_path = os.path.abspath(path)
     module = _fresh_main()
     module.__file__ = full_path
-    module.__loader__ = SourceFileLoader("__main__", full_path)
-    with open(path, "rb") as file:
-        code: CodeType = compile(file.read(), full_path, "exec", dont_inherit=True)
+    loader = module.__loader__ = SourceFileLoader("__main__", full_path)
     # Not runpy.run_path, which clears the module after the script: threads and exit handlers still need it.
-    exec(code, module.__dict__)
+    exec(loader.source_to_code(loader.get_data(path), full_path), module.__dict__)
 
 
 def run_module(name: str) -> None:
@@ -233,8 +231,8 @@ def _replace_first_path(path: str) -> None:
 
 # Recording how the program ended, before peers notice: failure_report.py turns it into the launcher's message.
 
-# The exceptions that were recorded, and when each was raised, in nanoseconds.
-_recorded: list[tuple[BaseException, int]] = []
+# The exceptions that were recorded, by `id`, and when each was raised, in nanoseconds.
+_recorded: dict[int, tuple[BaseException, int]] = {}
 _exit_codes: list[int] = []
 
 # In the names of files that are not the user's; and those of the frames that start the program.
@@ -285,9 +283,7 @@ def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
     )
     if error is not None and is_failure:
         # This may be called twice: at the end of the block of `lockstep.init`, and at the top. The first time counts.
-        raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), ended.time_ns)
-        if raised_at_ns == ended.time_ns:
-            _recorded.append((error, raised_at_ns))
+        _, raised_at_ns = _recorded.setdefault(id(error), (error, ended.time_ns))
         ended = replace(
             ended,
             message=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
@@ -303,7 +299,7 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
-    if not any(error is seen for seen, _ in _recorded):
+    if id(error) not in _recorded:
         sys.__excepthook__(kind, error, trace)
 
 

@@ -209,14 +209,22 @@ def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
 
 
 def _check_target(args: argparse.Namespace) -> str:
-    """Check the program that each rank will run; return its mode."""
+    """Check the program that each rank will run, and flags that need others; return its mode."""
     if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
         raise ConfigurationError(
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
-    if args.min_devices is not None and not args.max_restarts:
-        raise ConfigurationError("--min-devices needs --max-restarts.\nAdd --max-restarts N, or omit --min-devices.")
+    if args.monitor is not None and args.no_python:
+        raise ConfigurationError(
+            "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
+        )
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    needs = {"--min-devices": "--max-restarts N", "--view": "--monitor DIR", "--log-to": "--monitor DIR"}
+    for flag, needed in needs.items():
+        other = needed.partition(" ")[0]
+        if given[flag] is not None and not given[other]:
+            raise ConfigurationError(f"{flag} needs {other}.\nAdd {needed}, or omit {flag}.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
@@ -281,19 +289,11 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
     """Print at the end where ``--monitor``, if given, recorded the run; the ranks write the record."""
     if args.monitor is None:
-        for name in ("view", "log-to"):
-            if getattr(args, name.replace("-", "_")) is not None:
-                raise ConfigurationError(f"--{name} needs --monitor.\nAdd --monitor DIR, or omit --{name}.")
         yield
         return
-    if args.log_to is not None:
-        from lockstep.telemetry.sinks import parse_targets  # imports torch
+    from lockstep.telemetry.sinks import parse_targets  # not for runs without a record
 
-        parse_targets(args.log_to)
-    if args.no_python:
-        raise ConfigurationError(
-            "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
-        )
+    parse_targets(args.log_to or ())
     folder, began_s = Path(args.monitor), time.time()
     try:
         yield

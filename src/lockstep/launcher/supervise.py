@@ -107,9 +107,9 @@ def supervise(
     )
     with job.handling_signals(config.signals_to_handle):
         try:
-            with server_for(mode, target, config.nproc_per_node) as server, elastic_quiet(), watchdog:
+            with server_for(mode, target, config.nproc_per_node) as job.server, elastic_quiet(), watchdog:
                 # Kept to the end of this function: it has the store, in which `job_error` meets the other launchers.
-                agent = _Agent(job, config, command, server)
+                agent = _Agent(job, config, command)
                 failures = agent.run().failures
         except SignalException as error:
             # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
@@ -191,6 +191,7 @@ class Job:
         watchdog_action: The action after that time: ``end`` the job, or ``warn`` only.
         ranks: Their numbers, which may change after a restart.
         store: The store in which the launchers of several machines exchange notes.
+        server: Forks the ranks, if they need not be new interpreters.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
         is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
@@ -210,6 +211,7 @@ class Job:
     watchdog_action: str | None = None
     ranks: range = range(0)
     store: InterNodeStore | None = None
+    server: ForkServer | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
     is_command: bool = False
@@ -325,8 +327,8 @@ class _Agent(LocalElasticAgent):
       the cause.
     """
 
-    def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...], server: ForkServer | None) -> None:
-        self.job, self.server, self.config = job, server, config
+    def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...]) -> None:
+        self.job, self.config = job, config
         # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
         # often because a rank of this machine failed.
         self.num_restarts, self.num_failures = -1, 0
@@ -399,16 +401,14 @@ class _Agent(LocalElasticAgent):
             own |= {"ROLE_RANK": worker.role_rank, "ROLE_WORLD_SIZE": worker.role_world_size}
             envs[number] = {name: str(value) for name, value in (of_all | own).items()}
             args[number] = tuple(macros.substitute(list(spec.args), str(number)))  # torchrun's ${local_rank}
-            prefixes[number] = template.safe_substitute(
-                role_name=spec.role, hostname=socket.gethostname(), rank=worker.global_rank, local_rank=number
-            )
+            prefixes[number] = template.safe_substitute(role_name=spec.role, rank=worker.global_rank, local_rank=number)
         torch_internals.prepare_elastic_ranks(self, envs)
         # elastic would install its own handlers at each start of the ranks, and never remove them.
         os.environ[_LEFT_TO_ELASTIC] = ""
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
         where = spec.role, cast(str, spec.entrypoint), args, envs, logs_specs, prefixes, spec.numa_options
         ranks = self._pcontext = _RankProcesses(*where, *filters)
-        ranks.job, ranks.server, ranks.numa_options = self.job, self.server, spec.numa_options
+        ranks.job, ranks.numa_options = self.job, spec.numa_options
         self.job.has_started = True
         ranks.start()
         return ranks.pids()
@@ -502,7 +502,6 @@ class _RankProcesses(SubprocessContext):
     """
 
     job: Job
-    server: ForkServer | None
     numa_options: NumaOptions | None
     watcher: threading.Thread | None = None
 
@@ -527,15 +526,16 @@ class _RankProcesses(SubprocessContext):
                 os.close(descriptor)
 
     def _fork(self, rank: int) -> SubprocessHandler | None:
+        server = self.job.server
         # Others are wrapped in numactl, or run an interpreter that the user chose.
-        if self.server is None or self.entrypoint != sys.executable or self.numa_options is not None:
+        if server is None or self.entrypoint != sys.executable or self.numa_options is not None:
             return None
         with contextlib.ExitStack() as stack:
             # The path is empty for the launcher's own stream.
             paths = ((1, self.stdouts[rank]), (2, self.stderrs[rank]))
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
             environ = {**os.environ, **self.envs[rank]}
-            return cast(SubprocessHandler | None, self.server.fork(self.args[rank], environ, [0, *files]))
+            return cast(SubprocessHandler | None, server.fork(self.args[rank], environ, [0, *files]))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks, as torch does; without a signal it does so because one of them has failed.
@@ -544,7 +544,7 @@ class _RankProcesses(SubprocessContext):
         distinguished from ranks that are stopped because of the failure.
         """
         for pid in self.pids().values():
-            if process_state(pid)[0] not in ("", "Z", "X"):
+            if process_state(pid)[0]:
                 self.job.stopped_at_ns[pid] = time.time_ns()
         super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
         if self.watcher is not None:
