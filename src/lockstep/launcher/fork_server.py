@@ -38,7 +38,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from lockstep.env import usable_cores
@@ -155,7 +154,7 @@ class ForkServer:
 
 _server: ForkServer | None = None
 
-_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
+_Handler = signal.Handlers | Callable[[int, object], None]
 
 
 @contextmanager

@@ -10,13 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -35,7 +29,7 @@ LOCAL_BACKEND = "lockstep-local"
 # torch's own variable: ranks do not use the store of a launcher, so launchers do not keep its address.
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
-_LOCAL = RendezvousStoreInfo(LOOPBACK, 0)
+_LOCAL = rendezvous.RendezvousStoreInfo(LOOPBACK, 0)
 _STORE_TIMEOUT_S = 600.0
 # torchrun's default for how long a machine waits for the others.
 _RENDEZVOUS_TIMEOUT_S = 900.0
@@ -45,7 +39,7 @@ _DEFAULT_ETCD_PORT = 2379  # torch elastic's
 _TRY_PERIOD_S, _TRY_S = 2.0, 0.3
 
 
-class RendezvousPerRestart(RendezvousHandler):
+class RendezvousPerRestart(rendezvous.RendezvousHandler):
     """Runs the rendezvous with a handler of torch's, and creates a new store for the ranks each time.
 
     [Note: a store for each restart]
@@ -76,11 +70,15 @@ class RendezvousPerRestart(RendezvousHandler):
         is_ending: Returns whether the ranks have been requested to end, so that no machine can join any more.
     """
 
-    def __init__(self, config: LaunchConfig, inner: RendezvousHandler | None, is_ending: Callable[[], bool]) -> None:
+    def __init__(
+        self, config: LaunchConfig, inner: rendezvous.RendezvousHandler | None, is_ending: Callable[[], bool]
+    ) -> None:
         self._config, self._inner, self._is_ending = config, inner, is_ending
         # Of the store for the ranks that are started now, and that store, if it is hosted here.
         self.store_address = LOOPBACK, 0
         self._hosted: object = None
+        # How often the ranks of the job have been started again, for any reason; the same on all machines.
+        self.num_restarts = -1
         self._is_lost, self._next_try_s = False, 0.0
 
     def get_backend(self) -> str:
@@ -92,40 +90,36 @@ class RendezvousPerRestart(RendezvousHandler):
         """The ranks use a launcher's store."""
         return True
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Run a new rendezvous, and agree on a new store for the ranks. Blocks until the other machines have come."""
-        found = RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        """Run a new rendezvous; agree on a new store for the ranks, and on the number of restarts: the largest of any.
+
+        Blocks until the other machines have come.
+        """
+        found = rendezvous.RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
         assert found.bootstrap_store_info is not None
-        host = found.bootstrap_store_info.master_addr
+        host, store = found.bootstrap_store_info.master_addr, found.store
         self._hosted = None  # the previous store, whose ranks have ended
+        store.set(f"lockstep/restarts/{found.rank}", str(self.num_restarts + 1))
         if found.rank == 0:
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
-            found.store.set("lockstep/port", str(port))
-        self.store_address = host, int(found.store.get("lockstep/port"))
-        address = RendezvousStoreInfo(*self.store_address)
-        self._current = RendezvousInfo(found.store, found.rank, found.world_size, address)
-        return self._current
+            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(found.world_size)])
+            store.set("lockstep/start", f"{port} {max(map(int, numbers))}")
+        port, self.num_restarts = map(int, store.get("lockstep/start").split())
+        self.store_address = host, port
+        address = rendezvous.RendezvousStoreInfo(host, port)
+        return rendezvous.RendezvousInfo(store, found.rank, found.world_size, address)
 
-    def _meet(self, inner: RendezvousHandler) -> RendezvousInfo:
+    def _meet(self, inner: rendezvous.RendezvousHandler) -> rendezvous.RendezvousInfo:
         try:
             if not self._is_lost:
                 return inner.next_rendezvous()
-        except RendezvousConnectionError:
+        except rendezvous.RendezvousConnectionError:
             self._note_loss()
         # Once a store answers at the address of the lost one.
         _await_host(self._config, may_be_here=False)
         self._inner = _new_handler(self._config)
         self._is_lost = False
         return self._inner.next_rendezvous()
-
-    def agree_on_restarts(self, number: int) -> int:
-        """Return the largest ``number`` of any machine. Blocks until all of this rendezvous have written one."""
-        store, size = self._current.store, self._current.world_size
-        store.set(f"lockstep/restarts/{self._current.rank}", str(number))
-        if self._current.rank == 0:
-            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(size)])
-            store.set("lockstep/restarts", str(max(map(int, numbers))))
-        return int(store.get("lockstep/restarts"))
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join, including this one if it needs a new rendezvous."""
@@ -135,7 +129,7 @@ class RendezvousPerRestart(RendezvousHandler):
             if not self._is_lost:
                 # The others remove this machine if its keepalives did not arrive in time.
                 return self._inner.num_nodes_waiting() or int(torch_internals.is_removed(self._inner))
-        except RendezvousConnectionError:
+        except rendezvous.RendezvousConnectionError:
             if self._inner.get_backend() != "c10d":  # its store keeps its contents, and may answer again
                 return 0
             self._note_loss()
@@ -173,7 +167,7 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._inner is None or self._is_ending() or self._inner.shutdown()
 
 
-def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> RendezvousHandler:
+def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> rendezvous.RendezvousHandler:
     """Return torch's handler for ``config``, in a `RendezvousPerRestart` if machines may come and go."""
     if config.rdzv_backend == LOCAL_BACKEND:
         return RendezvousPerRestart(config, None, is_ending)
@@ -190,10 +184,10 @@ def _address(config: LaunchConfig) -> tuple[str, int]:
     return host, port
 
 
-def _new_handler(config: LaunchConfig) -> RendezvousHandler:
+def _new_handler(config: LaunchConfig) -> rendezvous.RendezvousHandler:
     where = config.rdzv_backend, config.rdzv_endpoint, config.run_id
-    sizes = config.min_nodes, config.max_nodes
-    return get_rendezvous_handler(RendezvousParameters(*where, *sizes, config.local_addr, **config.rdzv_configs))
+    sizes = config.min_nodes, config.max_nodes, config.local_addr
+    return get_rendezvous_handler(rendezvous.RendezvousParameters(*where, *sizes, **config.rdzv_configs))
 
 
 # The settings of the command line.

@@ -17,14 +17,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from multiprocessing import connection
 from pathlib import Path
-from string import Template
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
@@ -261,7 +258,7 @@ class Job:
         names += ",SIGUSR1" * (names == "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # torch elastic's default
         return signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: object) -> None:
         """Request the ranks to stop at the first signal, if all of them can; end them at the next.
 
         Ranks that cannot stop gracefully get the signal at once, as under torch elastic, which waits for half a minute;
@@ -329,8 +326,8 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...]) -> None:
         self.job, self.config = job, config
-        # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
-        # often because a rank of this machine failed.
+        # How often the ranks of the job have been started again, for any reason; and how often because a rank of this
+        # machine failed.
         self.num_restarts, self.num_failures = -1, 0
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
@@ -367,7 +364,7 @@ class _Agent(LocalElasticAgent):
                     super()._rendezvous(worker_group)
                     self.num_restarts += 1
                     if isinstance(handler, RendezvousPerRestart):
-                        self.num_restarts = handler.agree_on_restarts(self.num_restarts)
+                        self.num_restarts = handler.num_restarts
                         if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
                             self.job.store.move_to(handler.store_address)
                 return
@@ -377,7 +374,7 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks with the variables of torchrun, as `_RankProcesses`."""
-        spec, logs_specs = worker_group.spec, cast(LogsSpecs, self.config.logs_specs)
+        spec = worker_group.spec
         of_all = {
             "GROUP_RANK": worker_group.group_rank,
             "ROLE_NAME": spec.role,
@@ -391,23 +388,20 @@ class _Agent(LocalElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
-        # Before the lines of each rank, with --tee.
-        template = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
         envs: dict[int, dict[str, str]] = {}
-        args, prefixes = {}, {}
+        args = {}
         for worker in worker_group.workers:
             number = worker.local_rank
             own = {"RANK": worker.global_rank, "WORLD_SIZE": worker.world_size}
             own |= {"ROLE_RANK": worker.role_rank, "ROLE_WORLD_SIZE": worker.role_world_size}
             envs[number] = {name: str(value) for name, value in (of_all | own).items()}
             args[number] = tuple(macros.substitute(list(spec.args), str(number)))  # torchrun's ${local_rank}
-            prefixes[number] = template.safe_substitute(role_name=spec.role, rank=worker.global_rank, local_rank=number)
         torch_internals.prepare_elastic_ranks(self, envs)
         # elastic would install its own handlers at each start of the ranks, and never remove them.
         os.environ[_LEFT_TO_ELASTIC] = ""
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
-        where = spec.role, cast(str, spec.entrypoint), args, envs, logs_specs, prefixes, spec.numa_options
-        ranks = self._pcontext = _RankProcesses(*where, *filters)
+        where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), None
+        ranks = self._pcontext = _RankProcesses(*where, spec.numa_options, *filters)
         ranks.job, ranks.numa_options = self.job, spec.numa_options
         self.job.has_started = True
         ranks.start()
