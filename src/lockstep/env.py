@@ -179,10 +179,9 @@ def is_loopback(host: str) -> bool:
     """Return whether ``host`` names this machine's loopback interface, without asking a name server."""
     if host.lower() in ("localhost", "localhost.localdomain"):
         return True
-    try:
+    with contextlib.suppress(ValueError):  # a name
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def _from_torchrun(env: Mapping[str, str], rank_name: str) -> RankEnv:

@@ -219,6 +219,7 @@ import torch, torch.distributed as dist
 how, rank = sys.argv[1], os.environ["RANK"]
 def join():
     dist.init_process_group("gloo")
+    dist.barrier()  # else the other rank may still connect to this one, which leaves
     dist.destroy_process_group()
 if how == "joins first": join()
 model = torch.nn.Linear(2, 2)

@@ -197,10 +197,10 @@ def test_a_rank_that_ended_normally_while_others_trained_is_the_cause(tmp_path, 
 
 def test_records_of_an_end(tmp_path):
     failed, left = FailureRecord("ValueError: boom", "ValueError", step=3, pid=7), FailureRecord(num_steps=3)
-    assert FailureRecord.read(tmp_path, 1) is None
+    assert FailureRecord.read_all(tmp_path) == {}
     failed.write(tmp_path, 1)
     left.write(tmp_path, 1)
-    assert (FailureRecord.read(tmp_path, 1), FailureRecord.read(tmp_path, 1, ENDED)) == (failed, left)
+    assert (FailureRecord.read_all(tmp_path), FailureRecord.read_all(tmp_path, ENDED)) == ({1: failed}, {1: left})
 
 
 @pytest.mark.parametrize(

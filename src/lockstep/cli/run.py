@@ -25,7 +25,4 @@ def run(args: tuple[str, ...]) -> None:
     from lockstep.launcher import cli
 
     os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", "run", *args]))  # for the record of the run
-    try:
-        cli.run(args)
-    except cli.UsageError as error:
-        raise click.UsageError(f"{error}\nTry 'lockstep run --help'.") from None
+    cli.run(args)

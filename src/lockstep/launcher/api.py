@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -185,10 +185,9 @@ def _refuse_inside_a_rank() -> None:
 
 def _shares_output_with_children() -> bool:
     """Return whether output of child processes appears where our own prints do; in a notebook it does not."""
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):
-        return False
+    return False
 
 
 # The number of ranks, and of threads per rank.
@@ -240,10 +239,9 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     # The source of code typed into a notebook or a console, for the tracebacks of the ranks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
     # The ranks use the import path of this process, such as the folder of a notebook.
-    origin = {"path": sys.path, "sources": {name: list(entry[2]) for name, entry in typed.items()}}
-    (run_dir / "origin.json").write_text(json.dumps(origin))
+    origin = sys.path, {name: list(entry[2]) for name, entry in typed.items()}
     try:
-        (run_dir / "call").write_bytes(cloudpickle.dumps((fn, args)))
+        (run_dir / "call").write_bytes(pickle.dumps(origin) + cloudpickle.dumps((fn, args)))
     except Exception as error:
         raise ConfigurationError(
             f"The function or one of its arguments cannot be sent to the ranks: {error}\n"

@@ -22,8 +22,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from importlib.machinery import SourceFileLoader
+from pkgutil import resolve_name
 from types import ModuleType, TracebackType
 
 from lockstep import activity
@@ -74,7 +74,9 @@ def main(argv: list[str]) -> None:
 
     def program() -> None:
         heartbeat.start()
-        set_up_rank(run_dir)
+        keep_sockets_in(run_dir)
+        for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
+            resolve_name(name)(*arguments)
         {"script": run_script, "module": run_module, "call": run_call}[mode](target)
 
     run_recorded(program)
@@ -128,17 +130,6 @@ def redirect_output(run_dir: str) -> None:
         os.close(pipe)
 
 
-# Setting up the rank, before the program.
-
-
-def set_up_rank(run_dir: str) -> None:
-    """Call the functions in `RANK_SETUP`."""
-    keep_sockets_in(run_dir)
-    for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
-        module, _, function = name.partition(":")
-        getattr(import_module(module), function)(*arguments)
-
-
 def keep_sockets_in(run_dir: str) -> None:
     """Make `multiprocessing` create its folder for sockets, ``pymp-...``, in the run's folder, which is removed later.
 
@@ -183,20 +174,21 @@ def run_module(name: str) -> None:
 
 def run_call(run_dir: str) -> None:
     """Run the call that `lockstep.launch` wrote to ``run_dir``, and write the result, or the exception, there."""
+    import pickle
+
     _fresh_main()
     rank = int(os.environ["RANK"])
-    with open(os.path.join(run_dir, "origin.json")) as file:
-        origin = json.load(file)
-    sys.path[:] = origin["path"]
-    for name, lines in origin["sources"].items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    import cloudpickle
+    with open(os.path.join(run_dir, "call"), "rb") as sent:
+        sys.path[:], sources = pickle.load(sent)
+        for name, lines in sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        import cloudpickle
+
+        fn, args = cloudpickle.load(sent)
 
     def leave(kind: str, value: object) -> None:
         rank_file(run_dir, kind, rank).write_bytes(cloudpickle.dumps(value))
 
-    with open(os.path.join(run_dir, "call"), "rb") as sent:
-        fn, args = cloudpickle.load(sent)
     try:
         result = fn(*args)
     except Exception as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from click import UsageError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
@@ -24,7 +25,7 @@ from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvo
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import Job, supervise
-from lockstep.run_folder import ENDED, FailureRecord, rank_files
+from lockstep.run_folder import ENDED, FailureRecord
 from lockstep.telemetry.record import RANK_FILES
 
 # What `lockstep train` takes from a file: a Task, or a function that returns one.
@@ -33,10 +34,6 @@ _TASK = re.compile(r"^(def task\(|task\s*[:=])", re.MULTILINE)
 
 # What each rank calls for ``--adopt`` and ``--monitor``: ranks load them by name, as the launcher stands below both.
 _ADOPT, _ATTACH = "lockstep.adoption:adopt", "lockstep.observe.monitor:attach"
-
-
-class UsageError(Exception):
-    """The arguments are invalid; the message is argparse's own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +63,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         unknown = message.partition("unrecognized arguments: ")[2].split()
         near = next(filter(None, map(self.nearest, unknown)), None)
-        raise UsageError(f"{message}\nDid you mean {near}?" if near else message)
+        hint = f"Did you mean {near}?\n" if near else ""
+        raise UsageError(f"{message}\n{hint}Try 'lockstep run --help'.")
 
     def nearest(self, flag: str) -> str | None:
         """Return the flag that ``flag`` resembles, or is."""
@@ -137,7 +135,7 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
         if behind[0].startswith("--devices") and found.nproc_per_node is not None:
             break
         if takes_value and len(behind) < 2:
-            raise UsageError("argument --devices: expected one argument")
+            parser.error("argument --devices: expected one argument")
         flags, behind = behind[: 1 + takes_value], behind[1 + takes_value :]
         parser.parse_args([*flags, found.training_script], namespace=found)
     found.training_script_args = behind
@@ -199,8 +197,8 @@ def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
         ConfigurationError: It does, and no rank trained or joined a process group.
     """
     path = Path(args.training_script)
-    ends = [FailureRecord.read(run_dir, rank, ENDED) for rank in rank_files(run_dir, ENDED)]
-    has_trained = any(end is None or end.has_joined or end.num_steps for end in ends)
+    ends = FailureRecord.read_all(run_dir, ENDED).values()
+    has_trained = any(end.has_joined or end.num_steps for end in ends)
     if path.is_file() and ends and not has_trained and defines_task(path.read_text("latin-1")):
         raise ConfigurationError(
             f"{path} only defines a task, which `lockstep run` does not train.\n"

@@ -175,12 +175,8 @@ def start() -> None:
     global _server
     if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
         return  # programs that call it from Python use the server of `launch`
-    gc.disable()  # a collection would visit all of torch's objects for nothing
     with signal_handlers((signal.SIGINT,), signal.SIG_DFL):  # Ctrl-C ends this process at once, not after the import
-        import torch  # noqa: F401
-
-    gc.freeze()  # collections no longer write to these objects, so they stay shared; and this process ends sooner
-    gc.enable()
+        import_modules(["torch"])
     if _server is None and _can_fork() and threading.active_count() == 1:
         _server = fork_here()
 
@@ -307,8 +303,11 @@ def _is_bound_to_device() -> bool:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import those modules that exist; the garbage collector ignores their objects from now on."""
-    gc.disable()
+    """Import those modules that exist; the garbage collector ignores their objects from now on.
+
+    Collections do not write to these objects, so they stay shared with forked processes; and this process ends sooner.
+    """
+    gc.disable()  # a collection would visit all of torch's objects for nothing
     for name in names:
         with contextlib.suppress(Exception):  # the rank that needs it will report the error
             import_module(name)

@@ -133,21 +133,17 @@ class RendezvousPerRestart(rendezvous.RendezvousHandler):
             if self._inner.get_backend() != "c10d":  # its store keeps its contents, and may answer again
                 return 0
             self._note_loss()
-        return int(self._is_back())
+        if time.monotonic() >= self._next_try_s:
+            self._next_try_s = time.monotonic() + _TRY_PERIOD_S
+            with contextlib.suppress(OSError), socket.create_connection(_address(self._config), timeout=_TRY_S):
+                return 1
+        return 0
 
     def _note_loss(self) -> None:
         self._is_lost = True
         torch_internals.stop_heartbeats(self._inner)  # torch's client would log every heartbeat that fails
         where = f"the store at {self._config.rdzv_endpoint}, where the machines meet,"
         print(f"lockstep: {where} does not respond any more", file=sys.stderr, flush=True)
-
-    def _is_back(self) -> bool:
-        if time.monotonic() < self._next_try_s:
-            return False
-        self._next_try_s = time.monotonic() + _TRY_PERIOD_S
-        with contextlib.suppress(OSError), socket.create_connection(_address(self._config), timeout=_TRY_S):
-            return True
-        return False
 
     def is_closed(self) -> bool:
         """Return whether the job is over."""

@@ -95,12 +95,9 @@ def kill_sessions(leaders: Iterable[int]) -> None:
 
 def _stat_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            # The name before them may contain spaces and parentheses.
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):  # the name before them may contain spaces and parentheses
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None
 
 
 def start_time(pid: int) -> str | None:
