@@ -65,9 +65,9 @@ def test_an_abort_after_an_exception_is_not_the_cause():
 def test_ranks_that_the_launcher_stopped_are_never_the_cause(number):
     # Their ends may be noted before that of the rank that failed, which the kernel takes longer to take down.
     stopped = ended(2, -number, 40, was_stopped=True)
-    killed = ended(3, -signal.SIGKILL, 50)
+    killed = ended(3, -signal.SIGKILL, 50, record={"step": 4})
     assert first_failure([stopped, killed]) is killed
-    assert restart_report(killed, 5, "restart 1 of 2") == (
+    assert restart_report(killed, "restart 1 of 2") == (
         "lockstep: rank 3 was killed by SIGKILL (signal 9) in step 5; restart 1 of 2"
     )
 

@@ -295,10 +295,12 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1) -
     return "\n\n".join(filter(None, ("\n".join(filter(None, top)), trace, hint, lines, elsewhere)))
 
 
-def restart_report(first: RankExit, step: int | None, restart: str) -> str:
+def restart_report(first: RankExit, restart: str) -> str:
     """Return the traceback and the line of the first failed rank, printed before the ranks are started again."""
     how = f"failed: {_in_a_line(first)}" if first.record.message else _in_a_line(first)
-    where = "" if step is None or first.is_normal else f" in step {step}"
+    # Our loops count a step from 0 while it runs; other loops count the steps that are done.
+    step = first.record.step if first.record.step is not None else first.record.num_steps or None
+    where = "" if step is None or first.is_normal else f" in step {step + 1}"
     trace = "" if first.record.error_type == "SystemExit" else first.record.trace.rstrip()
     return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
 

@@ -41,7 +41,6 @@ from lockstep.launcher.fork_server import ForkServer, server_for, signal_handler
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
-from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.instrument import Instrument
 from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
@@ -460,10 +459,7 @@ class _Agent(LocalElasticAgent):
                 _hide_device(failures[first.rank].local_rank, spec.local_world_size)
                 spec.local_world_size -= 1
                 restart += f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}"
-            # Our loops count a step from 0 while it runs; other loops count the steps that are done.
-            step, num_steps = read_step_counter(self.job.folder, first.rank)
-            step = step if step is not None else num_steps or None
-            text = restart_report(first, None if step is None else step + 1, restart)
+            text = restart_report(first, restart)
         run_folder.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
