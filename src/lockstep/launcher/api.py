@@ -97,7 +97,7 @@ def launch_with(
         max_restarts: How often all ranks are started again after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         logs: Settings for the ranks' output.
-        watchdog_s: How long ranks may wait for each other; see `supervise`.
+        watchdog_s: How long ranks may wait for each other; see `lockstep.launcher.supervise.Job`.
         watchdog_action: The watchdog's action after that time.
 
     Raises:

@@ -498,10 +498,9 @@ class _RankProcesses(SubprocessContext):
     def _start(self) -> None:
         for rank in self.envs:
             # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
-            command = cast(str, self.entrypoint), self.args[rank], self.envs[rank]
-            self.subprocess_handlers[rank] = self._fork(rank) or get_subprocess_handler(
-                *command, self.stdouts[rank], self.stderrs[rank], rank, self.numa_options
-            )
+            streams = self.stdouts[rank], self.stderrs[rank]
+            own = cast(str, self.entrypoint), self.args[rank], self.envs[rank], *streams, rank, self.numa_options
+            self.subprocess_handlers[rank] = self._fork(rank) or get_subprocess_handler(*own)
         self.job.ended_at_ns.clear()  # pids may be reused
         # No exit status has been read yet, so no pid can belong to another process.
         running = {os.pidfd_open(pid): pid for pid in self.pids().values()}
