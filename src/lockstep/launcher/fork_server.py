@@ -199,17 +199,13 @@ def server_for(mode: str, target: str, num_ranks: int) -> Iterator[ForkServer | 
     if not _can_fork() or _needs_interpreters(mode, target) or (_server is None and num_ranks == 1):
         yield None
         return
-    server = _server or _interpreter()
     # A script's first line would have to wait for that import, two seconds. With a core for each rank, the first step
     # comes nearly as early if each rank imports it, for 1.5 times the processor time and 64 MiB more per rank; eight
     # ranks on two cores would take 13 seconds instead of 5. A command's call (`fit`) has no such line.
-    if mode == "call" or num_ranks > usable_cores():
-        server.preload(["torch.distributed", OPTIMIZER])
-    try:
+    with contextlib.nullcontext(_server) if _server is not None else contextlib.closing(_interpreter()) as server:
+        if mode == "call" or num_ranks > usable_cores():
+            server.preload(["torch.distributed", OPTIMIZER])
         yield server
-    finally:
-        if server is not _server:
-            server.close()
 
 
 def _interpreter() -> ForkServer:

@@ -235,10 +235,9 @@ def choose_rendezvous(args: argparse.Namespace) -> None:
     if args.rdzv_backend == "c10d" and port and "is_host" not in args.rdzv_conf:
         # torch compares the host with the addresses of this machine's name, which may not be all of its addresses.
         is_host = is_local(host) and _why_not_bindable(port) is None
-        try:
+        is_chosen = False
+        with contextlib.suppress(socket.gaierror):  # this name does not resolve: torch would raise the same error
             is_chosen = torch_internals.matches_machine_hostname(host) or not is_host
-        except socket.gaierror:  # this name does not resolve: torch would raise the same error
-            is_chosen = False
         if not is_chosen:
             args.rdzv_conf = f"{args.rdzv_conf},is_host={int(is_host)}".lstrip(",")
 

@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from multiprocessing import connection
 from pathlib import Path
@@ -41,7 +41,6 @@ from lockstep.launcher.fork_server import ForkServer, server_for, signal_handler
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
-from lockstep.telemetry.instrument import Instrument
 from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
@@ -147,17 +146,20 @@ def log(text: str) -> None:
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def elastic_quiet() -> Iterator[None]:
-    """Suppress the agent's warnings unless the user enabled its log: our report replaces them."""
+def elastic_quiet() -> ExitStack:
+    """Suppress the agent's warnings, until the end of its block, unless the user enabled its log.
+
+    Our report replaces them.
+    """
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
     names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
     is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
-    with Instrument() as instrument:
-        # The last logger is created later, with its own level; so loggers are disabled, instead of setting a level.
-        for name in (*names, "torchelastic-events-null") if is_quiet else ():
-            instrument.replace(logging.getLogger(name), "disabled", True)
-        yield
+    stack = ExitStack()
+    # The last logger is created later, with its own level; so loggers are disabled, instead of setting a level.
+    for logger in map(logging.getLogger, (*names, "torchelastic-events-null") if is_quiet else ()):
+        logger.disabled = True
+        stack.callback(setattr, logger, "disabled", False)
+    return stack
 
 
 # The launcher's state of the ranks; hangs, and signals.
@@ -519,7 +521,7 @@ class _RankProcesses(SubprocessContext):
         # Others are wrapped in numactl, or run an interpreter that the user chose.
         if server is None or self.entrypoint != sys.executable or self.numa_options is not None:
             return None
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             # The path is empty for the launcher's own stream.
             paths = ((1, self.stdouts[rank]), (2, self.stderrs[rank]))
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
