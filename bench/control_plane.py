@@ -316,17 +316,18 @@ class _Machine:
         assert found.text == "machine 1", found
 
     def prepare_restart(self) -> None:
-        self.side = RendezvousPerRestart("job", Met(self.node, self.num_nodes, self.port))
-        self.side.next_rendezvous()
+        self.side = RendezvousPerRestart("job", Met(self.node, self.num_nodes, self.port), lambda: False)
+        self.side.num_restarts = self.node - 1
 
     def restart(self) -> None:
-        assert self.side.agree_on_restarts(self.node) == self.num_nodes - 1
+        self.side.next_rendezvous()
+        assert self.side.num_restarts == self.num_nodes - 1
 
     def elastic(self) -> None:
         sizes, conf = (self.num_nodes, self.num_nodes), {"join_timeout": 300, "last_call_timeout": 1}
         where = "c10d", f"127.0.0.1:{self.port}", "job"
         inner = get_rendezvous_handler(RendezvousParameters(*where, *sizes, "127.0.0.1", is_host=0, **conf))
-        self.handler = RendezvousPerRestart("job", inner)
+        self.handler = RendezvousPerRestart("job", inner, lambda: False)
         self.handler.next_rendezvous()
 
     # --- in its process

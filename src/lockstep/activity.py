@@ -4,10 +4,11 @@
 the heartbeat reads them from a thread of its own.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import groupby
 from threading import Thread, get_ident, main_thread
 from typing import Any, TypeVar
 
@@ -133,12 +134,8 @@ def name_of_bucket(names: Sequence[str]) -> str:
     """Return a short name for the parameters of a bucket, such as ``layers.7.mlp.*``."""
     if len(names) == 1:
         return names[0]
-    parts = [name.split(".")[:-1] for name in names]
-    levels = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
-    common = [level[0] for level in levels]
-    if common and (len(common) > 1 or all(part == common for part in parts)):
-        return ".".join((*common, "*"))
-    return f"{names[0]} ... {names[-1]}"
+    module = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    return f"{module}.*" if module else f"{names[0]} ... {names[-1]}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

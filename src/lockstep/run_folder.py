@@ -115,10 +115,10 @@ class FailureRecord(Progress):
             replace_file(rank_file(folder, FAILURE if self.message else ENDED, rank), json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str], rank: int | str, kind: str = FAILURE) -> "FailureRecord | None":
-        """Return the record of a rank that failed, or of kind `ENDED`; ``None`` if there is none."""
-        content = read_object(rank_file(folder, kind, rank))
-        return cls(**content) if content else None
+    def read_all(cls, folder: Path, kind: str = FAILURE) -> "dict[int, FailureRecord]":
+        """Return the records of the ranks that failed, or of kind `ENDED`."""
+        found = {rank: read_object(path) for rank, path in rank_files(folder, kind).items()}
+        return {rank: cls(**content) for rank, content in found.items() if content}
 
 
 # Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
@@ -158,10 +158,9 @@ def request_stop(folder: Path, reason: str) -> None:
 
 def stop_reason(folder: Path) -> str | None:
     """Return the reason of the launcher's request to stop; ``None`` without a request."""
-    try:
+    with contextlib.suppress(OSError):  # it may also be removed in this moment
         return (folder / _STOP).read_text()
-    except OSError:  # also where it is removed in this moment
-        return None
+    return None
 
 
 def is_stopped_by_signal(folder: Path) -> bool:

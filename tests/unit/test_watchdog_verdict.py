@@ -148,7 +148,8 @@ def _line_of(text):
     [
         (["layers.7.mlp.out.bias", "layers.7.mlp.in.weight"], "layers.7.mlp.*"),
         (["head.bias", "head.weight"], "head.*"),
-        (["layers.1.weight", "layers.0.weight"], "layers.1.weight ... layers.0.weight"),
+        (["layers.11.weight", "layers.1.weight"], "layers.*"),
+        (["0.weight", "1.weight"], "0.weight ... 1.weight"),
         (["weight"], "weight"),
         (["weight", "bias"], "weight ... bias"),
     ],

@@ -19,7 +19,7 @@ from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import JobHangs, LockstepError, RankFailed
-from lockstep.run_folder import CRASH, ENDED, FAILURE, HEARTBEAT, FailureRecord, rank_file, rank_files, read_object
+from lockstep.run_folder import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
@@ -120,9 +120,8 @@ def rank_exits(
         resources: The memory that ranks used.
     """
     # A rank that caught the exception which ended `lockstep.init` has both, and the others waited for it.
-    failed = {rank: FailureRecord.read(folder, rank) for rank in rank_files(folder, FAILURE)}
-    ended = {rank: FailureRecord.read(folder, rank, ENDED) for rank in rank_files(folder, ENDED)}
-    exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items() if record is not None}
+    failed, ended = FailureRecord.read_all(folder), FailureRecord.read_all(folder, ENDED)
+    exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items()}
     for rank, failure in failures.items():
         pid, code = failure.pid, failure.exitcode
         ended_ns = ended_at_ns.get(pid, time.time_ns())  # not recorded yet: it was the last
@@ -134,11 +133,8 @@ def rank_exits(
         elif rank not in ended or not was_stopped:  # else its interpreter was still on its way out
             known = RankExit(rank, code, FailureRecord(time_ns=ended_ns, pid=pid), was_stopped=was_stopped)
             exits[rank] = _with_signs(known, folder, resources)
-    return [replace(exit, facts=resources.of_each()) if _is_short(exit.record) else exit for exit in exits.values()]
-
-
-def _is_short(record: FailureRecord) -> bool:
-    return record.error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(record.message)
+    short = [rank for rank, exit in exits.items() if says_out_of_memory(exit.record.message)]
+    return list((exits | {rank: replace(exits[rank], facts=resources.of_each()) for rank in short}).values())
 
 
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
@@ -292,10 +288,12 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1) -
     return "\n\n".join(filter(None, ("\n".join(filter(None, top)), trace, hint, lines, elsewhere)))
 
 
-def restart_report(first: RankExit, step: int | None, restart: str) -> str:
+def restart_report(first: RankExit, restart: str) -> str:
     """Return the traceback and the line of the first failed rank, printed before the ranks are started again."""
     how = f"failed: {_in_a_line(first)}" if first.record.message else _in_a_line(first)
-    where = "" if step is None or first.is_normal else f" in step {step}"
+    # Our loops count a step from 0 while it runs; other loops count the steps that are done.
+    step = first.record.step if first.record.step is not None else first.record.num_steps or None
+    where = "" if step is None or first.is_normal else f" in step {step + 1}"
     trace = "" if first.record.error_type == "SystemExit" else first.record.trace.rstrip()
     return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
 

@@ -23,7 +23,7 @@ from lockstep.telemetry.rank_state import format_bytes, process_tree
 
 # --- in the launcher: memory of this machine and its ranks, for the report of a rank that was killed ------------------
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemory", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 SHM = "/dev/shm"
 PROC = Path("/proc")
