@@ -33,7 +33,6 @@ from typing_extensions import override
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import NEW_NAMES, CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
-from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
@@ -89,9 +88,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         return "shm+gloo"
 
     @override
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inside.set_timeout(timeout)
-        for group in filter(None, (self.between, self._flat)):
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        for group in filter(None, (self.inside, self.between, self._flat)):
             set_default_timeout(backend_of(group, _CPU), timeout)
 
     # --- collectives ------------------------------------------------------------------------------------------------
@@ -318,42 +316,11 @@ def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
     return machines
 
 
-def _share_on_machines(
-    store: dist.Store, machines: Sequence[Sequence[int]], rank: int
-) -> tuple[Segment | None, str, dist.Store]:
-    """Return the shared memory of this rank's machine, or None and the reason; and that machine's store.
-
-    Collective: every rank. All ranks decide the same: if one machine has no shared memory, none uses it.
-    """
-    size = sum(map(len, machines))
-    number, ranks = next((number, ranks) for number, ranks in enumerate(machines) if rank in ranks)
-    inner = PrefixStore(f"machine{number}", store)
-    if max(map(len, machines)) == 1 and size > 1:
-        return None, "", inner
-    segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
-    if len(machines) > 1:  # agree across machines, not only within one
-        objection = agree(store, objection, size)
-        if objection and segment is not None:
-            segment.close_file()
-            segment = None
-    return segment, objection, inner
-
-
-def serves(store: dist.Store, rank: int, size: int) -> tuple[bool, str]:
-    """Return whether `create_group` would use shared memory, and an unexpected reason why not; equal on all ranks.
-
-    Collective: every rank. Blocks until all ranks have called it.
-    """
-    segment, objection, _ = _share_on_machines(store, find_machines(store, rank, size), rank)
-    if segment is not None:
-        segment.close_file()
-    return segment is not None, objection
-
-
 def create_group(options: Any, _: Any = None) -> Any:
     """Return the process group that c10d asks for: shared memory on one machine, a hierarchy on several, or Gloo.
 
-    Collective: every rank of the new group. Blocks until all ranks have called it.
+    Collective: every rank of the new group. Blocks until all ranks have called it. All ranks decide the same: if one
+    machine has no shared memory, none uses it.
 
     Args:
         options: c10d's ``_DistributedBackendOptions``.
@@ -362,12 +329,19 @@ def create_group(options: Any, _: Any = None) -> Any:
     # A prefix, because the store belongs to the caller, who has other keys in it.
     store = PrefixStore("lockstep/shm", options.store)
     machines = find_machines(store, rank, size)
-    segment, objection, inner = _share_on_machines(store, machines, rank)
-    if segment is None:
-        if objection and rank == 0:
+    ranks = next(ranks for ranks in machines if rank in ranks)
+    inner = PrefixStore(f"machine{machines.index(ranks)}", store)
+    segment, objection = None, ""
+    if len(machines) < size or size == 1:  # else each machine has one rank, and Gloo is all there is
+        segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
+        if len(machines) > 1:  # agree across machines, not only within one
+            objection = agree(store, objection, size)
+    if segment is None or objection:
+        if segment is not None:
+            segment.close_file()
+        if objection and rank == 0 and size > 1:
             print(f"lockstep: this group uses Gloo instead of shm: {objection}.", file=sys.stderr)
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
-    ranks = next(ranks for ranks in machines if rank in ranks)
     inside = join_shm(segment, inner, ranks, options)
     if len(machines) == 1:
         return inside
