@@ -6,10 +6,11 @@ stay on the CPU.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import is_not
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -54,6 +55,18 @@ def with_items(value: Any, items: Iterable[Any]) -> Any:
     else:
         copied[:] = new
     return copied
+
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return the items by their key, in the order in which they and the keys first come."""
+    groups: dict[_Key, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -34,6 +34,7 @@ from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import NEW_NAMES, CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
 from lockstep.comm.shm.work import OpQueue, ShmWork
+from lockstep.containers import grouped
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
 
@@ -138,7 +139,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if self.is_even and size:
             own = flat[self._place * size : (self._place + 1) * size]
             self._inside_ops.all_gather_single(flat[: count * size], own, _in_this_thread(_AllgatherOptions())).wait()
-            slices, bounds = [flat[count * size :]], bounds[-2:]
+            slices = [flat[count * size :]]
         for place, each in enumerate(slices):
             if each.numel():
                 self._broadcast_inside(each, place if len(slices) == count else count - 1)
@@ -186,7 +187,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Send a tensor to each other machine, and receive one from each."""
-        for work in start_exchange(self._gloo, sent, received, self._machine):
+        for _, work in start_exchange(self._gloo, dict(enumerate(sent)), dict(enumerate(received)), self._machine):
             work.wait(timeout_of(self._gloo))
 
     def all_reduce_inside(self, tensor: Tensor) -> ShmWork:
@@ -257,23 +258,31 @@ def _in_this_thread(options: Any) -> Any:
 
 # Apart from the tags that a script is likely to use, and below those of compressed exchanges.
 _TAG = 2**30 - 1
+# By rank.
+Tensors = Mapping[int, Tensor]
 
 
-def start_exchange(gloo: Any, sent: Sequence[Tensor], received: Sequence[Tensor], rank: int) -> list[dist.Work]:
-    """Start to send one tensor to each other rank of ``gloo``, and to receive one from each.
+def start_exchange(
+    group: Any, sent: Tensors, received: Tensors, rank: int, tag: int = _TAG
+) -> list[tuple[int, dist.Work]]:
+    """Start to send tensors to other ranks of ``group``, and to receive tensors from them; return transfers by rank.
 
     Receives are posted first. A sender begins once it knows that the receiver is ready, and Gloo sends that notice on
     the same connection, after the data already queued there. Gloo's own all-to-all and all-gather send first: over a
     slow link, the peer of a late rank waits until the late rank's tensor is through, so only one direction is in use.
 
     Args:
-        gloo: A group or backend.
-        sent: By rank. Contiguous; this rank's own tensor is not sent.
+        group: A group or backend.
+        sent: By rank. Contiguous; empty ones, and this rank's own tensor, are not sent.
         received: By rank, like ``sent``.
         rank: This rank.
+        tag: Messages of two ranks with one tag arrive in order.
     """
-    works = [gloo.recv([each], peer, _TAG) for peer, each in enumerate(received) if peer != rank and each.numel()]
-    return works + [gloo.send([each], peer, _TAG) for peer, each in enumerate(sent) if peer != rank and each.numel()]
+
+    def start(transfer: Callable[..., dist.Work], tensors: Tensors) -> list[tuple[int, dist.Work]]:
+        return [(peer, transfer([each], peer, tag)) for peer, each in tensors.items() if peer != rank and each.numel()]
+
+    return start(group.recv, received) + start(group.send, sent)
 
 
 def sum_rows(received: Tensor, output: Tensor) -> None:
@@ -308,9 +317,7 @@ def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
     """Return the ranks by machine, in ascending order. Collective: every rank. Blocks until all have called it."""
     store.set(f"machine/{rank}", machine_id())
     if rank == 0:
-        by_id: dict[str, list[int]] = {}
-        for other in range(size):
-            by_id.setdefault(store.get(f"machine/{other}").decode(), []).append(other)
+        by_id = grouped(range(size), lambda other: store.get(f"machine/{other}"))
         store.set("machines", json.dumps(list(by_id.values())))
     machines: list[list[int]] = json.loads(store.get("machines"))
     return machines

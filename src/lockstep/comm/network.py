@@ -44,13 +44,9 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
 
 def reachable_address(master_addr: str) -> str | None:
     """Return the address at which others reach this machine, or ``None`` if its name resolves to one already."""
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # fails if this is not an address of this machine
-                if not _is_loopback(str(address[0])):
-                    return None
-                break
+    ours = _own_address(socket.gethostname())
+    if ours is not None and not _is_loopback(ours):
+        return None
     with suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(master_addr.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -67,15 +63,19 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(_plain(address)).is_loopback
 
 
+def _own_address(host: str) -> str | None:
+    """Return the first address of ``host`` that is one of this machine, by trying to bind it; None if there is none."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return None
+
+
 def is_local(host: str) -> bool:
-    """Return whether ``host`` is an address of this machine, by trying to bind it."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+    """Return whether ``host`` is an address of this machine."""
+    return _own_address(host) is not None
 
 
 def allow_open_files(num_files: int, purpose: str) -> None:

@@ -32,8 +32,7 @@ from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, RankFailed
-from lockstep.torch_internals import abort_process_group, default_store, default_timeout, process_groups
-from lockstep.torch_internals import set_default_timeout, set_timeout
+from lockstep.torch_internals import abort_process_group, default_store, default_timeout, process_groups, set_timeout
 
 
 def choose_device(env: RankEnv, wanted: str | torch.device | None) -> torch.device:
@@ -460,7 +459,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
-        set_default_timeout(group, limit)  # torch's function knows its own backends only
+        group._set_default_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(name):
         set_timeout(limit)
     # Groups that are created later exchange addresses through the store, and wait for each other there.

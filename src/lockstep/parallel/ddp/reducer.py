@@ -301,7 +301,11 @@ class Reducer:
         """Record that a forward begins, and whether its backward will be synchronised."""
         self.has_run = True
         if self._optimizers_in_backward is None and self._hooks:
-            self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
+            # From ``torch.distributed.optim._apply_optimizer_in_backward``. torch's hooks would step as soon as a
+            # gradient arrives, before it has been averaged.
+            self._optimizers_in_backward = list(filter(in_backward_optimizers, self.bucket_set.parameters))
+            for parameter in self._optimizers_in_backward:
+                _remove(in_backward_hooks(parameter))
         if will_sync:
             self.num_forwards += 1
 
@@ -718,19 +722,6 @@ class Reducer:
 def _remove(hooks: list[Any]) -> None:
     while hooks:
         hooks.pop().remove()
-
-
-def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that have their own optimizer, and remove torch's hooks that would step it.
-
-    ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
-    gradient arrives, before it has been averaged.
-    """
-    ours = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
-    for parameter in ours:
-        for handle in in_backward_hooks(parameter):
-            handle.remove()
-    return ours
 
 
 def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: float | Tensor | None = None) -> None:

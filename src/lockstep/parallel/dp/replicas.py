@@ -391,7 +391,7 @@ def deliver(weights: Tensors, gradients: Gradients) -> None:
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
                 weight.grad = gradient  # without a copy, as autograd does with an otherwise unreferenced gradient
-            elif weight.grad.is_sparse != gradient.is_sparse:
+            elif weight.grad.is_sparse or gradient.is_sparse:
                 torch.autograd.backward([weight], [gradient])
             else:
                 pairs.append((weight.grad, gradient))
@@ -424,12 +424,8 @@ def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradi
 
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add in place, the second of each pair to the first."""
-    dense = [(target, other) for target, other in pairs if not target.is_sparse]
-    if dense:
-        foreach_add_([target for target, _ in dense], [other for _, other in dense])
-    for target, other in pairs:
-        if target.is_sparse:
-            target.add_(other)
+    if pairs:
+        foreach_add_([target for target, _ in pairs], [other for _, other in pairs])
 
 
 def _address(gradient: Tensor) -> int:

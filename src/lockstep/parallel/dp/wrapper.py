@@ -225,11 +225,6 @@ class DataParallel(Wrapper, Generic[Wrapped]):
                 "Give at most one shard a device, and one scale for each shard."
             )
 
-    def extra_repr(self) -> str:
-        """Return the devices as text."""
-        names = [str(device) for device in self.devices]
-        return f"device_ids={names}, output_device={str(self.output_device)!r}, dim={self.dim}"
-
     def __getstate__(self) -> dict[str, Any]:
         # Threads cannot be copied. A copied or unpickled object creates its own engine at its first call.
         return {**vars(self), "_engine": None}

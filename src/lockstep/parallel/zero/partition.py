@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Work, wait_for
+from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.flat import ALIGNMENT_BYTES, flatten_like, padded_numel, view_like
+from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, flatten_like, padded_numel, view_like
 from lockstep.torch_internals import foreach_copy_, own_parameters, tree_leaves
 
 # A limit, so that moving parameters to flat memory does not need twice their memory.
@@ -121,9 +122,8 @@ class FlatBuffer:
                 f"Parameters were {self.flat.dtype} on {self.flat.device} when the optimizer was made, and are now "
                 f"{first.dtype} on {first.device}.\nMove or convert the model before the optimizer is made."
             )
-        pieces = self.flat.split([each.numel for each in self.ranges])
         # Strides such as channels_last are kept: kernels and gradients rely on them.
-        views = [view_like(piece, parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+        views = cut_views(self.flat, self.parameters)
         with torch.no_grad():
             foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -163,7 +163,7 @@ def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Alloca
     """Put parameters into flat buffers with an equal slice for each rank. Collective if ``allocate`` is."""
     parts: list[list[Member]] = []
     # The size starts at its limit, so that the first parameter of a kind opens a part.
-    for alike in _by_kind(members):
+    for alike in grouped(members, _kind_of).values():
         size_bytes = _MAX_BUFFER_BYTES
         for parameter, whole in alike:
             if size_bytes + parameter.nbytes > _MAX_BUFFER_BYTES:
@@ -181,7 +181,7 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
     from the largest to the smallest, each to the rank with the fewest elements so far.
     """
     buffers = []
-    for alike in _by_kind(members):
+    for alike in grouped(members, _kind_of).values():
         owned: list[list[Member]] = [[] for _ in range(num_ranks)]
         loads = [0] * num_ranks
         # All ranks compute this, so ties must be resolved equally: by index (the sort is stable), never by address.
@@ -200,12 +200,8 @@ def _aligned(members: Sequence[Member]) -> list[Member]:
     return sorted(members, key=lambda member: member[0].nbytes % ALIGNMENT_BYTES > 0)  # stable
 
 
-def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
-    """Return the parameters by device, dtype and whether they are trained: frozen ones take no part in steps."""
-    kinds: dict[tuple[torch.device, torch.dtype, bool], list[Member]] = {}
-    for parameter, whole in members:
-        kinds.setdefault((parameter.device, parameter.dtype, parameter.requires_grad), []).append((parameter, whole))
-    return list(kinds.values())
+def _kind_of(member: Member) -> tuple[torch.device, torch.dtype, bool]:
+    return member[0].device, member[0].dtype, member[0].requires_grad  # frozen ones take no part in steps
 
 
 # --- The gather of updated parameters
