@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, Self, final
 
@@ -105,15 +106,12 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
         sizes: Elements of each parameter.
         count: At most as many as there are parameters.
     """
-    parts, start, done = [], 0, 0
+    ends, cuts = list(accumulate(sizes, initial=0)), [0]
     for part in range(1, count + 1):
-        goal, latest = sum(sizes) * part / count, len(sizes) - (count - part)
-        stop, done = start + 1, done + sizes[start]
-        while stop < latest and abs(done + sizes[stop] - goal) <= abs(done - goal):
-            stop, done = stop + 1, done + sizes[stop]
-        parts.append(range(start, stop))
-        start = stop
-    return parts
+        goal, latest = ends[-1] * part / count, len(sizes) - (count - part)
+        # The nearest one; of equally near ones the last.
+        cuts.append(min(range(latest, cuts[-1], -1), key=lambda stop: abs(ends[stop] - goal)))
+    return [range(*each) for each in pairwise(cuts)]
 
 
 class Fragment:

@@ -348,7 +348,7 @@ class Reducer:
     def expect_accumulation(self, output: Any) -> None:
         """Record a forward without a synchronised backward, and its output."""
         if self.weights.window is not None or self.weights.shares_batch:  # else there is nothing to do before gradients
-            hook_tensors(output, self._on_local_output)
+            hook_tensors(output, partial(self._on_output, accumulates=True))
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 
@@ -358,21 +358,14 @@ class Reducer:
         return self._step is not None and self._step.callback() is not None
 
     @keep_out_of_graphs
-    def _on_output(self, gradient: Tensor) -> Tensor | None:
-        with self._lock:
-            if not self.is_collecting:
-                self._open_step()
-        return None if self.weights.window is None else self.weights.window.masked(gradient)
-
-    @keep_out_of_graphs
-    def _on_local_output(self, gradient: Tensor) -> Tensor | None:
+    def _on_output(self, gradient: Tensor, *, accumulates: bool = False) -> Tensor | None:
         window = self.weights.window
-        if window is None:
-            return None
         with self._lock:
-            if not self.is_collecting:
+            if not self.is_collecting and not accumulates:
+                self._open_step()
+            elif not self.is_collecting and window is not None:
                 window.begin_backward(self._used, accumulates=True)
-        return window.masked(gradient)
+        return None if window is None else window.masked(gradient)
 
     def _open_step(self, arrived: int | None = None) -> None:
         """Begin a synchronised step, in autograd's thread.
