@@ -6,7 +6,7 @@ stay on the CPU.
 """
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import is_not
@@ -67,6 +67,21 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
     for item in items:
         groups[key(item)].append(item)
     return groups
+
+
+def in_chunks(
+    items: Iterable[_Item], kind: Callable[[_Item], Hashable], nbytes: Callable[[_Item], int], limit: int
+) -> list[list[_Item]]:
+    """Return lists of items of one kind, each complete with the item that takes it to ``limit`` bytes or beyond."""
+    size_bytes: Counter[Hashable] = Counter()
+
+    def chunk_of(item: _Item) -> tuple[Hashable, int]:
+        key = kind(item)
+        number = size_bytes[key] // limit
+        size_bytes[key] += nbytes(item)
+        return key, number
+
+    return list(grouped(items, chunk_of).values())
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

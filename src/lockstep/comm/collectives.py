@@ -23,7 +23,7 @@ from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
-from lockstep.containers import grouped
+from lockstep.containers import grouped, in_chunks
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 # For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.
@@ -277,7 +277,9 @@ class RepeatedBroadcast:
         # Compared by identity: a module may have replaced a buffer by another one of the same shape.
         if len(tensors) != len(self._tensors) or any(map(is_not, tensors, self._tensors)):
             self._tensors = list(tensors)
-            self._packs = [_pack(chunk) for chunk in _chunks_by_device(tensors)]
+            wide_first = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # so each is aligned to its item size
+            chunks = in_chunks(wide_first, attrgetter("device"), attrgetter("nbytes"), _BROADCAST_CHUNK_BYTES)
+            self._packs = [_pack(chunk) for chunk in chunks]
         is_source = self._group.rank() == src
         for flat, alike in self._packs:
             for tensors, pieces in alike if is_source else ():
@@ -292,27 +294,12 @@ class RepeatedBroadcast:
 def _pack(tensors: list[Tensor]) -> tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]:
     sizes_bytes = [tensor.nbytes for tensor in tensors]
     flat = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+    pieces = flat.split(sizes_bytes)
     # One list for each kind: a copy of several dtypes, or between different strides, is a kernel for each tensor.
-    alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-    for piece, tensor in zip(flat.split(sizes_bytes), tensors, strict=True):
-        lists = alike.setdefault((tensor.dtype, tensor.is_contiguous()), ([], []))
-        lists[0].append(tensor)
-        lists[1].append(piece.view(tensor.dtype).view(tensor.shape))
-    return flat, list(alike.values())
-
-
-def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split ``tensors`` into lists of at most 250 MiB (or one tensor), each on one device, wide dtypes first."""
-    chunks: list[list[Tensor]] = []
-    open_chunks: dict[torch.device, tuple[list[Tensor], int]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):  # so each is aligned to its item size
-        chunk, size_bytes = open_chunks.get(tensor.device, ([], 0))
-        if not chunk or size_bytes + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
-            chunk, size_bytes = [], 0
-            chunks.append(chunk)
-        chunk.append(tensor)
-        open_chunks[tensor.device] = (chunk, size_bytes + tensor.nbytes)
-    return chunks
+    kinds = [(tensor.dtype, tensor.is_contiguous()) for tensor in tensors]
+    alike = grouped(range(len(tensors)), kinds.__getitem__).values()
+    views = [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return flat, [([tensors[each] for each in places], [views[each] for each in places]) for places in alike]
 
 
 def all_gather(tensor: Tensor, *, group: Group) -> Tensor:

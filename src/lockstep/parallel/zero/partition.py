@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Work, wait_for
-from lockstep.containers import grouped
+from lockstep.containers import grouped, in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, flatten_like, padded_numel, view_like
 from lockstep.torch_internals import foreach_copy_, own_parameters, tree_leaves
 
-# A limit, so that moving parameters to flat memory does not need twice their memory.
-_MAX_BUFFER_BYTES = 256 * 2**20
+# About so many, so that moving parameters to flat memory does not need twice their memory.
+_BUFFER_BYTES = 256 * 2**20
 
 
 class ShardRange(NamedTuple):
@@ -161,16 +161,7 @@ class FlatBuffer:
 
 def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
     """Put parameters into flat buffers with an equal slice for each rank. Collective if ``allocate`` is."""
-    parts: list[list[Member]] = []
-    # The size starts at its limit, so that the first parameter of a kind opens a part.
-    for alike in grouped(members, _kind_of).values():
-        size_bytes = _MAX_BUFFER_BYTES
-        for parameter, whole in alike:
-            if size_bytes + parameter.nbytes > _MAX_BUFFER_BYTES:
-                parts.append([])
-                size_bytes = 0
-            parts[-1].append((parameter, whole))
-            size_bytes += parameter.nbytes
+    parts = in_chunks(members, _kind_of, lambda member: member[0].nbytes, _BUFFER_BYTES)
     return [FlatBuffer(_aligned(part), allocate, num_ranks=num_ranks) for part in parts]
 
 
