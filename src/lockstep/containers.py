@@ -6,7 +6,7 @@ stay on the CPU.
 """
 
 import copy
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import is_not
@@ -72,16 +72,18 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 def in_chunks(
     items: Iterable[_Item], kind: Callable[[_Item], Hashable], nbytes: Callable[[_Item], int], limit: int
 ) -> list[list[_Item]]:
-    """Return lists of items of one kind, each complete with the item that takes it to ``limit`` bytes or beyond."""
-    size_bytes: Counter[Hashable] = Counter()
-
-    def chunk_of(item: _Item) -> tuple[Hashable, int]:
-        key = kind(item)
-        number = size_bytes[key] // limit
-        size_bytes[key] += nbytes(item)
-        return key, number
-
-    return list(grouped(items, chunk_of).values())
+    """Return lists of items of one kind, each of at most ``limit`` bytes or one item, in the order of their firsts."""
+    chunks: list[list[_Item]] = []
+    open_chunks: dict[Hashable, tuple[list[_Item], int]] = {}
+    for item in items:
+        key, size_bytes = kind(item), nbytes(item)
+        chunk, filled = open_chunks.get(key, ([], 0))
+        if not chunk or filled + size_bytes > limit:
+            chunk, filled = [], 0
+            chunks.append(chunk)
+        chunk.append(item)
+        open_chunks[key] = chunk, filled + size_bytes
+    return chunks
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

@@ -90,8 +90,8 @@ def test_integers_need_the_c_library(monkeypatch):
     [
         ("int3", "compression='int3' is not a compression method.\n"),
         (torch.int8, "compression=torch.int8 is not a compression method.\n"),
-        ("powersgd", "compression='powersgd' needs a rank of at least 1.\n"),
-        ("powersgd:-1", "compression='powersgd:-1' needs a rank of at least 1.\n"),
+        ("powersgd", "compression='powersgd' is not a compression method.\n"),
+        ("powersgd:-1", "compression='powersgd:-1' is not a compression method.\n"),
     ],
 )
 def test_other_methods_are_refused(method, text):

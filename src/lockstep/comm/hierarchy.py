@@ -80,6 +80,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self.is_even = len(set(map(len, machines))) == 1
         # The groups' own methods are not used: these count and watch calls as calls of the script.
         self._inside_ops = inside.shm_ops
+        # None: this rank is no carrier, and has no part between machines.
         self._gloo: Any = None if between is None else backend_of(between, _CPU)
         self._queue = OpQueue(f"lockstep-hierarchy-{name}")
         self._is_open = True
@@ -155,7 +156,6 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if machine == self._machine:
             self._broadcast_inside(tensor, place)
         if self._place == 0:
-            assert self._gloo is not None
             options = dist.BroadcastOptions()
             options.rootRank = machine
             self._gloo.broadcast([tensor], options).wait()
@@ -163,7 +163,6 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             self._broadcast_inside(tensor, 0)
 
     def _all_gather(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
-        assert self._gloo is not None
         parts = output.view(self.size(), tensor.numel())
         own = [parts[ranks[self._place]] for ranks in self._machines]
         own[self._machine].copy_(tensor.view(-1))
@@ -172,7 +171,6 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self._inside_ops.allgather(rows, own, _in_this_thread(_AllgatherOptions())).wait()
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
-        assert self._gloo is not None
         flat = tensor.view(-1)
         # A caller that passes a part of the input as the output does not need the rest of the input.
         if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():

@@ -317,16 +317,13 @@ def check_method(method: Any) -> int | None:
         ConfigurationError: There is no such method.
     """
     text = method if isinstance(method, str) else ""
-    found = re.fullmatch(r"powersgd:(\d+)", text)
-    if found is not None and int(found[1]) > 0:
-        return int(found[1])
-    if text in _DTYPES or text in _BLOCKS:
-        return None
-    if text.startswith("powersgd"):
-        cause, advice = "needs a rank of at least 1", "Give powersgd:4, or a higher rank for a smaller error"
-    else:
-        cause, advice = "is not a compression method", f"Give one of {', '.join(METHODS)}, or None"
-    raise ConfigurationError(f"compression={method!r} {cause}.\n{advice}.")
+    found = re.fullmatch(r"powersgd:0*([1-9]\d*)", text)
+    if found is None and text not in _DTYPES and text not in _BLOCKS:
+        raise ConfigurationError(
+            f"compression={method!r} is not a compression method.\n"
+            f"Give one of {', '.join(METHODS)} with a rank of at least 1, or None."
+        )
+    return None if found is None else int(found[1])
 
 
 def make(method: str) -> Codec:

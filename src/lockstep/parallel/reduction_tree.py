@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import Group, Work, all_gather_flat, all_to_all_async, wait_for
+from lockstep.containers import in_chunks
 from lockstep.parallel.flat import view_like
 from lockstep.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 
@@ -118,19 +119,16 @@ class GradientLayout:
         self.parameters = list(parameters)
         self._places: dict[int, tuple[int, int]] = {}  # by parameter, its chunk and where it begins there
         self._chunks: list[tuple[int, torch.dtype]] = []
-        open_chunks: dict[torch.dtype, int] = {}
-        for index in reversed(range(len(self.parameters))):  # backward fills the last ones first
-            parameter = self.parameters[index]
-            dtype, padded = parameter.dtype, _round_up(parameter.numel(), _ALIGNMENT_BYTES // parameter.itemsize)
-            chunk = open_chunks.get(dtype)
-            if chunk is None or (self._chunks[chunk][0] + padded) * parameter.itemsize > _CHUNK_BYTES:
-                chunk = open_chunks[dtype] = len(self._chunks)
-                self._chunks.append((0, dtype))
-            start = self._chunks[chunk][0]
-            self._places[index] = (chunk, start)
-            self._chunks[chunk] = (start + padded, dtype)
-        # Every rank reduces an equal slice of each chunk.
-        self._chunks = [(_round_up(numel, multiple_of), dtype) for numel, dtype in self._chunks]
+        dtypes = [each.dtype for each in self.parameters]
+        padded_bytes = [_round_up(each.nbytes, _ALIGNMENT_BYTES) for each in self.parameters]
+        last_first = reversed(range(len(dtypes)))  # as backward fills them
+        for members in in_chunks(last_first, dtypes.__getitem__, padded_bytes.__getitem__, _CHUNK_BYTES):
+            dtype, start = dtypes[members[0]], 0
+            for index in members:
+                self._places[index] = len(self._chunks), start
+                start += padded_bytes[index] // dtype.itemsize
+            # Every rank reduces an equal slice of each chunk.
+            self._chunks.append((_round_up(start, multiple_of), dtype))
 
     def new_row(self, device: torch.device) -> GradientRow:
         """Return zeros for every gradient."""

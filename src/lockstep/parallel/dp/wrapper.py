@@ -208,7 +208,6 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         Raises:
             BaseException: As in `backward`.
         """
-        assert len(self.device_ids) > 1
         self._check_shards(shards, scales)
         engine = self._current_engine()
         with engine.turn():

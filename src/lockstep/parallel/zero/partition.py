@@ -18,8 +18,8 @@ from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, flatten_like, padded_numel, view_like
 from lockstep.torch_internals import foreach_copy_, own_parameters, tree_leaves
 
-# About so many, so that moving parameters to flat memory does not need twice their memory.
-_BUFFER_BYTES = 256 * 2**20
+# A limit, so that moving parameters to flat memory does not need twice their memory.
+_MAX_BUFFER_BYTES = 256 * 2**20
 
 
 class ShardRange(NamedTuple):
@@ -108,14 +108,17 @@ class FlatBuffer:
         self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize) if owner is None else owned
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
+        self._pointers: list[int] = []
         self.take_back()
 
     def take_back(self) -> None:
-        """Copy the parameters to the buffer, and make them views of it again.
+        """Copy the parameters to the buffer, and make them views of it again; do nothing if they still are.
 
         Raises:
             ConfigurationError: They now have another device or dtype.
         """
+        if [parameter.data_ptr() for parameter in self.parameters] == self._pointers:
+            return
         first = self.parameters[0]
         if first.device != self.flat.device or first.dtype != self.flat.dtype:
             raise ConfigurationError(
@@ -129,11 +132,6 @@ class FlatBuffer:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the parameters still lie in the buffer, and were not given other memory."""
-        return [parameter.data_ptr() for parameter in self.parameters] == self._pointers
 
     def shard_of(self, rank: int, flat: Tensor | None = None) -> Tensor:
         """Return the shard of ``rank``, of this buffer or of another ``flat`` tensor with its layout."""
@@ -161,7 +159,7 @@ class FlatBuffer:
 
 def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
     """Put parameters into flat buffers with an equal slice for each rank. Collective if ``allocate`` is."""
-    parts = in_chunks(members, _kind_of, lambda member: member[0].nbytes, _BUFFER_BYTES)
+    parts = in_chunks(members, _kind_of, lambda member: member[0].nbytes, _MAX_BUFFER_BYTES)
     return [FlatBuffer(_aligned(part), allocate, num_ranks=num_ranks) for part in parts]
 
 
