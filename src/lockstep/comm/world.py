@@ -444,12 +444,6 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             store = PrefixStore(f"{met.prefix}/members", met.store)
             meet(store, me._replace(backend=name), objection=objection)
     one_machine = env.local_world_size == env.world_size
-    if backend is None and name == "shm":
-        store = PrefixStore(f"{met.prefix}/shm", met.store)
-        serves, reason = hierarchy.serves(store, env.rank, env.world_size)
-        if reason and env.rank == 0 and env.world_size > 1:
-            print(f"lockstep: this job uses Gloo, which is slower than shared memory: {reason}.", file=sys.stderr)
-        name = name if serves else "gloo"
     interface = gloo_interface(env.master_addr, one_machine=one_machine)
     with ExitStack() as stack:
         if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
@@ -465,7 +459,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     group = dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
-        group.set_timeout(limit)  # torch's function knows its own backends only
+        group._set_default_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(name):
         set_timeout(limit)
     # Groups that are created later exchange addresses through the store, and wait for each other there.

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
@@ -307,7 +307,7 @@ class StepMetrics:
         if num_bad or stop or failed:
             self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self.dtype, device=self.device)
         if self.group is not None:
-            self._future = all_reduce_async(self._sums, group=self.group)
+            self._future = all_reduce_work(self._sums, group=self.group).get_future()
 
     def wait(self, num_samples: float, *, may_miss: bool) -> None:
         """Set the sums over the ranks. Blocks until they are complete (on a device: only the current stream waits).

@@ -748,22 +748,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
-    @staticmethod
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: bool = False
-    ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
-        # torch's optimizer_overlap_hooks needs these.
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, torch_internals.TENSOR_IGNORED):
-                yield (name, parameter) if named_params else parameter
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Mark parameters and buffers, by full name, that a wrapper of ``module`` ignores."""
-        setattr(module, torch_internals.DDP_IGNORED, params_and_buffers_to_ignore)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                setattr(tensor, torch_internals.TENSOR_IGNORED, True)
+    _get_data_parallel_params = staticmethod(torch_internals.ddp_parameters)  # for torch's optimizer_overlap_hooks
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_in_ddp)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance
