@@ -508,22 +508,12 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> 
     """
     torch.set_num_threads(benchmark.threads(strategy))
     benchmark = replace(benchmark, task=load(benchmark.task))
-    read = watch_memory(world)  # the memory and the peak of importing libraries do not count
+    reset_peak()  # the memory and the peak of importing libraries do not count
+    before_bytes = psutil.Process().memory_info().rss
     with contextlib.closing(benchmark.entrant(strategy, world)) as entrant:
         assert entrant.trainer is not None
         for _ in range(NUM_PEAK_STEPS):
             entrant.trainer.step().loss.item()
-        return read(entrant.trainer.devices)
-
-
-def watch_memory(world: World) -> Callable[[Sequence[torch.device]], list[int]]:
-    """Return what reads the peak since now: bytes of tensors by device, or on CPU the growth of this process."""
-    reset_peak()
-    before_bytes = psutil.Process().memory_info().rss
-
-    def read(devices: Sequence[torch.device]) -> list[int]:
-        if world.device.type != "cpu":
-            return [torch.accelerator.max_memory_allocated(device) for device in devices]
-        return [max(peak_bytes() - before_bytes, 0)]
-
-    return read
+        if world.device.type == "cpu":
+            return [max(peak_bytes() - before_bytes, 0)]
+        return [torch.accelerator.max_memory_allocated(device) for device in entrant.trainer.devices]
