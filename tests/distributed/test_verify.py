@@ -75,7 +75,7 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
         "a loss that sums instead of averages",
     ]
     assert verification.explained
-    fixes = {finding.cause.value: finding.fix for finding in verification.findings}
+    fixes = {finding.cause: finding.fix for finding in verification.findings}
     assert fixes["data order"].startswith("Make the data set the same on every rank")
     assert fixes["learning-rate rule"].startswith("Let the learning rate depend")
     assert fixes["a loss that sums instead of averages"].startswith("Return the mean over the batch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import cloudpickle
 
 from lockstep.accelerator import check_count
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study.common import load, log, run_ranks
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, attempt, tolerance_of
+from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Runs, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
@@ -30,9 +29,6 @@ REPETITIONS, ENOUGH_S = 3, 1.0
 
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
-
-# The features turned off in the runs of the process that simulates the ranks.
-VARIANTS: tuple[Off, ...] = (causes.NOTHING, causes.EVERYTHING, causes.BUT_RANDOM, causes.BUT_STATE)
 
 # Called with a function, its arguments and a number of devices; see `run_ranks`.
 Processes = Callable[..., list[Any]]
@@ -104,37 +100,17 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     # If one process never gives the same run twice, a comparison with ranks proves nothing.
     if study.base is not None and not comparison.same:
         findings.rows += study.division.rows
-        # Without random numbers the ranks have already done the first of these runs.
-        ranks: dict[Off | str, Outcome] = {} if study.base or "random" in study.live else {causes.NOTHING: on_ranks}
-        if wanted := _wanted(study, ranks, reads_others=comparison.of_kind("size", "sample") is not None):
-            report(f"experiments on {count_ranks(subject.num_devices)}")
-            light = replace(study, runs={})  # traces are large, and every rank gets a copy
-            found = processes(run_on_ranks, light, wanted, devices=subject.num_devices)
-            ranks |= {name: _gather([one[name] for one in found]) for name in found[0]}
-        shares = {name: study.runs[study.experiment(name, "shares")] for name in ranks}
-        causes.study_ranks(findings, study.base, shares, ranks, alone.traces)
-        findings.diagnoses += [_with_fix(one, shares, ranks, findings) for one in study.division.diagnoses]
+        report(f"experiments on {count_ranks(subject.num_devices)}")
+        light = replace(study, runs=dict.fromkeys(study.runs, ""))  # traces are large, and every rank gets a copy
+        found = processes(run_on_ranks, light, devices=subject.num_devices)
+        ranks = {name: _gather([one[name] for one in found]) for name in study.runs}
+        causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces)
+        findings.diagnoses += [_with_fix(one, study.runs, ranks, findings) for one in study.division.diagnoses]
         findings.explained &= study.division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
     return replace(result, comparison=comparison, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
-
-
-def _wanted(study: AloneStudy, ranks: causes.Runs, *, reads_others: bool) -> list[Off | str]:
-    """Return the experiments that the ranks have to run; ``reads_others``: their samples differ."""
-    wanted: list[Off | str] = [causes.NOTHING] if causes.NOTHING not in ranks else []
-    if wanted or not _is_same(study, ranks[causes.NOTHING]):
-        wanted += [causes.EVERYTHING, causes.HIDDEN, causes.BUT_RANDOM, causes.BUT_STATE]
-        wanted += [causes.BUT_RATES] if reads_others else []
-    return [*wanted, *study.fixes]
-
-
-def _is_same(study: AloneStudy, on_ranks: Outcome) -> bool:
-    shares = study.runs[study.experiment(causes.NOTHING, "shares")]
-    if isinstance(shares, str) or isinstance(on_ranks, str):
-        return False
-    return compare(shares, on_ranks, tolerance_of(study.division.subject), skip=["sample", "size"]).same
 
 
 def _gather(outcomes: list[Outcome]) -> Outcome:
@@ -187,7 +163,7 @@ def _outside(alone: Alone) -> Diagnosis | None:
         f"Training changes parameters that no module of the model registers, of shape {', '.join(shapes[:5])}: each "
         "rank trains its own."
     )
-    return Diagnosis(Cause.OUTSIDE, evidence, Cause.OUTSIDE.fix)
+    return Diagnosis(Cause.OUTSIDE, evidence, FIXES[Cause.OUTSIDE])
 
 
 _FIXES = {"convert": "lockstep.SyncBatchNorm instead", "reproducible": "--reproducible {num} instead"}
@@ -201,7 +177,7 @@ def _fix_of(cause: Cause) -> str:
     return "" if cause in by_hand else "reproducible"
 
 
-def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, findings: Findings) -> Diagnosis:
+def _with_fix(diagnosis: Diagnosis, alone: Runs, ranks: Runs, findings: Findings) -> Diagnosis:
     """Return ``diagnosis`` with the result of its fix, if that was tried."""
     name = _fix_of(diagnosis.cause)
     if name not in ranks:
@@ -282,8 +258,7 @@ class AloneStudy:
         division: The causes why the result depends on the division of the batch.
         off: The switches that turn these off.
         live: The switches that have an effect.
-        fixes: Names of the fixes to try.
-        runs: The runs that simulate the ranks, and the runs that fixes are compared with.
+        runs: By features turned off, the runs that simulate the ranks; by name of a fix, those it is compared with.
     """
 
     repetition: Findings
@@ -292,8 +267,7 @@ class AloneStudy:
     division: Findings
     off: Off = frozenset()
     live: Off = frozenset()
-    fixes: tuple[str, ...] = ()
-    runs: dict[Experiment, Outcome] = field(default_factory=dict)
+    runs: Runs = field(default_factory=dict)
 
     def experiment(self, name: Off | str, division: Division) -> Experiment:
         """Return the run in which the ranks should equal one process: with features turned off, or with a fix."""
@@ -328,28 +302,15 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    fixes = tuple(dict.fromkeys(name for one in division.diagnoses if (name := _fix_of(one.cause))))
-    study = AloneStudy(repetition, given, base, division, off, live, fixes)
-    names: list[Off | str] = [*VARIANTS, *fixes]
-    needed = [study.experiment(name, "shares") for name in names]
-    runs = {one: division.run(one, given, world) for one in needed}
+    study = AloneStudy(repetition, given, base, division, off, live)
+    fixes = filter(None, (_fix_of(one.cause) for one in division.diagnoses))
+    names: list[Off | str] = [*causes.VARIANTS, *fixes]
+    runs = {name: division.run(study.experiment(name, "shares"), given, world) for name in names}
     division.runs = {}
     return replace(study, runs=runs)
 
 
-def run_on_ranks(study: AloneStudy, wanted: Sequence[Off | str], world: World) -> causes.Runs:
-    """Run the experiments on the ranks, without those that turn off the same features as others.
-
-    Collective: every rank of ``world``.
-    """
-    found = Findings(study.division.subject)
-    live: set[str] = {"random", "state"}
-    outcomes: dict[Off | str, Outcome] = {}
-    for name in wanted:
-        if (name == causes.BUT_RANDOM and "random" not in live) or (name == causes.BUT_STATE and "state" not in live):
-            continue
-        outcome = outcomes[name] = found.run(study.experiment(name, "ranks"), study.given, world)
-        if name == causes.EVERYTHING:
-            mine = [] if isinstance(outcome, str) else sorted(outcome[0].live)
-            live = set().union(*all_gather_object(mine, group=world.group, device=world.device))
-    return outcomes
+def run_on_ranks(study: AloneStudy, world: World) -> Runs:
+    """Run the same experiments on the ranks. Collective: every rank of ``world``."""
+    findings = Findings(study.division.subject)
+    return {name: findings.run(study.experiment(name, "ranks"), study.given, world) for name in study.runs}

@@ -59,7 +59,7 @@ def sentences(verification: Verification) -> list[str]:
     num = len(verification.findings)
     for number, finding in enumerate(verification.findings, 1):
         which = f"Cause {number} of {num}" if num > 1 else "Cause"
-        found.append(f"{which}: {finding.cause.value}. {finding.evidence}")
+        found.append(f"{which}: {finding.cause}. {finding.evidence}")
         found.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
     failed = [row for row in verification.rows if row.error]
     if not verification.same and not verification.findings:
@@ -178,7 +178,7 @@ def to_json(verification: Verification) -> str:
         "repeatable": verification.repeatable,
         "first_difference": asdict(first) if first else None,
         "largest_differences": comparison.worst if comparison else None,
-        "causes": [{**asdict(finding), "cause": finding.cause.value} for finding in verification.findings],
+        "causes": [asdict(finding) for finding in verification.findings],
         "remark": verification.remark or None,
         "explained": verification.explained,
         "experiments": [asdict(row) for row in verification.rows],
