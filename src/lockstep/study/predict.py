@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,11 +18,11 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from lockstep.accelerator import mark_on
-from lockstep.comm.collectives import all_reduce, broadcast_object
+from lockstep.comm.collectives import all_reduce
 from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
 from lockstep.env import usable_cores
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.reducer import Event
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
@@ -113,24 +113,14 @@ def measure(
         world: The ranks.
 
     Raises:
-        Exception: What training a step raised, on rank zero; on the others a LockstepError that says so.
+        Exception: What training a step raised, on rank zero; the launcher ends the others.
     """
     torch.set_num_threads(num_threads)
     task = load(task)
-    failure: Exception | None = None
-    if world.is_rank_zero:
-        try:
-            for share in shares:
-                log(f"measuring a step of {share} samples on one rank")
-                profile = _measure_computing(task, settings, share, world, profile)
-        except Exception as error:
-            failure = error
+    for share in shares if world.is_rank_zero else ():
+        log(f"measuring a step of {share} samples on one rank")
+        profile = _measure_computing(task, settings, share, world, profile)
     world.barrier(TURN_TIMEOUT_S)  # the other ranks sleep meanwhile
-    problem = broadcast_object(str(failure or ""), group=world.group, device=world.device)
-    if failure is not None:
-        raise failure
-    if problem:
-        raise LockstepError(f"Rank 0 could not train a step of the task: {problem}")
     costs: dict[str, Cost] = {}
     link = link or links.probe_link(world)
     if world.device.type == "cpu" and world.world_size > 1:  # on GPUs, the exchange does not slow down computing
@@ -211,7 +201,7 @@ def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: b
 # --- measured between ranks: the cost of an exchange without the link, and the link -----------------------------------
 
 # Bytes of gradients; the cost for larger models is proportional.
-_MOST_COST_BYTES, _LEAST_COST_BYTES = 32 * MIB, 2**14
+_MOST_COST_BYTES = 32 * MIB
 _NUM_COST_STEPS, _NUM_COST_BUCKETS = 5, 4
 
 
@@ -262,8 +252,13 @@ def measure_cost(
         world: At least two ranks.
         most_bytes: The maximum size of the gradients that are exchanged.
     """
-    chosen = list(_at_most(shapes, most_bytes)) or [torch.Size([_LEAST_COST_BYTES // 4])]
-    size_bytes = sum(4 * shape.numel() for shape in chosen)
+    # The smallest, and more as far as there is room.
+    chosen: list[torch.Size] = []
+    size_bytes = 0
+    for shape in sorted(shapes, key=torch.Size.numel):
+        if not chosen or size_bytes + 4 * shape.numel() <= most_bytes:
+            chosen.append(shape)
+            size_bytes += 4 * shape.numel()
     cap_mb = max(size_bytes / _NUM_COST_BUCKETS / MIB, 1e-3)
     engine = DistributedDataParallel(
         _Gradients(chosen), process_group=world.group, bucket_cap_mb=cap_mb, compression=compression
@@ -293,18 +288,6 @@ def measure_cost(
     cost = Cost(*map(median, zip(*map(astuple, found[1:]), strict=True)))
     # The nominal value if the kernel does not count the bytes sent.
     return cost if cost.sent else replace(cost, sent=COMPRESSIONS[compression][1] or 1.0 if compression else 1.0)
-
-
-def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
-    """Yield shapes of gradients up to so many bytes; the last one may have fewer rows."""
-    for shape in shapes:
-        size = 4 * shape.numel()
-        if size > most_bytes:
-            rows = most_bytes * shape[0] // size if shape else 0
-            yield from [torch.Size([rows, *shape[1:]])] if rows else []
-            return
-        yield shape
-        most_bytes -= size
 
 
 def _sent_bytes() -> int:
