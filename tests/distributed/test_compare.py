@@ -1,6 +1,5 @@
 """``lockstep compare`` as a user starts it, with ranks of the pool in place of those that it would launch."""
 
-import contextlib
 import json
 import time
 
@@ -37,8 +36,7 @@ task = lockstep.Task(
 
 
 def run_turns(world, plan):
-    with contextlib.ExitStack() as at_exit:
-        return benchmark._run_turns(plan, world, at_exit)
+    return benchmark.run_benchmark(plan, world)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from lockstep.accelerator import check_count, default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import ConfigurationError
 from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
 from lockstep.study.compare.verdict import judge
@@ -212,50 +212,35 @@ def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, Los
     """Run all turns of all candidates and return what was set up, and the measurements of this rank.
 
     Collective: every rank of a launched job. Ranks that do not take part in a turn sleep.
-
-    Raises:
-        LockstepError: The candidates do not fit into the devices' memory together.
     """
-    with contextlib.ExitStack() as at_exit:
-        try:
-            return _run_turns(benchmark, world, at_exit)
-        except torch.OutOfMemoryError as error:
-            raise LockstepError(
-                f"The memory of {world.device} is too small for {len(benchmark.strategies)} strategies at once.\n"
-                "Compare fewer at a time, as with --strategies ddp, or set a smaller --global-batch-size."
-            ) from error
-
-
-def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> tuple[Setup, Turns, Losses]:
     names, setup = benchmark.strategies, benchmark.setup
     turns: Turns = {name: [] for name in names}
     entrants: dict[str, Entrant] = {}
-    for name in names:
-        entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
-    losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
-    num_steps = setup.num_steps or chosen
-
-    began_at = time.perf_counter()
-    for index in range(setup.num_rounds):
-        for place, strategy in enumerate(order_of_round(names, index)):
-            measure = partial(measure_candidate, name=strategy, num_steps=num_steps, round_index=index, place=place)
-            if measured := entrants[strategy].turn(measure):
-                turns[strategy].append(measured[0])
-                losses[strategy] += measured[1]
-        if not world.is_rank_zero:
-            continue
-        left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
-        benchmark.log(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
-    trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
-    setup = replace(
-        setup,
-        num_steps=num_steps,
-        num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-        single_threads=entrants[SINGLE].num_threads,
-        split_layers=split_layers(trainer.model),
-    )
-    # Read only now: reading a loss waits for the device.
-    return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
+    with contextlib.ExitStack() as at_exit:
+        for name in names:
+            entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
+        losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
+        num_steps = setup.num_steps or chosen
+        began_at = time.perf_counter()
+        for index in range(setup.num_rounds):
+            for place, strategy in enumerate(order_of_round(names, index)):
+                measure = partial(measure_candidate, name=strategy, num_steps=num_steps, round_index=index, place=place)
+                if measured := entrants[strategy].turn(measure):
+                    turns[strategy].append(measured[0])
+                    losses[strategy] += measured[1]
+            if world.is_rank_zero:
+                left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
+                benchmark.log(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
+        trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
+        setup = replace(
+            setup,
+            num_steps=num_steps,
+            num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+            single_threads=entrants[SINGLE].num_threads,
+            split_layers=split_layers(trainer.model),
+        )
+        # Read only now: reading a loss waits for the device.
+        return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
 
 
 class Entrant:
