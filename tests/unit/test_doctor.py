@@ -46,7 +46,7 @@ SOUND = {
         usable=32,
         threads=None,
         threads_from="OMP_NUM_THREADS",
-        runnable=0,
+        busy_cores=0.0,
         available_bytes=64 * GIB,
         shm_bytes=16 * GIB,
         shm_free_bytes=16 * GIB,
@@ -133,10 +133,10 @@ FAULTS = [
     ("job", second_rank(processor="Old"), "versions-differ", SLOW, "processor: CPU on rank 0; Old on rank 1."),
     (
         "machine",
-        {"logical": 2, "usable": 2, "plan": replace(ALONE, devices=2, workers=None), "runnable": 174},
+        {"logical": 2, "usable": 2, "plan": replace(ALONE, devices=2, workers=None), "busy_cores": 1.94},
         "cores-busy",
         SLOW,
-        "Other processes that run or wait for a core: 174, on 2 cores.",
+        "Other programs keep 1.9 of 2 cores busy.",
     ),
     (
         "machine",
@@ -305,7 +305,7 @@ def test_a_port_that_somebody_holds_is_found():
     (running,) = network.read_port(replace(PLAN, is_running=True))[1]
     assert running.because == "this job's own ranks hold it"
     (unknown,) = network.read_port(replace(PLAN, master_addr="host.invalid"))[1]
-    assert unknown.because == "the name host.invalid cannot be resolved"
+    assert unknown.because == "host.invalid is not an address of this machine"
 
 
 TASK = """

@@ -24,7 +24,7 @@ from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError
-from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
+from lockstep.study.common import load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.cost import Price
@@ -41,9 +41,6 @@ STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp",
 
 # One only takes part if it is named.
 POSSIBLE: tuple[StrategyName, ...] = (*STRATEGIES, "ddp-zero1")
-
-# How long to measure the load by other programs. A load average would include programs of the last minute.
-BUSY_INTERVAL_S = 0.5
 
 T = TypeVar("T")
 
@@ -116,7 +113,7 @@ def compare(
         num_devices=devices,
         num_cores=num_cores,
         # Before our own processes start, because their load would be included.
-        busy_cores=float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1),
+        busy_cores=measure_busy_cores(),
         global_batch_size=settings.global_batch_size or loaded.global_batch_size,
         num_steps=num_steps or 0,
         num_rounds=num_rounds,

@@ -171,12 +171,10 @@ def _resolve(name: str | None) -> tuple[str, ...]:
 
 def read_port(plan: Plan) -> tuple[str, list[NotChecked]]:
     """Return why the port of the rendezvous cannot be used; empty if it can, or is not this machine's."""
-    what, host = "whether the port is free", plan.master_addr
-    if plan.is_running:
-        return "", [NotChecked(what, "this job's own ranks hold it")]
-    if host is not None and plan.machines > 1 and not is_local(host):
-        because = f"{host} is another machine" if _resolve(host) else f"the name {host} cannot be resolved"
-        return "", [NotChecked(what, because)]
+    host = plan.master_addr
+    if plan.is_running or (host is not None and plan.machines > 1 and not is_local(host)):
+        because = "this job's own ranks hold it" if plan.is_running else f"{host} is not an address of this machine"
+        return "", [NotChecked("whether the port is free", because)]
     try:
         socket.create_server(("", plan.master_port or DEFAULT_MASTER_PORT)).close()
     except OSError as error:
@@ -267,11 +265,9 @@ def port_taken(facts: Network) -> Iterator[Problem]:
     On one machine, ``lockstep run`` uses a free port unless you choose one; then torchrun's 29500 in use is a note.
     """
     if facts.port_problem:
-        port, severity = (
-            facts.plan.master_port or DEFAULT_MASTER_PORT,
-            Severity.HANG if facts.plan.master_port else Severity.NOTE,
-        )
-        yield Problem(f"Port {port} on this machine cannot be used: {facts.port_problem}.", severity=severity)
+        found = f"Port {facts.plan.master_port or DEFAULT_MASTER_PORT} on this machine cannot be used"
+        severity = Severity.HANG if facts.plan.master_port else Severity.NOTE
+        yield Problem(f"{found}: {facts.port_problem}.", severity=severity)
 
 
 # The ranks of a job that has started.
