@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,11 @@ def check_writable(*files: str | None) -> None:
             path.unlink()
 
 
-def write(what: str, file: str, text: str) -> None:
-    """Write a text, and print where: in one line however long it is, so that the name can be copied."""
-    Path(file).write_text(text, encoding="utf-8")
-    click.echo(f"{what} written to {file}")
+def write(what: str, file: str | None, text: str) -> None:
+    """Write a text if there is a file, and print where: in one line, so that the name can be copied."""
+    if file is not None:
+        Path(file).write_text(text, encoding="utf-8")
+        click.echo(f"{what} written to {file}")
 
 
 def _num_devices(devices: int | None) -> int:
@@ -118,8 +120,7 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
     )
     console().print(comparison)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
-    if json_file is not None:
-        write("figures", json_file, to_json(to_record(comparison, found)))
+    write("figures", json_file, to_json(to_record(comparison, found)))
     if html_file is not None:
         write("page", html_file, render_page(comparison, found))
 
@@ -237,8 +238,7 @@ def predict(
     found = replace(found, price=cost)
     console().print(prediction.render(found))
     origin = provenance.gather(Path(target.rpartition(".py")[0] + ".py"))
-    if json_file is not None:
-        write("figures", json_file, to_json(prediction.to_record(found, origin)))
+    write("figures", json_file, to_json(prediction.to_record(found, origin)))
     if html_file is not None:
         command = hide_secrets(["lockstep", *sys.argv[1:]])
         write("page", html_file, prediction.render_page(found, origin, command))
@@ -269,24 +269,18 @@ def verify(
           a run that differs by design: do its rules hold?
     """
     from lockstep.study.common import console
-    from lockstep.study.verify import exchanges, verify_table
     from lockstep.study.verify.diagnose import verify as run_verification
+    from lockstep.study.verify.exchanges import verify_exchanges
     from lockstep.train.settings import check_engine
 
     check_writable(json_file)
-    name, num_devices, given = Path(task_file).name, _num_devices(devices), Settings(**settings)
+    given = Settings(**settings)
     check_engine(strategy, given)
-    if strategy != "ddp":
-        rules = exchanges.verify_exchanges(task_file, strategy, devices=num_devices, steps=steps, settings=given)
-        console().print(exchanges.render(rules, name, strategy))
-        if json_file is not None:
-            write("findings", json_file, exchanges.to_json(rules, name, strategy))
-        return 0 if all(rule.holds for rule in rules) else EXIT_CODE
-    verification = run_verification(task_file, devices=num_devices, steps=steps, settings=given)
-    console().print(verification)
-    if json_file is not None:
-        write("findings", json_file, verify_table.to_json(verification))
-    return 0 if verification.same else EXIT_CODE
+    run = run_verification if strategy == "ddp" else partial(verify_exchanges, strategy=strategy)
+    found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
+    console().print(found)
+    write("findings", json_file, found.to_json())
+    return 0 if found.same else EXIT_CODE
 
 
 @command()

@@ -10,11 +10,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from typing_extensions import override
 
-from lockstep.study import common
-from lockstep.study.common import Shown, Table
+from lockstep.study.common import Shown, Table, to_json
 from lockstep.study.verify.causes import Diagnosis, Row, tolerance_of
 from lockstep.study.verify.fingerprint import TraceComparison
 from lockstep.study.verify.interventions import Subject
+
+# Of the JSON; grows when a name or a meaning changes; new names leave it as it is.
+VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,6 +53,35 @@ class Verification(Shown):
     @override
     def __rich__(self) -> RenderableType:
         return render(self)
+
+    def to_json(self) -> str:
+        """Return everything for other programs; docs/verify.md describes the names, which stay."""
+        subject, comparison = self.subject, self.comparison
+        first = comparison.first if comparison else None
+        record = {
+            "version": VERSION,
+            "task": self.name,
+            "same": self.same,
+            "setup": {
+                "num_devices": subject.num_devices,
+                "engine": "ddp",
+                "steps": list(subject.steps),
+                "seed": subject.settings.seed,
+                "reproducible": subject.settings.reproducible,
+                "precision": "float64" if subject.double else "fp32",
+                "exactness": _exactness(self),
+                "why_not_float64": self.why_single or None,
+            },
+            "repeatable": self.repeatable,
+            "first_difference": asdict(first) if first else None,
+            "largest_differences": comparison.worst if comparison else None,
+            "causes": [asdict(finding) for finding in self.findings],
+            "remark": self.remark or None,
+            "explained": self.explained,
+            "experiments": [asdict(row) for row in self.rows],
+            "verdict": sentences(self),
+        }
+        return to_json(record)
 
 
 def sentences(verification: Verification) -> list[str]:
@@ -149,39 +180,3 @@ def render(verification: Verification) -> RenderableType:
     )
     parts += [Text(note, style="dim") for note in notes if note]
     return Group(*parts)
-
-
-# The same as JSON, for other programs; names stay.
-
-# Grows when a name or a meaning changes; new names leave it as it is.
-VERSION = 1
-
-
-def to_json(verification: Verification) -> str:
-    """Return everything; docs/verify.md describes the names."""
-    subject, comparison = verification.subject, verification.comparison
-    first = comparison.first if comparison else None
-    record = {
-        "version": VERSION,
-        "task": verification.name,
-        "same": verification.same,
-        "setup": {
-            "num_devices": subject.num_devices,
-            "engine": "ddp",
-            "steps": list(subject.steps),
-            "seed": subject.settings.seed,
-            "reproducible": subject.settings.reproducible,
-            "precision": "float64" if subject.double else "fp32",
-            "exactness": _exactness(verification),
-            "why_not_float64": verification.why_single or None,
-        },
-        "repeatable": verification.repeatable,
-        "first_difference": asdict(first) if first else None,
-        "largest_differences": comparison.worst if comparison else None,
-        "causes": [asdict(finding) for finding in verification.findings],
-        "remark": verification.remark or None,
-        "explained": verification.explained,
-        "experiments": [asdict(row) for row in verification.rows],
-        "verdict": sentences(verification),
-    }
-    return common.to_json(record)
