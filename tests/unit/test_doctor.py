@@ -354,8 +354,10 @@ def test_a_task_that_fails_or_takes_long_is_reported(tmp_path):
     assert time.monotonic() - began < 5
     assert facts.weight_bytes == 0
     assert [one.because for one in missed] == ["it took too long"] * 2
-    file.write_text("import os\nos._exit(3)\n")
-    assert task.read_task(str(file), Plan(2))[1][0].because == "its process ended with exit code 3"
+    file.write_text(TASK.replace("torch.zeros(10, 4)", "None"))
+    facts, (missed,) = task.read_task(str(file), Plan(2))
+    assert (facts.num_samples, facts.batchnorms) == (None, ["1"])
+    assert missed == NotChecked("the data set of the task", "AttributeError: 'NoneType' object has no attribute 'size'")
     file.write_text("x = 1\n")
     with pytest.raises(ConfigurationError):
         task.read_task(str(file), Plan(2))
