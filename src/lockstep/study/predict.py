@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -138,20 +138,31 @@ def measure(
 def _measure_computing(task: Task, settings: Settings, num_samples: int, world: World, profile: Profile) -> Profile:
     """Train some steps in this process; return ``profile`` with times, buckets, and the number of cores in use."""
     alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
+    arrivals: dict[Tensor, Mark] = {}  # of the gradients of a step
+
+    def arrive(parameter: Tensor) -> None:
+        arrivals[parameter] = mark_on(world.device)
+
     with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
-        arrivals = _Arrivals(trainer.model, world.device)
+        parameters = [each for each in trainer.model.parameters() if each.requires_grad]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(arrive)
         first_s = min(time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP))
         parts, ready, cpu_s, wall_s = [], [], 0.0, 0.0
         for _ in range(min(max(math.ceil(_TURN_S / first_s), _FEWEST), _MOST)):
+            arrivals.clear()
             began_s = time.process_time()
             seconds, (record,) = time_steps(trainer, 1)
             cpu_s, wall_s = cpu_s + time.process_time() - began_s, wall_s + seconds
             times = record.times
             before_s, backward_s = times.part("data_wait") + times.part("forward"), times.part("backward")
             parts.append(Computing(before_s, backward_s, max(0.0, seconds - before_s - backward_s)))
-            ready.append(arrivals.take(record.timer.marks.spans))
+            begin, end = next(span[1:3] for span in record.timer.marks.spans if span[0] == "backward")
+            whole_s = seconds_between(begin, end) or 1.0
+            # Without a gradient, at the end.
+            ready.append([seconds_between(begin, arrivals.get(each, end)) / whole_s for each in parameters])
         order = [median(each) for each in zip(*ready, strict=True)]
-        buckets = [_ready_buckets(trainer.model, order, is_compressed=each) for each in (False, True)]
+        buckets = [_ready_buckets(parameters, order, is_compressed=each) for each in (False, True)]
     return replace(
         profile,
         computing={**profile.computing, num_samples: Computing(*map(median, zip(*map(astuple, parts), strict=True)))},
@@ -161,32 +172,10 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
     )
 
 
-@final
-class _Arrivals:
-    """Records when the gradient of each parameter is ready."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._marks: dict[int, Mark] = {}
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-
-        def hook_for(index: int) -> Callable[[Tensor], None]:
-            return lambda _: self._marks.__setitem__(index, mark_on(device))
-
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(hook_for(index))
-
-    def take(self, spans: Sequence[tuple[str, Mark, Mark, float]]) -> list[float]:
-        """Return the fraction of backward at which each gradient of the last step was ready; 1 without a gradient."""
-        begin, end = next((begin, end) for phase, begin, end, _ in spans if phase == "backward")
-        whole_s = seconds_between(begin, end) or 1.0
-        marks, self._marks = self._marks, {}
-        places = range(len(self._parameters))
-        return [seconds_between(begin, marks[place]) / whole_s if place in marks else 1.0 for place in places]
-
-
-def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: bool) -> Sequence[ReadyBucket]:
-    """Return the buckets that the engine would create, and when each is ready."""
-    parameters = [each for each in model.parameters() if each.requires_grad]
+def _ready_buckets(
+    parameters: Sequence[Tensor], ready: Sequence[float], *, is_compressed: bool
+) -> Sequence[ReadyBucket]:
+    """Return the buckets that the engine would create, and when each is ready, as a fraction of backward."""
     specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
     order = sorted(range(len(specs)), key=ready.__getitem__)
     buckets, latest = [], 0.0

@@ -212,7 +212,7 @@ _OF_DIVISION: dict[Switch, str] = {
 GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, given: Given, world: World, base: Off) -> tuple[Given, Off, Off]:
+def study_division(findings: Findings, given: Given, world: World, base: Off) -> tuple[Given, Off]:
     """Find what makes the result depend on the division of the batch.
 
     Args:
@@ -222,8 +222,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         base: The features turned off in all runs.
 
     Returns:
-        ``given`` with the factors that the shares' losses need, the switches that turn off the found causes, and the
-        switches that have any effect.
+        ``given`` with the factors that the shares' losses need, and the switches that have any effect.
     """
     draws: dict[str, None] = {}
     written: set[str] = set()
@@ -241,13 +240,13 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
     plain = divide(frozenset(), "nothing")
     if plain is not None and plain.same:
-        return given, frozenset(), frozenset(live)
+        return given, frozenset(live)
     weights = attempt(measure_weights, findings.subject, given, base, world.device)
     if isinstance(weights, str):
         findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return given, frozenset(), frozenset(live)
+        return given, frozenset(live)
     given = replace(given, factors={step.step: step.factors for step in weights})
     kind, differing = explain(weights)
     if kind != "right":
@@ -255,14 +254,13 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
-    below = "all of the below" if len(suspects) > 1 else "".join(_OF_DIVISION[switch] for switch in suspects)
-    nothing = divide(everything, below) if suspects else plain
+    nothing = divide(everything, "all of the below") if suspects else plain
     found: set[Switch] = set()
     # If the two differ for another reason, the experiments prove nothing.
     if is_same := nothing is not None and nothing.same:
         for switch in suspects:
-            other = None if len(suspects) == 1 else divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
-            if len(suspects) == 1 or (other is not None and not other.same):
+            other = divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
+            if other is not None and not other.same:
                 found.add(switch)
     if "random" in found:
         drawn = ", ".join(draws) or "random numbers"
@@ -284,7 +282,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
     findings.explained &= bool(found) or is_named
-    return given, frozenset(found), frozenset(live)
+    return given, frozenset(live)
 
 
 # By kind of loss: its cause and the evidence.

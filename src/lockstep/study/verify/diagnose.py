@@ -19,8 +19,8 @@ from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outc
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
-from lockstep.study.verify.verify_table import Verification, count_ranks
-from lockstep.train.plan import check_batch
+from lockstep.study.verify.verify_table import Verification
+from lockstep.train.plan import check_batch, plural
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
 
@@ -100,12 +100,13 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     # If one process never gives the same run twice, a comparison with ranks proves nothing.
     if study.base is not None and not comparison.same:
         findings.rows += study.division.rows
-        report(f"experiments on {count_ranks(subject.num_devices)}")
+        report(f"experiments on {plural(subject.num_devices, 'rank')}")
         light = replace(study, runs=dict.fromkeys(study.runs, ""))  # traces are large, and every rank gets a copy
         found = processes(run_on_ranks, light, devices=subject.num_devices)
         ranks = {name: _gather([one[name] for one in found]) for name in study.runs}
         causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces)
-        findings.diagnoses += [_with_fix(one, study.runs, ranks, findings) for one in study.division.diagnoses]
+        fixed = study.runs["reproducible"], ranks["reproducible"]
+        findings.diagnoses += [_with_fix(one, *fixed, findings) for one in study.division.diagnoses]
         findings.explained &= study.division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
@@ -131,7 +132,7 @@ def _train(
     report("one process, twice")
     alone: Alone = processes(run_alone, subject, devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
-    report(count_ranks(num))
+    report(plural(num, "rank"))
     try:
         found = processes(run_ranks_plain, subject, devices=num)
         return alone, [trace for traces in found for trace in traces], remark
@@ -166,34 +167,22 @@ def _outside(alone: Alone) -> Diagnosis | None:
     return Diagnosis(Cause.OUTSIDE, evidence, FIXES[Cause.OUTSIDE])
 
 
-_FIXES = {"convert": "lockstep.SyncBatchNorm instead", "reproducible": "--reproducible {num} instead"}
+# The causes that have to be fixed in the code; the fix of the others, or one of them, is --reproducible.
+_BY_HAND = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
 
 
-def _fix_of(cause: Cause) -> str:
-    """Return the name of the experiment that tries the fix of a cause; empty if there is none."""
-    if cause is Cause.BATCHNORM:
-        return "convert"
-    by_hand = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
-    return "" if cause in by_hand else "reproducible"
-
-
-def _with_fix(diagnosis: Diagnosis, alone: Runs, ranks: Runs, findings: Findings) -> Diagnosis:
-    """Return ``diagnosis`` with the result of its fix, if that was tried."""
-    name = _fix_of(diagnosis.cause)
-    if name not in ranks:
+def _with_fix(diagnosis: Diagnosis, alone: Outcome, ranks: Outcome, findings: Findings) -> Diagnosis:
+    """Return ``diagnosis`` with the result of its fix: of both runs in reproducible mode."""
+    if diagnosis.cause in _BY_HAND:
         return diagnosis
-    num, is_exact = findings.subject.num_devices, name == "reproducible"
-    tolerance = EXACT if is_exact else tolerance_of(findings.subject)
-    found = findings.compare(_FIXES[name].format(num=num), "one process, ranks", alone[name], ranks[name], tolerance)
+    flag = f"--reproducible {findings.subject.num_devices}"
+    found = findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)
     if found is None:
         return diagnosis
     if found.same:
-        bits = ", to the bit" if is_exact else ""
-        return replace(diagnosis, tried=f"Tried: with it, one process and the ranks are the same run{bits}.")
-    if diagnosis.cause is Cause.RANDOM:
-        tried = f"Tried: --reproducible {num} alone does not help."
-        return replace(diagnosis, fix=causes.OWN_GENERATOR.format(num=num), tried=tried)
-    return replace(diagnosis, tried=f"Tried: by itself it does not help, the runs {found}.")
+        return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
+    fix = causes.OWN_GENERATOR if diagnosis.cause is Cause.RANDOM else diagnosis.fix
+    return replace(diagnosis, fix=fix, tried=f"Tried: {flag} alone does not help.")
 
 
 # The work of the processes: a single process, and all ranks; first to compare, then to find causes.
@@ -256,33 +245,24 @@ class AloneStudy:
         given: With the factors of the shares.
         base: The features turned off from here on; None if nothing makes two runs the same.
         division: The causes why the result depends on the division of the batch.
-        off: The switches that turn these off.
         live: The switches that have an effect.
-        runs: By features turned off, the runs that simulate the ranks; by name of a fix, those it is compared with.
+        runs: By features turned off, the runs that simulate the ranks; and ``reproducible``, on the whole batch.
     """
 
     repetition: Findings
     given: Given
     base: Off | None
     division: Findings
-    off: Off = frozenset()
     live: Off = frozenset()
     runs: Runs = field(default_factory=dict)
 
     def experiment(self, name: Off | str, division: Division) -> Experiment:
-        """Return the run in which the ranks should equal one process: with features turned off, or with a fix."""
+        """Return the run in which the ranks should equal one process: with features turned off, or reproducible."""
         assert self.base is not None
-        on_ranks = division == "ranks"
-        base = self.base.union(causes.GIVEN, ("initial",))
-        if name == "reproducible":
-            num = self.division.subject.num_devices
-            return Experiment("ranks" if on_ranks else "one", base, reproducible=num, watched=False)
-        if name == "convert":
-            # SyncBatchNorm cannot run in one process that simulates the ranks: there the whole batch is computed.
-            others = self.off - ({"batchnorm"} if on_ranks else {"batchnorm", "weights"})
-            return Experiment("ranks" if on_ranks else "one", base | others, convert=on_ranks)
-        assert not isinstance(name, str)
-        if on_ranks:
+        if isinstance(name, str):
+            base, num = self.base.union(causes.GIVEN, ("initial",)), self.division.subject.num_devices
+            return Experiment("ranks" if division == "ranks" else "one", base, reproducible=num, watched=False)
+        if division == "ranks":
             return Experiment("ranks", self.base | name)
         # Data, rates and the rank number are always those of the single process.
         return Experiment("shares", self.base.union(causes.GIVEN, name & self.live & {"random", "state"}))
@@ -298,13 +278,12 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    given, off, live = causes.study_division(division, alone.given, world, base)
+    given, live = causes.study_division(division, alone.given, world, base)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, given, base, division, off, live)
-    fixes = filter(None, (_fix_of(one.cause) for one in division.diagnoses))
-    names: list[Off | str] = [*causes.VARIANTS, *fixes]
+    study = AloneStudy(repetition, given, base, division, live)
+    names: tuple[Off | str, ...] = (*causes.VARIANTS, "reproducible")
     runs = {name: division.run(study.experiment(name, "shares"), given, world) for name in names}
     division.runs = {}
     return replace(study, runs=runs)

@@ -88,7 +88,6 @@ class Experiment:
 
     Attributes:
         reproducible: Number of virtual shards, or None for the ordinary mode.
-        convert: Whether batch norm layers are replaced by `lockstep.SyncBatchNorm`.
         watched: Whether it is a counterfactual run, with random numbers seeded by share; the plain run is not changed.
         strategy: Of ranks.
         is_sgd: Whether parameters are updated by SGD instead of the task's optimizer.
@@ -97,7 +96,6 @@ class Experiment:
     division: Division
     off: Off = frozenset()
     reproducible: int | None = None
-    convert: bool = False
     watched: bool = True
     strategy: StrategyName = "ddp"
     is_sgd: bool = False

@@ -227,10 +227,6 @@ class SandboxedTask:
             model = self._plain.model()
         if not isinstance(model, nn.Module):
             return model  # type: ignore[unreachable]  # the loop's own error explains what is wrong
-        if experiment.convert:
-            from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
-            model = SyncBatchNorm.convert_sync_batchnorm(model)
         # Also parameters that the task creates with an explicit dtype.
         if self._sandbox.subject.double:
             model = model.double()

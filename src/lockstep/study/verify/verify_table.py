@@ -14,9 +14,7 @@ from lockstep.study.common import Shown, Table, to_json
 from lockstep.study.verify.causes import Diagnosis, Row, tolerance_of
 from lockstep.study.verify.fingerprint import TraceComparison
 from lockstep.study.verify.interventions import Subject
-
-# Of the JSON; grows when a name or a meaning changes; new names leave it as it is.
-VERSION = 1
+from lockstep.train.plan import plural
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +57,7 @@ class Verification(Shown):
         subject, comparison = self.subject, self.comparison
         first = comparison.first if comparison else None
         record = {
-            "version": VERSION,
+            "version": 1,  # grows when a name or a meaning changes; new names leave it as it is
             "task": self.name,
             "same": self.same,
             "setup": {
@@ -109,7 +107,7 @@ def sentences(verification: Verification) -> list[str]:
 
 def _headline(verification: Verification) -> str:
     subject, comparison = verification.subject, verification.comparison
-    who = count_ranks(subject.num_devices)
+    who = plural(subject.num_devices, "rank")
     if verification.same:
         verb = "train" if subject.num_devices > 1 else "trains"
         return (
@@ -124,11 +122,6 @@ def _headline(verification: Verification) -> str:
         f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
         f"{comparison.first}."
     )
-
-
-def count_ranks(num: int) -> str:
-    """Return such as ``2 ranks``."""
-    return f"{num} rank{'s' * (num > 1)}"
 
 
 def _exactness(verification: Verification) -> str:
@@ -156,7 +149,7 @@ PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "
 def render(verification: Verification) -> RenderableType:
     """Lay out everything; the verdict comes first."""
     subject, comparison = verification.subject, verification.comparison
-    heading = f"{verification.name}: one process and {count_ranks(subject.num_devices)}, {_steps(subject.steps)}"
+    heading = f"{verification.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
     parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
     parts += [Text(sentence) for sentence in sentences(verification)]
     if comparison is not None:
