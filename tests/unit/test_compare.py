@@ -29,7 +29,7 @@ from lockstep.study.compare.benchmark import (
     split_layers,
     threads_of,
 )
-from lockstep.study.compare.comparison import LeftOut, footnotes, number, render, typical_step
+from lockstep.study.compare.comparison import footnotes, number, render, typical_step
 from lockstep.study.compare.verdict import judge, to_record
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from lockstep.telemetry.step_times import StepTimes
@@ -135,7 +135,7 @@ def test_single_takes_part_always_and_torchs_data_parallel_not_on_cpus():
     assert choose(["ddp", "dp"], cuda=False) == (("single", "dp", "ddp"), ())
     assert choose(benchmark.STRATEGIES, cuda=False) == (
         ("single", "dp", "torch-ddp", "ddp"),
-        (LeftOut("torch-dp", "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."),),
+        ({"strategy": "torch-dp", "reason": "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."},),
     )
     assert choose(benchmark.STRATEGIES, cuda=True) == (benchmark.STRATEGIES, ())
 
@@ -300,7 +300,7 @@ def planted():
         contender("dp", 0.12, exposed_ms=0.01, **fast),
         contender("torch-ddp", 0.115, exposed_ms=0.02, losses=(2.0, 1.00001), **fast),
         contender("ddp", 0.11, exposed_ms=0.01, data_ms=0.02, losses=(2.0, 0.9), **fast),
-        left_out=[LeftOut("torch-dp", "it does nothing on CPUs.")],
+        left_out=[{"strategy": "torch-dp", "reason": "it does nothing on CPUs."}],
     )
 
 

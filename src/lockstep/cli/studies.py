@@ -109,7 +109,7 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
     # What would fail at the end is tried first: the measuring takes minutes.
     check_writable(json_file, html_file)
     if html_file is not None:
-        import_matplotlib()  # rather now than after the benchmark
+        import_matplotlib()
     how["devices"] = _num_devices(how["devices"])
     comparison = run_comparison(
         task_file,
@@ -151,8 +151,6 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
       lockstep tune examples/gpt.py --settings gpt.toml --strategies ddp,ddp-zero1,fsdp
           beginning with settings of your own, and trying these strategies
     """
-    import psutil
-
     from lockstep.study import tune as tuning
     from lockstep.study.common import console
     from lockstep.telemetry import provenance
@@ -172,7 +170,6 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
         task_file,
         devices=_num_devices(start.get("devices") if devices is None else devices),
         start=start,
-        began_at=psutil.Process().create_time(),
         **limits,
     )
     console().print(outcome)

@@ -229,7 +229,6 @@ def tune(
     strategies: Sequence[str] = STRATEGIES,
     allow_precision: bool = False,
     allow_division: bool = False,
-    began_at: float | None = None,
 ) -> Sweep:
     """Try settings on ``task`` for some minutes, and return the fastest, with the gain of each change.
 
@@ -244,7 +243,6 @@ def tune(
         strategies: The strategies to try.
         allow_precision: Whether lower precision may be used: bf16 in computation or communication.
         allow_division: Whether a batch may be divided differently if that affects layers such as batch norm.
-        began_at: The start of the time limit, in Unix time; None: now.
 
     Raises:
         ConfigurationError: Task, settings and devices do not fit together; says what to change.
@@ -269,7 +267,7 @@ def tune(
         global_batch_size=settings.global_batch_size or found.global_batch_size,
         strategies=tuple(strategies),
         seconds=60 * minutes,
-        until=(began_at or time.time()) + 60 * minutes,
+        until=time.time() + 60 * minutes,
         start=settings,
         found=settings,
     )

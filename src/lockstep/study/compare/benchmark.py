@@ -25,7 +25,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
-from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
+from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
@@ -142,7 +142,7 @@ def compare(
     return replace(found, verdict=judge(found))
 
 
-def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:
+def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[dict[str, str], ...]]:
     """Return the strategies that take part, with ``single`` always first, and those that cannot.
 
     Raises:
@@ -154,8 +154,8 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     wanted = [name for name in POSSIBLE if name in strategies or name == SINGLE]
     if cuda or "torch-dp" not in wanted:
         return tuple(wanted), ()
-    left_out = LeftOut("torch-dp", "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp.")
-    return tuple(name for name in wanted if name != "torch-dp"), (left_out,)
+    why = "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."
+    return tuple(name for name in wanted if name != "torch-dp"), ({"strategy": "torch-dp", "reason": why},)
 
 
 def threads_of(strategy: str, num_cores: int, num_devices: int) -> int:

@@ -121,14 +121,6 @@ def _rates(candidate: Candidate) -> list[float]:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A strategy that could not take part, and why."""
-
-    strategy: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Setup:
     """What was compared, and on what.
 
@@ -175,11 +167,15 @@ class Verdict:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """All figures of one `compare`, single's first, and what they mean."""
+    """All figures of one `compare`, single's first, and what they mean.
+
+    Attributes:
+        left_out: The ``strategy`` that could not take part, and the ``reason``.
+    """
 
     setup: Setup
     contenders: tuple[Candidate, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[dict[str, str], ...]
     verdict: Verdict = Verdict("", ())
 
     @override
@@ -256,7 +252,7 @@ def footnotes(comparison: Comparison) -> list[str]:
         notes.append(f"Threads of each process or replica: {', '.join([tried, *others])}.")
     if comparison.single.peak_bytes:
         notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
-    return notes + [f"{left.strategy} was left out: {left.reason}" for left in comparison.left_out]
+    return notes + ["{strategy} was left out: {reason}".format(**left) for left in comparison.left_out]
 
 
 def render(comparison: Comparison) -> RenderableType:

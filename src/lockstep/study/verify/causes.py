@@ -212,7 +212,7 @@ _OF_DIVISION: dict[Switch, str] = {
 GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, given: Given, world: World, base: Off) -> tuple[Given, Off]:
+def study_division(findings: Findings, given: Given, world: World, base: Off) -> Given:
     """Find what makes the result depend on the division of the batch.
 
     Args:
@@ -222,7 +222,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         base: The features turned off in all runs.
 
     Returns:
-        ``given`` with the factors that the shares' losses need, and the switches that have any effect.
+        ``given`` with the factors that the shares' losses need.
     """
     draws: dict[str, None] = {}
     written: set[str] = set()
@@ -240,13 +240,13 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
     plain = divide(frozenset(), "nothing")
     if plain is not None and plain.same:
-        return given, frozenset(live)
+        return given
     weights = attempt(measure_weights, findings.subject, given, base, world.device)
     if isinstance(weights, str):
         findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return given, frozenset(live)
+        return given
     given = replace(given, factors={step.step: step.factors for step in weights})
     kind, differing = explain(weights)
     if kind != "right":
@@ -282,7 +282,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
     findings.explained &= bool(found) or is_named
-    return given, frozenset(live)
+    return given
 
 
 # By kind of loss: its cause and the evidence.

@@ -245,7 +245,6 @@ class AloneStudy:
         given: With the factors of the shares.
         base: The features turned off from here on; None if nothing makes two runs the same.
         division: The causes why the result depends on the division of the batch.
-        live: The switches that have an effect.
         runs: By features turned off, the runs that simulate the ranks; and ``reproducible``, on the whole batch.
     """
 
@@ -253,7 +252,6 @@ class AloneStudy:
     given: Given
     base: Off | None
     division: Findings
-    live: Off = frozenset()
     runs: Runs = field(default_factory=dict)
 
     def experiment(self, name: Off | str, division: Division) -> Experiment:
@@ -265,7 +263,7 @@ class AloneStudy:
         if division == "ranks":
             return Experiment("ranks", self.base | name)
         # Data, rates and the rank number are always those of the single process.
-        return Experiment("shares", self.base.union(causes.GIVEN, name & self.live & {"random", "state"}))
+        return Experiment("shares", self.base.union(causes.GIVEN, name & {"random", "state"}))
 
 
 def study_alone(alone: Alone, world: World) -> AloneStudy:
@@ -278,11 +276,11 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    given, live = causes.study_division(division, alone.given, world, base)
+    given = causes.study_division(division, alone.given, world, base)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    study = AloneStudy(repetition, given, base, division, live)
+    study = AloneStudy(repetition, given, base, division)
     names: tuple[Off | str, ...] = (*causes.VARIANTS, "reproducible")
     runs = {name: division.run(study.experiment(name, "shares"), given, world) for name in names}
     division.runs = {}
