@@ -16,9 +16,10 @@ from lockstep.cli.train import settings_options
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
-from lockstep.study.rehearse.fault_rules import describe_kinds
+from lockstep.study.common import console, to_json
+from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, parse
 from lockstep.telemetry.cost import Price
-from lockstep.train.settings import Settings, read_settings
+from lockstep.train.settings import Settings, check_engine, read_settings
 
 _TASK = click.argument("task_file", metavar="TASK.py")
 _DEVICES = click.option("--devices", type=int, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes.")
@@ -98,11 +99,8 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
           two strategies, more rounds: a narrower spread
     """
-    from lockstep.study.common import console, to_json
-    from lockstep.study.compare.benchmark import STRATEGIES
-    from lockstep.study.compare.benchmark import compare as run_comparison
+    from lockstep.study.compare import benchmark, verdict
     from lockstep.study.compare.comparison import render_page
-    from lockstep.study.compare.verdict import to_record
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
@@ -111,16 +109,16 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
     if html_file is not None:
         import_matplotlib()
     how["devices"] = _num_devices(how["devices"])
-    comparison = run_comparison(
+    comparison = benchmark.compare(
         task_file,
-        strategies=_words(strategies, STRATEGIES),
+        strategies=_words(strategies, benchmark.STRATEGIES),
         settings=_take_settings(how, *_COMPARED),
         **how,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
     console().print(comparison)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
-    write("figures", json_file, to_json(to_record(comparison, found)))
+    write("figures", json_file, to_json(verdict.to_record(comparison, found)))
     if html_file is not None:
         write("page", html_file, render_page(comparison, found))
 
@@ -152,7 +150,6 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
           beginning with settings of your own, and trying these strategies
     """
     from lockstep.study import tune as tuning
-    from lockstep.study.common import console
     from lockstep.telemetry import provenance
 
     file = out or f"{Path(task_file.rpartition('.py')[0] or task_file).name}-tuned.toml"
@@ -213,7 +210,6 @@ def predict(
     from lockstep.comm.world import init
     from lockstep.env import RankEnv
     from lockstep.study import predict as prediction
-    from lockstep.study.common import console, to_json
     from lockstep.study.drawing import import_matplotlib
     from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
@@ -223,9 +219,8 @@ def predict(
         import_matplotlib()
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
-    found: prediction.Forecast | None
     if Path(target).is_dir():
-        found = prediction.predict_run(Path(target), **how)
+        found: prediction.Forecast | None = prediction.predict_run(Path(target), **how)
     else:
         in_job = RankEnv.from_environ(os.environ).world_size > 1
         with init() if in_job else nullcontext() as world:
@@ -265,10 +260,8 @@ def verify(
       lockstep verify train.py --devices 2 --strategy diloco
           a run that differs by design: do its rules hold?
     """
-    from lockstep.study.common import console
     from lockstep.study.verify.diagnose import verify as run_verification
     from lockstep.study.verify.exchanges import verify_exchanges
-    from lockstep.train.settings import check_engine
 
     check_writable(json_file)
     given = Settings(**settings)
@@ -312,7 +305,6 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     such task. Each finding is explained in docs/reference/doctor.md under its name.
     """
     from lockstep.env import RankEnv
-    from lockstep.study.common import console
     from lockstep.study.doctor import examine
     from lockstep.study.doctor.findings import Plan
 
@@ -393,9 +385,7 @@ def rehearse(
       lockstep rehearse train.py --devices 8 --inject hang:rank=1,step=5,in=loader -- --lr 0.1
           a script of one's own, with its arguments
     """
-    from lockstep.study.common import console
     from lockstep.study.rehearse import runner
-    from lockstep.study.rehearse.fault_rules import check_ranks, parse
 
     # Refuse an invalid rule before starting a job.
     rules = [parse(text) for text in texts]

@@ -70,10 +70,8 @@ class SampleRecorder:
         self._used += self._pending
         self._pending = []
 
-    def end_step(self, *, ahead: bool) -> list[LoadedSample]:
-        """Return the samples of the step; ``ahead``: those loaded after the last use belong to the next step."""
-        if not ahead:
-            self.mark_used()
+    def end_step(self) -> list[LoadedSample]:
+        """Return the samples of the step; those loaded after the last use belong to the next step."""
         used, self._used = self._used, []
         return used
 
