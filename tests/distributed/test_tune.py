@@ -59,7 +59,6 @@ def _rounds(world, *args):
 
 def test_what_is_known_before_the_first_stage(ranks, sweep_of):
     known, _ = ranks(2)(_probe, replace(sweep_of(8), num_devices=2))
-    assert known.gradient_bytes == 8 * (6 * 8 + 8 + 8 * 3 + 3)
     assert 0 < known.wait_share < 1
     assert known.layers == ()
 

@@ -29,7 +29,7 @@ from lockstep.study.compare.benchmark import (
     split_layers,
     threads_of,
 )
-from lockstep.study.compare.comparison import footnotes, number, render, typical_step
+from lockstep.study.compare.comparison import footnotes, number, typical_step
 from lockstep.study.compare.verdict import judge, to_record
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from lockstep.telemetry.step_times import StepTimes
@@ -307,7 +307,7 @@ def planted():
 def text_of(found, width):
     stream = io.StringIO()
     terminal = Console(file=stream, width=width, force_terminal=False, highlight=False)
-    terminal.print(render(replace(found, verdict=judge(found))))
+    terminal.print(replace(found, verdict=judge(found)))
     return stream.getvalue()
 
 
@@ -333,7 +333,7 @@ def test_steps_of_seconds_fit_80_columns():
 
 
 def test_a_pipe_gets_plain_text_of_100_columns(capsys):
-    console().print(render(replace(planted(), verdict=judge(planted()))))
+    console().print(replace(planted(), verdict=judge(planted())))
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "- Use ddp: 1.82x single's speed (1.82x to 1.82x)." in text

@@ -10,7 +10,7 @@ from lockstep.study.verify import causes
 from lockstep.study.verify.causes import Cause, Findings, Row
 from lockstep.study.verify.fingerprint import Difference, TraceComparison
 from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.verify_table import Verification, render, sentences
+from lockstep.study.verify.verify_table import Verification, sentences
 from lockstep.train.settings import Settings
 
 FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")
@@ -103,7 +103,7 @@ def test_every_cause_has_a_fix(cause):
 def test_the_page_fits_and_begins_with_the_verdict():
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(found := verification(finding(Cause.SUM), why_single="TypeError: half")))
+        console.print(found := verification(finding(Cause.SUM), why_single="TypeError: half"))
         lines = console.export_text().splitlines()
     assert str(found).splitlines() == lines
     assert "<pre>" in (html := found._repr_html_()) and "Cause: a loss that sums instead of averages." in html

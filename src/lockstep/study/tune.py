@@ -22,7 +22,7 @@ from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, run_ranks
+from lockstep.study.common import Shown, Spread, Table, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.train.plan import PER_PROCESS, check_batch
@@ -112,7 +112,7 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
         found = [{"threads": count} for count in sorted(counts) if count <= num_cores]
     elif stage == "precision":
         found = [{"precision": "bf16"}] if base.precision == "fp32" else []
-        if sweep.num_devices > 1 and sweep.known.gradient_bytes > MIB and base.compression is None:
+        if sweep.num_devices > 1 and base.compression is None:
             found.append({"compression": "bf16"})
     possible = []
     for changes in found:
@@ -131,12 +131,10 @@ class Known:
 
     Attributes:
         layers: Kinds of layer whose result depends on how a batch is divided.
-        gradient_bytes: Bytes of all gradients.
         wait_share: The fraction of a step that waits for data.
     """
 
     layers: Sequence[str] = ()
-    gradient_bytes: int = 0
     wait_share: float = 0.0
 
 
@@ -149,7 +147,6 @@ def probe(sweep: Sweep, world: World) -> Known:
         model = entrant.trainer.model
     return Known(
         layers=benchmark.split_layers(model),
-        gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
         wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
     )
 

@@ -180,7 +180,10 @@ class Comparison(Shown):
 
     @override
     def __rich__(self) -> RenderableType:
-        return render(self)
+        """Lay out tables, footnotes and verdict for a terminal."""
+        notes = (Text(note, style="dim") for note in footnotes(self))
+        verdict = Text("\nVerdict", style="bold"), grid(("-", sentence) for sentence in self.verdict.sentences)
+        return Group(*(table.rich() for table in tables(self)), *notes, *verdict)
 
     @property
     def single(self) -> Candidate:
@@ -253,13 +256,6 @@ def footnotes(comparison: Comparison) -> list[str]:
     if comparison.single.peak_bytes:
         notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
     return notes + ["{strategy} was left out: {reason}".format(**left) for left in comparison.left_out]
-
-
-def render(comparison: Comparison) -> RenderableType:
-    """Lay out tables, footnotes and verdict for a terminal."""
-    notes = (Text(note, style="dim") for note in footnotes(comparison))
-    verdict = Text("\nVerdict", style="bold"), grid(("-", sentence) for sentence in comparison.verdict.sentences)
-    return Group(*(table.rich() for table in tables(comparison)), *notes, *verdict)
 
 
 def render_page(comparison: Comparison, provenance: Provenance) -> str:

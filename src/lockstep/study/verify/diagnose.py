@@ -134,7 +134,7 @@ def _train(
     subject, findings = alone.subject, Findings(alone.subject)
     report(plural(num, "rank"))
     try:
-        found = processes(run_ranks_plain, subject, devices=num)
+        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -229,11 +229,6 @@ def run_alone(subject: Subject, world: World) -> Alone:
         if not again.same or time.monotonic() > deadline:
             break
     return Alone(subject, given, traces, again, why_single)
-
-
-def run_ranks_plain(subject: Subject, world: World) -> list[Trace]:
-    """Train on the ranks. Collective: every rank of ``world``."""
-    return perform(subject, _plain(subject, "ranks"), Given(), world)
 
 
 @dataclass(frozen=True)

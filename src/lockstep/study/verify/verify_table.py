@@ -16,6 +16,8 @@ from lockstep.study.verify.fingerprint import TraceComparison
 from lockstep.study.verify.interventions import Subject
 from lockstep.train.plan import plural
 
+PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
+
 
 @dataclass(frozen=True, repr=False)
 class Verification(Shown):
@@ -50,7 +52,31 @@ class Verification(Shown):
 
     @override
     def __rich__(self) -> RenderableType:
-        return render(self)
+        """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
+        subject, comparison = self.subject, self.comparison
+        heading = f"{self.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
+        parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
+        parts += [Text(sentence) for sentence in sentences(self)]
+        if comparison is not None:
+            rows: list[list[str | Text]] = []
+            for kind, worst in comparison.worst.items():
+                first = next((difference for difference in comparison.differences if difference.kind == kind), "")
+                largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
+                rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
+            parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
+        if self.rows:
+            experiments: list[list[str | Text]] = [
+                [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")] for row in self.rows
+            ]
+            parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
+        notes = (
+            f"Computed in {_exactness(self)}.",
+            self.why_single and f"Not computed in float64, because the task fails there: {self.why_single}",
+            self.remark,
+            "" if self.repeatable else "Two runs of one process differ.",
+        )
+        parts += [Text(note, style="dim") for note in notes if note]
+        return Group(*parts)
 
     def to_json(self) -> str:
         """Return everything for other programs; docs/verify.md describes the names, which stay."""
@@ -139,37 +165,3 @@ def _steps(numbers: tuple[int, ...]) -> str:
         return f"steps {numbers[0]} to {numbers[-1]}"
     first = f"steps {numbers[0]} to {numbers[-2]}" if len(numbers) > 2 else f"steps {numbers[0]}"
     return f"{first} and {numbers[-1]}, the epoch's last"
-
-
-# The verdict, what was compared, and each experiment, for a terminal; plain text in a pipe.
-
-PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
-
-
-def render(verification: Verification) -> RenderableType:
-    """Lay out everything; the verdict comes first."""
-    subject, comparison = verification.subject, verification.comparison
-    heading = f"{verification.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
-    parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
-    parts += [Text(sentence) for sentence in sentences(verification)]
-    if comparison is not None:
-        rows: list[list[str | Text]] = []
-        for kind, worst in comparison.worst.items():
-            first = next((difference for difference in comparison.differences if difference.kind == kind), "")
-            largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
-            rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
-        parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
-    if verification.rows:
-        experiments: list[list[str | Text]] = [
-            [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")]
-            for row in verification.rows
-        ]
-        parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
-    notes = (
-        f"Computed in {_exactness(verification)}.",
-        verification.why_single and f"Not computed in float64, because the task fails there: {verification.why_single}",
-        verification.remark,
-        "" if verification.repeatable else "Two runs of one process differ.",
-    )
-    parts += [Text(note, style="dim") for note in notes if note]
-    return Group(*parts)
