@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,9 +22,6 @@ from lockstep.study.verify.verify_table import Verification
 from lockstep.train.plan import check_batch, plural
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
-
-# The maximum number of repetitions of a run in one process, and the seconds after which no other begins.
-REPETITIONS, ENOUGH_S = 3, 1.0
 
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
@@ -222,12 +218,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
         found = train(subject, given=Given())
     traces, given = found
     subject = replace(subject, steps=tuple(given.samples))
-    # More than one repetition if they are short, since two runs may agree by chance.
-    deadline = time.monotonic() + ENOUGH_S
-    for _ in range(REPETITIONS):
-        again = compare(traces, train(subject, given=given)[0], EXACT)
-        if not again.same or time.monotonic() > deadline:
-            break
+    again = compare(traces, train(subject, given=given)[0], EXACT)
     return Alone(subject, given, traces, again, why_single)
 
 
