@@ -58,9 +58,9 @@ def _rounds(world, *args):
 
 
 def test_what_is_known_before_the_first_stage(ranks, sweep_of):
-    known, _ = ranks(2)(_probe, replace(sweep_of(8), num_devices=2))
-    assert 0 < known.wait_share < 1
-    assert known.layers == ()
+    (layers, wait_share), _ = ranks(2)(_probe, replace(sweep_of(8), num_devices=2))
+    assert layers == ()
+    assert 0 < wait_share < 1
 
 
 def test_settings_take_turns_and_loading_ahead_is_seen(ranks, sweep_of):

@@ -11,7 +11,7 @@ from lockstep.cli import main
 from lockstep.errors import ConfigurationError, LockstepError, RankFailed
 from lockstep.study import tune as tuning
 from lockstep.study.common import Spread
-from lockstep.study.tune import Effect, Known, Result, Sweep, candidates
+from lockstep.study.tune import Effect, Result, Sweep, candidates
 from lockstep.train.settings import FitSettings, read_settings
 from tests.training import make_task
 
@@ -22,7 +22,6 @@ RESULTS = (
     Result("precision", {"precision": "bf16"}, Effect.ARITHMETIC, FASTER, 5, why="offered: use --allow-precision"),
     Result("all together", {"workers": 2}, Effect.BITS, Spread(1.52, 1.41, 1.61), 9),
 )
-KNOWN = Known(wait_share=0.4)
 OUTCOME = Sweep(
     name="mine.py on 2 x cpu",
     task="mine.py",
@@ -41,31 +40,31 @@ OUTCOME = Sweep(
 
 
 @pytest.mark.parametrize(
-    ("stage", "base", "known", "found"),
+    ("stage", "base", "wait_share", "found"),
     [
-        ("loading", {}, KNOWN, [{"workers": 1}, {"workers": 2}, {"workers": 4}]),
-        ("loading", {"workers": 4}, KNOWN, [{"workers": 2}, {"workers": 8}]),
-        ("loading", {}, replace(KNOWN, wait_share=0.01), []),
+        ("loading", {}, 0.4, [{"workers": 1}, {"workers": 2}, {"workers": 4}]),
+        ("loading", {"workers": 4}, 0.4, [{"workers": 2}, {"workers": 8}]),
+        ("loading", {}, 0.01, []),
         # As compare measures them: the whole batch at once, with all cores and with one thread.
         (
             "strategy",
             {},
-            KNOWN,
+            0.4,
             [{"strategy": "single"}, {"strategy": "single", "threads": 1}, {"strategy": "dp"}],
         ),
-        ("strategy", {"threads": 2}, KNOWN, [{"strategy": "single"}, {"strategy": "dp"}]),
-        ("strategy", {"strategy": "single", "accumulate": 2}, KNOWN, [{"strategy": "dp"}]),
-        ("micro-batch", {}, KNOWN, [{"accumulate": 2}, {"accumulate": 4}]),
-        ("micro-batch", {"accumulate": 4}, KNOWN, [{"accumulate": count} for count in (2, 8, 16)]),
-        ("micro-batch", {"accumulate": 8}, KNOWN, [{"accumulate": count} for count in (4, 16)]),
-        ("micro-batch", {"reproducible": 2}, KNOWN, []),
-        ("threads", {}, KNOWN, [{"threads": 1}, {"threads": 4}]),
-        ("precision", {}, KNOWN, [{"precision": "bf16"}, {"compression": "bf16"}]),
+        ("strategy", {"threads": 2}, 0.4, [{"strategy": "single"}, {"strategy": "dp"}]),
+        ("strategy", {"strategy": "single", "accumulate": 2}, 0.4, [{"strategy": "dp"}]),
+        ("micro-batch", {}, 0.4, [{"accumulate": 2}, {"accumulate": 4}]),
+        ("micro-batch", {"accumulate": 4}, 0.4, [{"accumulate": count} for count in (2, 8, 16)]),
+        ("micro-batch", {"accumulate": 8}, 0.4, [{"accumulate": count} for count in (4, 16)]),
+        ("micro-batch", {"reproducible": 2}, 0.4, []),
+        ("threads", {}, 0.4, [{"threads": 1}, {"threads": 4}]),
+        ("precision", {}, 0.4, [{"precision": "bf16"}, {"compression": "bf16"}]),
     ],
 )
-def test_what_is_tried(stage, base, known, found):
+def test_what_is_tried(stage, base, wait_share, found):
     strategies = ("dp",) if base.get("strategy") == "single" else OUTCOME.strategies
-    sweep = replace(OUTCOME, strategies=strategies, found=FitSettings(**base), known=known)
+    sweep = replace(OUTCOME, strategies=strategies, found=FitSettings(**base), wait_share=wait_share)
     assert candidates(stage, sweep) == found
 
 
@@ -81,7 +80,7 @@ def test_what_is_tried(stage, base, known, found):
     ],
 )
 def test_what_becomes_of_the_training(after, layers, effect):
-    sweep = replace(OUTCOME, known=Known(layers=layers))
+    sweep = replace(OUTCOME, layers=layers)
     assert sweep.effect_of(FitSettings(), FitSettings(**after)) is effect
 
 
@@ -109,7 +108,7 @@ class Machine:
 
     def __call__(self, function, *args, devices, timeout_s):
         if function is tuning.probe:
-            return [Known(layers=("dropout",), wait_share=0.5)]
+            return [(("dropout",), 0.5)]
         _, contenders, _ = args
         self.stages.append(list(contenders))
         for name in contenders:

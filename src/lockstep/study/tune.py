@@ -90,7 +90,7 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
     """Return the changes that are worth trying in a stage, given the best settings so far."""
     base, strategy, num_cores = sweep.found, sweep.found.strategy, sweep.num_cores
     found: list[Changes] = []
-    if stage == "loading" and (base.workers or sweep.known.wait_share >= 0.02):
+    if stage == "loading" and (base.workers or sweep.wait_share >= 0.02):
         # Twice and half of the current number; without workers, one, two, and the cores per rank.
         now = base.workers
         counts = {now // 2, 2 * now} if now else {1, 2, max(4, num_cores // sweep.num_devices)}
@@ -125,30 +125,17 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
 # The work of the ranks.
 
 
-@dataclass(frozen=True)
-class Known:
-    """The findings of the first processes about the task.
+def probe(sweep: Sweep, world: World) -> tuple[Sequence[str], float]:
+    """Train some steps with the initial settings; return `Sweep.layers` and `Sweep.wait_share`.
 
-    Attributes:
-        layers: Kinds of layer whose result depends on how a batch is divided.
-        wait_share: The fraction of a step that waits for data.
+    Collective: every rank.
     """
-
-    layers: Sequence[str] = ()
-    wait_share: float = 0.0
-
-
-def probe(sweep: Sweep, world: World) -> Known:
-    """Train some steps with the initial settings, and return what is known then. Collective: every rank."""
     torch.set_num_threads(sweep.threads(sweep.start))
     with contextlib.closing(sweep.entrant(sweep.start, world)) as entrant:
         assert entrant.trainer is not None
         seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
-        model = entrant.trainer.model
-    return Known(
-        layers=benchmark.split_layers(model),
-        wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
-    )
+        layers = benchmark.split_layers(entrant.trainer.model)
+    return layers, sum(record.times.part("data_wait") for record in records) / seconds
 
 
 def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> dict[str, list[float]]:
@@ -296,7 +283,8 @@ class Sweep(Shown):
         start: The initial settings.
         found: The best settings so far.
         allowed: The effects on the training that are allowed.
-        known: The findings of the first processes.
+        layers: Kinds of layer whose result depends on how a batch is divided.
+        wait_share: The fraction of a step that waits for data, with the initial settings.
         results: The results of all changes, in the order in which they were tried.
         total: The speed-up of all kept changes together; None if that was not measured.
         notes: Further remarks.
@@ -314,7 +302,8 @@ class Sweep(Shown):
     start: FitSettings
     found: FitSettings
     allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
-    known: Known = field(default_factory=Known)
+    layers: Sequence[str] = ()
+    wait_share: float = 0.0
     results: list[Result] = field(default_factory=list)
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
@@ -360,13 +349,13 @@ class Sweep(Shown):
 
         def division(settings: FitSettings) -> tuple[int, int, bool]:
             # The replicas of dp draw dropout from one generator on CPUs, so the same division is not enough there.
-            is_threaded = "dropout" in self.known.layers and settings.strategy == "dp"
+            is_threaded = "dropout" in self.layers and settings.strategy == "dp"
             return num_shares(settings.strategy, self.num_devices), settings.accumulate, is_threaded
 
         names = differences(before, after).keys()
         if names & {"precision", "compression"}:
             return Effect.ARITHMETIC
-        if self.known.layers and division(before) != division(after):
+        if self.layers and division(before) != division(after):
             return Effect.DIVISION
         # Samples and random numbers depend only on the position, not on the process that loads them.
         return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
@@ -380,7 +369,7 @@ class Sweep(Shown):
         log("training some steps with the settings at the start")
         devices = self.num_devices if self.start.strategy in PER_PROCESS else 1
         limit_s = max(_PATIENCE_S, 0.4 * (self.until - time.time()))
-        self.known = run_ranks(probe, self, devices=devices, timeout_s=limit_s)[0]
+        self.layers, self.wait_share = run_ranks(probe, self, devices=devices, timeout_s=limit_s)[0]
         # For the last stage, which measures all changes together.
         reserve_s = min(20.0, 0.2 * self.seconds)
         for index, stage in enumerate(STAGES):
@@ -428,7 +417,7 @@ class Sweep(Shown):
             effect = self.effect_of(base, entrants[name])
             ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
             result = Result(stage, changes, effect, ratio, len(rounds[NOW]))
-            offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.known.layers))
+            offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.layers))
             result.why = failure or result.why_no_gain or offer
             results.append(result)
         return results

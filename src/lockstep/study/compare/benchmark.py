@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -260,9 +260,8 @@ class Entrant:
         self.trainer: Trainer | None = None
         if takes_part(name, world):
             task = replace(task, eval_dataset=None, metrics=None, after=None)
-            with _note_candidate(name):
-                devices = devices_for(name, world, num_devices)
-                self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
+            devices = devices_for(name, world, num_devices)
+            self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
 
     def close(self) -> None:
         """End its processes and free its memory."""
@@ -277,8 +276,13 @@ class Entrant:
                 time_steps(self.trainer, self._num_steps_ahead)
         if not self._start() or self.trainer is None:
             return None
-        with _note_candidate(self._strategy):
+        try:
             found = run(self.trainer)
+        except Exception as error:  # a task may work with one engine only
+            error.add_note(
+                f"Strategy {self._strategy} was running. To measure only other strategies: --strategies LIST"
+            )
+            raise
         _stop_loading(self.trainer)
         return found
 
@@ -295,16 +299,6 @@ def _stop_loading(trainer: Trainer) -> None:
         state = trainer.batches.state()
     if state is not None or not isinstance(trainer.samples, IterableDataset):
         trainer.batches.seek(trainer.num_steps_done, state)
-
-
-@contextlib.contextmanager
-def _note_candidate(strategy: str) -> Iterator[None]:
-    """Add the strategy to an exception: a task may work with one engine only."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"Strategy {strategy} was running. To measure only other strategies: --strategies LIST")
-        raise
 
 
 def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.device]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
@@ -123,20 +124,12 @@ class Findings:
 
     Attributes:
         explained: Whether the runs are the same if all found causes are turned off.
-        runs: Every experiment that was run, with its outcome.
     """
 
     subject: Subject
     diagnoses: list[Diagnosis] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     explained: bool = True
-    runs: dict[Experiment, Outcome] = field(default_factory=dict)
-
-    def run(self, experiment: Experiment, given: Given, world: World) -> Outcome:
-        """Return the outcome of an experiment, which runs only once. Collective for ``ranks``: every rank."""
-        if experiment not in self.runs:
-            self.runs[experiment] = attempt(perform, self.subject, experiment, given, world)
-        return self.runs[experiment]
 
     def add(self, cause: Cause, evidence: str, advice: str = "") -> None:
         """Add a cause that was found; ``advice`` replaces the usual one."""
@@ -230,8 +223,9 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
         # The whole batch has no weights; shares only have the given data and rates.
-        one = findings.run(Experiment("one", (base | off) - {"weights"}), given, world)
-        shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world)
+        run = partial(attempt, perform, findings.subject)
+        one = run(Experiment("one", (base | off) - {"weights"}), given, world)
+        shares = run(Experiment("shares", (base | off).union(GIVEN)), given, world)
         for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
             draws.update(dict.fromkeys(trace.draws))
             written.update(trace.written)

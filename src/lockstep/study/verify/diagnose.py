@@ -268,12 +268,11 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
     study = AloneStudy(repetition, given, base, division)
     names: tuple[Off | str, ...] = (*causes.VARIANTS, "reproducible")
-    runs = {name: division.run(study.experiment(name, "shares"), given, world) for name in names}
-    division.runs = {}
+    runs = {name: attempt(perform, subject, study.experiment(name, "shares"), given, world) for name in names}
     return replace(study, runs=runs)
 
 
 def run_on_ranks(study: AloneStudy, world: World) -> Runs:
     """Run the same experiments on the ranks. Collective: every rank of ``world``."""
-    findings = Findings(study.division.subject)
-    return {name: findings.run(study.experiment(name, "ranks"), study.given, world) for name in study.runs}
+    subject, given = study.division.subject, study.given
+    return {name: attempt(perform, subject, study.experiment(name, "ranks"), given, world) for name in study.runs}
