@@ -121,7 +121,7 @@ def fail_in_the_turn_of_ddp(world):
 
 def test_an_exception_says_whose_turn_it_was(ranks):
     (notes,) = ranks(1)(fail_in_the_turn_of_ddp)
-    assert notes[-1] == ("Strategy single was running. To measure only other strategies: --strategies LIST")
+    assert notes[-1] == ("Strategy single was running. To measure only others: --strategies LIST")
 
 
 TURN_S = 1.0

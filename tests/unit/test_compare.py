@@ -351,7 +351,7 @@ def test_the_footnotes_say_how_the_cores_were_shared_and_what_a_peak_is():
     assert footnotes(found)[1:] == [
         "The loss is that of step 55, on the same samples for all.",
         "Threads of each process or replica: single 2 (the faster of 1 and 2), ddp 2.",
-        "Peak memory: growth of a fresh process's resident memory, of the fullest one; dp has one for all replicas.",
+        "Peak memory: growth of a fresh process's resident memory, of the fullest; dp has one for all replicas.",
     ]
     assert footnotes(comparison(contender("single", 20.0)))[-1] == (
         "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."

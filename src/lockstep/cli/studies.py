@@ -178,9 +178,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 
 @command()
 @click.argument("target", metavar="TASK.py|RUN")
-@click.option(
-    "--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or those of the job."
-)
+@click.option("--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or the job's.")
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
 @click.option("--ranks-per-machine", type=click.IntRange(1), metavar="N", help="Ranks of each; 1, or those of the job.")

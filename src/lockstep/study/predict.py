@@ -495,10 +495,8 @@ def table(found: Forecast) -> Table:
     counts = list(found.rows[0].steps)
     profile, link = found.profile, found.link
     ranks = f", {profile.ranks_per_machine} ranks each" if profile.ranks_per_machine > 1 else ""
-    gradients = links.format_megabytes(profile.gradient_bytes)
-    title = (
-        f"{found.task}: global batch {profile.global_batch_size}, {gradients} of gradients{ranks}; link {link.source}"
-    )
+    size = links.format_megabytes(profile.gradient_bytes)
+    title = f"{found.task}: global batch {profile.global_batch_size}, {size} of gradients{ranks}; link {link.source}"
     columns = [f"{count} machine{'s' * (count > 1)}" for count in counts]
     rows = []
     for row in found.rows:

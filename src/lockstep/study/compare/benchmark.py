@@ -258,9 +258,11 @@ class Entrant:
         ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
         self._num_steps_ahead = math.ceil(ahead / settings.accumulate) + 1 if ahead else 0
         self.trainer: Trainer | None = None
-        if takes_part(name, world):
+        if name in PER_PROCESS or world.is_rank_zero:
             task = replace(task, eval_dataset=None, metrics=None, after=None)
-            devices = devices_for(name, world, num_devices)
+            devices, kind = [world.device], world.device.type
+            if name not in PER_PROCESS and name != SINGLE:
+                devices = [world.device if kind == "cpu" else torch.device(kind, index) for index in range(num_devices)]
             self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
 
     def close(self) -> None:
@@ -279,9 +281,7 @@ class Entrant:
         try:
             found = run(self.trainer)
         except Exception as error:  # a task may work with one engine only
-            error.add_note(
-                f"Strategy {self._strategy} was running. To measure only other strategies: --strategies LIST"
-            )
+            error.add_note(f"Strategy {self._strategy} was running. To measure only others: --strategies LIST")
             raise
         _stop_loading(self.trainer)
         return found
@@ -299,19 +299,6 @@ def _stop_loading(trainer: Trainer) -> None:
         state = trainer.batches.state()
     if state is not None or not isinstance(trainer.samples, IterableDataset):
         trainer.batches.seek(trainer.num_steps_done, state)
-
-
-def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.device]:
-    """Return the devices that this process uses for ``strategy``."""
-    if strategy in PER_PROCESS or strategy == SINGLE:
-        return [world.device]
-    is_cpu = world.device.type == "cpu"
-    return [world.device if is_cpu else torch.device(world.device.type, index) for index in range(num_devices)]
-
-
-def takes_part(strategy: str, world: World) -> bool:
-    """Return whether this rank computes in the turns of ``strategy``."""
-    return strategy in PER_PROCESS or world.is_rank_zero
 
 
 def start_together(strategy: str, num_threads: int, world: World) -> bool:
@@ -332,7 +319,7 @@ def start_together(strategy: str, num_threads: int, world: World) -> bool:
         flag = torch.zeros(1, device=world.device)
         all_reduce(flag, group=world.group)
         flag.item()
-    return takes_part(strategy, world)
+    return strategy in PER_PROCESS or world.is_rank_zero
 
 
 def order_of_round(strategies: Sequence[str], round_index: int) -> list[str]:

@@ -235,9 +235,7 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
 
 
 _PEAKS = "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
-_PEAKS_ON_CPU = (
-    "Peak memory: growth of a fresh process's resident memory, of the fullest one; dp has one for all replicas."
-)
+_PEAKS_ON_CPU = "Peak memory: growth of a fresh process's resident memory, of the fullest; dp has one for all replicas."
 
 
 def footnotes(comparison: Comparison) -> list[str]:

@@ -39,13 +39,10 @@ LAST_LOSS_TOLERANCE = 1e-2
 PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 
 
-# Of the JSON; grows when a key or a meaning changes. New keys leave it as it is.
-VERSION = 1
-
-
 def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
-    record = {"version": VERSION, **asdict(comparison), "provenance": asdict(provenance)}
+    # The version grows when a key or a meaning changes; new keys leave it as it is.
+    record = {"version": 1, **asdict(comparison), "provenance": asdict(provenance)}
     for shown, candidate in zip(record["contenders"], comparison.contenders, strict=True):
         shown["step"] |= {"exposed_s": candidate.step.part("exposed"), "other_s": candidate.step.other_s}
         for turn in shown["turns"]:

@@ -280,17 +280,12 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
 
 # By kind of loss: its cause and the evidence.
-_COUPLED = (
-    "the gradient of the whole batch does not add up from its parts: a sample's loss depends on the others with it"
-)
+_COUPLED = "the gradient of the whole batch does not add up from its parts: a sample's loss depends on the others"
 _EVIDENCE = {
     "coupled": (Cause.COUPLED, _COUPLED),
     "single": (Cause.COUPLED, _COUPLED),
     "clipped": (Cause.CLIPPED, "each part of the batch is scaled or clipped by itself, and then they are summed"),
-    "clamped": (
-        Cause.CLAMPED,
-        "the loss of the whole batch or of a part is not zero, but has no gradient: it is clamped",
-    ),
+    "clamped": (Cause.CLAMPED, "a loss, of the whole batch or a part, is not zero but has no gradient: it is clamped"),
     "sum": (Cause.SUM, "the loss of the whole batch is the sum of the losses of its parts, not their mean"),
     "mean": (Cause.WEIGHTING, "the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}"),
     "term": (Cause.TERM, "a term of the loss depends on the number of samples, but not on the samples"),
@@ -344,9 +339,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
     if nothing is not None and nothing.first is None:
         found = compare_with(BUT_RANDOM, "all but random state")
         if found is not None and found.first is not None:
-            evidence = (
-                f"Forward draws other random numbers on a rank: without them, the {found.first.kind} is the same."
-            )
+            evidence = f"Forward draws other random numbers on a rank: without them the {found.first.kind} is the same."
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
         found = compare_with(BUT_STATE, "all but changes of buffers in forward")
         if found is not None and found.first is not None:

@@ -288,9 +288,8 @@ def _numpy_constant(name: str, *args: Any, **kwargs: Any) -> Any:
 
 _PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
 _Random = _seen_class("random.Random", _PlainRandom, _python_constant)
-_State, _Generator = (
-    _seen_class("numpy generator.{}", kind, _numpy_constant) for kind in (_PlainState, np.random.Generator)
-)
+_State = _seen_class("numpy generator.{}", _PlainState, _numpy_constant)
+_Generator = _seen_class("numpy generator.{}", np.random.Generator, _numpy_constant)
 
 
 def _default_rng(seed: Any = None) -> Any:
