@@ -372,8 +372,7 @@ class Checkpoints:
         found = find_checkpoints(self.folder)
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
-            self._find_whole(found)
-            self._remove_old(found)
+            self._clear()
             self._stale = [each.path for each in found]
             return []
         return [(each.path.name, each.problem) for each in found]
@@ -500,17 +499,6 @@ class Checkpoints:
         for path in self.folder.iterdir():
             if _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
                 _remove_checkpoint(path)
-
-    def _find_whole(self, found: Sequence[FoundCheckpoint]) -> None:
-        """Add the damaged ones that are newer than the last whole one to those that are known to be."""
-        if not to_remove(found, keep=self.keep, keep_best=self.keep_best):
-            return  # reading a large checkpoint takes time
-        for each in found:
-            try:
-                storage.verify_files(each.path, read_manifest(each.path))
-                return
-            except CheckpointError:
-                self._damaged.append(each.path)
 
     def _remove_old(self, found: Sequence[FoundCheckpoint]) -> None:
         """Remove what is not to be kept of the checkpoints ``found``, and what killed saves have left."""

@@ -113,7 +113,7 @@ class TreePacker:
         if isinstance(value, dict):
             # Pairs, because in a JSON object the keys 1 and "1" would be the same.
             return {
-                "dict": [[_pack_key(key, place), self._pack(item, f"{place}.{key}")] for key, item in value.items()]
+                "dict": [[_check_key(key, place), self._pack(item, f"{place}.{key}")] for key, item in value.items()]
             }
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
@@ -153,18 +153,16 @@ class TreePacker:
         return {"tensor": name}
 
 
-def _pack_key(key: Any, place: str) -> Any:
-    if type(key) in {*_PLAIN, bytes, complex, tuple}:
-        packer = TreePacker({f"a key of {place}": key}, is_coordinator=True)
-        if not packer.tensors:
-            return packer.parts[f"a key of {place}"]
+def _check_key(key: Any, place: str) -> Any:
+    if type(key) in _PLAIN:
+        return key
     raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
 
 
 _UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "tensor": lambda content, tensors: tensors[content],
     "tuple": lambda content, tensors: tuple(_unpack(item, tensors) for item in content),
-    "dict": lambda content, tensors: {_unpack(key, {}): _unpack(item, tensors) for key, item in content},
+    "dict": lambda content, tensors: {key: _unpack(item, tensors) for key, item in content},
     "complex": lambda content, _: complex(*content),
     "bytes": lambda content, _: base64.b64decode(content, validate=True),
 }
