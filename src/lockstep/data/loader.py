@@ -609,19 +609,16 @@ class Movable(Protocol):
         """Return it on ``device``."""
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=tensor.is_pinned())
-
-
 def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=value.is_pinned())
     return value.to(device) if isinstance(value, Movable) and not isinstance(value, type) else value
 
 
 def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
     """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
-    pairs = _on_devices(batch, devices)
-    moved = [map_tensors(each, partial(_to, device=device), partial(_move, device=device)) for each, device in pairs]
-    return batch._replace(batches=moved)
+    moves = [(each, partial(_move, device=device)) for each, device in _on_devices(batch, devices)]
+    return batch._replace(batches=[map_tensors(each, move, move) for each, move in moves])
 
 
 def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Iterator[tuple[Any, torch.device]]:
@@ -677,7 +674,7 @@ class Prefetcher:
             is_timed = self._copies is not None and not shares
             with self._streams[device]:
                 began = recorded_event(device, timing=True) if is_timed else None
-                shares.append(map_tensors(share, partial(_to, device=device)))
+                shares.append(map_tensors(share, partial(_move, device=device)))
                 if self._copies is not None and began is not None:
                     self._copies.append((began, recorded_event(device, timing=True)))
         return batch._replace(batches=shares)

@@ -131,6 +131,7 @@ class Trainer:
 
     def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
         settings = self.settings
+        check_engine(strategy, settings)
         shards = reproducible.virtual_shards(strategy, world, self.devices, settings)
         split = strategies.split_batch(strategy, world, self.devices, settings) if shards is None else shards.split
         self._seeds = step_parts.Seeds(settings.seed, self.devices, split.shares)
@@ -163,8 +164,8 @@ class Trainer:
             mine = reproducible.describe_machine(self.device)
             machines = all_gather_object(mine, group=self.group, device=self.device)
             for rank, machine in enumerate(machines):
-                if unlike := reproducible.differences(machines[0], machine):
-                    self.caveats.append(f"rank {rank} has another machine than rank 0: {', '.join(unlike)}")
+                if machine != machines[0]:
+                    self.caveats.append(f"rank {rank} has another machine than rank 0: {machine}, not {machines[0]}")
                     break
 
         optimizer = build_optimizer(task, self._model)
@@ -204,7 +205,6 @@ class Trainer:
             ConfigurationError: It cannot run on these devices.
         """
         model, devices, settings = self._model, self.devices, self.settings
-        check_engine(name, settings)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
@@ -616,9 +616,9 @@ class Trainer:
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))
-        if self.settings.reproducible is not None:
-            now = reproducible.differences(state["machine"], reproducible.describe_machine(self.device))
-            self.caveats += [f"the run was started on another machine: {', '.join(now)}"] * bool(now)
+        now = reproducible.describe_machine(self.device)
+        if self.settings.reproducible is not None and state["machine"] != now:
+            self.caveats.append(f"the run was started on another machine: {state['machine']}, not {now}")
 
     def close(self) -> None:
         """Stop the loader processes."""

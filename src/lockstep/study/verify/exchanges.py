@@ -21,7 +21,6 @@ from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.study.verify.reference_loop import perform
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings, StrategyName, check_engine
-from lockstep.train.strategies.reproducible import refuse_reproducible
 from lockstep.train.task import Task
 
 _TIMEOUT_S = 3600.0
@@ -65,8 +64,6 @@ def verify_exchanges(
     """
     check_count(devices)
     check_engine(strategy, settings)
-    if settings.reproducible is not None:
-        refuse_reproducible(strategy)
     check_batch(load(task), settings, devices)
     start = processes or partial(run_ranks, timeout_s=_TIMEOUT_S)
     every = min(settings.sync_every or 50, max(1, steps // 2))
