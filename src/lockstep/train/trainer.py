@@ -528,12 +528,6 @@ class Trainer:
         """Write the weights to a file; see `model_state.export_weights`. Collective: every rank of the group."""
         model_state.export_weights(self.strategy.weights(self._model), path, writes=writes)
 
-    @property
-    def epoch(self) -> float | None:
-        """Number of passes over the data set, with fractions; None for a stream."""
-        steps_per_epoch = self.plan.order.steps_per_epoch
-        return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
-
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
         """Within the block, steps run forward and backward without communication, and discard the gradients.

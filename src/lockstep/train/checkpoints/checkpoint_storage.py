@@ -111,10 +111,11 @@ class TreePacker:
             items = [self._pack(item, f"{place}.{number}") for number, item in enumerate(value)]
             return {"tuple": items} if kind is tuple else items
         if isinstance(value, dict):
+            for key in value:
+                if type(key) not in _PLAIN:
+                    raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
             # Pairs, because in a JSON object the keys 1 and "1" would be the same.
-            return {
-                "dict": [[_check_key(key, place), self._pack(item, f"{place}.{key}")] for key, item in value.items()]
-            }
+            return {"dict": [[key, self._pack(item, f"{place}.{key}")] for key, item in value.items()]}
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
     def writers(self, world_size: int) -> range:
@@ -151,12 +152,6 @@ class TreePacker:
             name = f"{place}#{number}"
         self.tensors[name] = held
         return {"tensor": name}
-
-
-def _check_key(key: Any, place: str) -> Any:
-    if type(key) in _PLAIN:
-        return key
-    raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
 
 
 _UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {

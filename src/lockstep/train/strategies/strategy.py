@@ -433,7 +433,15 @@ class LocalSteps(Strategy):
         self.group: Group = world.group
         self._device, self._task = world.device, objective.task
         self._model, self._num_steps = model, num_steps
-        inside = machine_group(world) if settings.across == "machines" else None
+        inside = None
+        if settings.across == "machines":
+            # A separate group: the groups of a hierarchy run the stages of its collectives in their own order.
+            inside = split_group(world.node_rank, group=world.group, device=world.device)
+            if inside.size() == world.world_size > 1:
+                raise ConfigurationError(
+                    "across=machines needs several machines, but all ranks are on one.\n"
+                    "Omit across, or use strategy ddp."
+                )
         self._inner: Single | Distributed
         if inside is None:
             self._inner = Single(model, objective)
@@ -543,21 +551,6 @@ class LocalSteps(Strategy):
         # All ranks of a replica continue with the state of its first rank.
         own = {**kept, "rank": self.group.rank(), "world_size": len(everyone) if kept else 0}
         self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
-
-
-def machine_group(world: World) -> Group:
-    """Return the group of the ranks on this machine. Collective: every rank. Blocks.
-
-    Raises:
-        ConfigurationError: All ranks are on one machine.
-    """
-    # A separate group: the groups of a hierarchy run the stages of its collectives in their own order.
-    inside = split_group(world.node_rank, group=world.group, device=world.device)
-    if inside.size() == world.world_size > 1:
-        raise ConfigurationError(
-            "across=machines needs several machines, but all ranks are on one.\nOmit across, or use strategy ddp."
-        )
-    return inside
 
 
 # --- the division of a global batch -----------------------------------------------------------------------------------
