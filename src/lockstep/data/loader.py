@@ -283,7 +283,6 @@ _ADVICE = (
     "Repair or remove what cannot be read, or go on without such samples and have them counted: "
     'bad_samples="skip" (--bad-samples skip).'
 )
-_TOO_MANY_FILES = "Raise the limit with `ulimit -n 65536`, or close files in the data set when a sample has been read."
 
 
 class BadSample(NamedTuple):
@@ -344,7 +343,7 @@ def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> Data
         more = f"{len(bad) - 1} more cannot be read either: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (
             len(bad) > 1
         )
-        tail = f"{more}{_TOO_MANY_FILES if 'Too many open files' in first.cause else _ADVICE}"
+        tail = f"{more}{_ADVICE}"
     text = f"{head}\n{first.cause}\n{tail}"
     error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
     if first.trace is not None:

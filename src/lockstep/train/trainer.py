@@ -95,7 +95,7 @@ class Trainer:
     Attributes:
         plan: Steps, samples and learning rate.
         policy, checks_later: Who makes the update, and whether the host checks the gradient in the next step only.
-        strategy, optimizer, samples, batches: As created.
+        strategy, optimizer, samples, loading, batches: As created.
         group: The ranks that train together; None: only this process.
         bad_samples, nonfinite: Samples and steps that were skipped so far.
         num_steps_done: Number of steps done, including those before a resume.
@@ -140,9 +140,12 @@ class Trainer:
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, split, num_samples=num_samples)
         places = self.devices if shards is None else shards.spread(self.devices)
-        how = self.load_options(task)
+        # The bits of a transform's result may depend on the number of threads.
+        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
+        pins, ahead = self.device.type != "cpu", settings.prefetch or 2
+        self.loading = LoadOptions(task.collate, settings.workers, pins, ahead, settings.bad_samples == "skip", threads)
         devices = dict(zip(split.shares, places, strict=False))  # torch's DataParallel has one share only
-        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, split, how), devices)
+        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, split, self.loading), devices)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
         # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.
@@ -192,7 +195,9 @@ class Trainer:
         self.policy = Update.LEFT_OUT if self.checks_later and skips else Update.PLAIN
         if settings.overlap_optimizer:
             self.policy = Update.IN_BACKWARD
-        self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
+        self.bad_samples = BadSamples(
+            skip=self.loading.skip_bad, device=self.device, group=self.group, num_samples=num_samples
+        )
         self.nonfinite = NonFiniteGuard(
             settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
         )
@@ -238,16 +243,6 @@ class Trainer:
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
 
-    def load_options(self, task: Task) -> LoadOptions:
-        """Return the options for loading batches."""
-        settings, pins, skips = self.settings, self.device.type != "cpu", self.settings.bad_samples == "skip"
-        # The bits of a transform's result may depend on the number of threads.
-        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
-        ahead = settings.prefetch or LoadOptions.ahead
-        return LoadOptions(
-            task.collate, settings.workers, pin_memory=pins, ahead=ahead, skip_bad=skips, threads=threads
-        )
-
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
@@ -257,7 +252,8 @@ class Trainer:
         for its own in fp16 and with ``on_nan="skip"``, if the optimizer is not fused; with ``reproducible``; and in
         exchanges of ``local-sgd`` and ``diloco``.
         """
-        step = activity.now.step = self.num_steps_done
+        step = self.num_steps_done
+        activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():

@@ -64,7 +64,6 @@ SHARED_TIMEOUT_S = 15.0
 # Each poll of an object store is a request.
 _POLL_S, _POLL_OBJECTS_S = 0.05, 1.0
 
-_MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # Errors of file systems without locks.
@@ -143,12 +142,9 @@ def require_shared(folder: Place, world: World) -> None:
     """
     if world.world_size == 1:
         return
-    name = broadcast_object(_MARK + secrets.token_hex(8), group=world.group, device=world.device)
+    name = broadcast_object(f"seen-by-all-{secrets.token_hex(8)}", group=world.group, device=world.device)
     if world.is_rank_zero:
         with contextlib.suppress(Exception):  # then no rank sees it
-            for left in folder.iterdir():
-                if left.name.startswith(_MARK):
-                    left.unlink(missing_ok=True)  # from a run that was killed
             (folder / name).write_bytes(b"\n")  # some stores take an empty object for a folder
     deadline, sees, why = time.monotonic() + SHARED_TIMEOUT_S, False, ""
     while not sees and time.monotonic() < deadline:
@@ -159,7 +155,7 @@ def require_shared(folder: Place, world: World) -> None:
         time.sleep(_POLL_S * (not sees))
     answers = all_gather_object([socket.gethostname(), sees, why], group=world.group, device=world.device)
     if world.is_rank_zero:
-        with contextlib.suppress(Exception):  # the next run removes it
+        with contextlib.suppress(Exception):  # for example without permission to delete
             (folder / name).unlink(missing_ok=True)
     for rank, (host, sees, why) in enumerate(answers):
         if not sees:
