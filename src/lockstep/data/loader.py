@@ -219,9 +219,7 @@ class GlobalOrder:
         together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return together[start - first * _BLOCK_SIZE : stop - first * _BLOCK_SIZE]
 
-    def load(
-        self, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Mapping[str, Any] | None
-    ) -> Iterator[MicroBatch]:
+    def load(self, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
         return load(samples, train_requests(self, split, step), how, seed=self.seed)
 

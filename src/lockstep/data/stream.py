@@ -173,9 +173,7 @@ class StreamOrder:
     num_samples: None = None
     steps_per_epoch: None = None
 
-    def load(
-        self, stream: Iterable[Any], split: BatchSplit, how: LoadOptions, step: int, state: dict[str, Any] | None
-    ) -> Iterator[MicroBatch]:
+    def load(self, stream: Any, split: BatchSplit, how: LoadOptions, step: int, state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory.
 
         Without the ``state`` after the step before, earlier samples are read and dropped.
@@ -199,9 +197,7 @@ class StreamReader:
         problem: Why the stream's states cannot be used, if it has states and the test failed.
     """
 
-    def __init__(
-        self, stream: Iterable[Any], order: StreamOrder, first_step: int = 0, state: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, stream: Iterable[Any], order: StreamOrder, first_step: int = 0, state: Any = None) -> None:
         self._stream, self._order, self._first_step = stream, order, first_step
         self._start = state if isinstance(stream, Stateful) else None
         self._is_tried = self._start is not None  # it was tested before it was kept
