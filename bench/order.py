@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from lockstep.data import order
-from lockstep.data.order import GlobalOrder
+from lockstep.data.loader import GlobalOrder
 
 BATCH, NUM_BATCHES = 256, 1000
 LENGTHS = (10**3, 10**6, 10**8, 10**12)

@@ -94,6 +94,13 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         yield from find_tensors(item)
 
 
+def hook_tensors(value: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Make autograd call ``hook`` with the gradient of each tensor in ``value``, in every backward through it."""
+    for tensor in find_tensors(value):
+        if tensor.grad_fn is not None:  # a hook on a leaf would be permanent
+            tensor.register_hook(hook)
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in it, and ``other`` to everything else.
 

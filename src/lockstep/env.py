@@ -8,9 +8,7 @@ import multiprocessing.util
 import os
 import re
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -347,56 +345,6 @@ def usable_cores() -> int:
     """Return how many logical cores this process may keep busy, by its CPU affinity and its quota."""
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     return cores if quota is None else min(cores, max(1, int(quota)))
-
-
-# --- Waiting for a core
-
-# The file of each thread that uses `core_use`. It stays open: opening it takes ten times as long as reading it.
-_schedstat = threading.local()
-
-
-def _forget_files() -> None:
-    """In a forked child: its thread has another file."""
-    global _schedstat
-    with contextlib.suppress(AttributeError, OSError):
-        os.close(_schedstat.file)
-    _schedstat = threading.local()
-
-
-os.register_at_fork(after_in_child=_forget_files)
-
-
-def core_use() -> bytes:
-    """Return how long this thread has had a core and has waited for one so far; see `core_wait_s`. Takes about 1 us.
-
-    The times are in nanoseconds, from /proc/thread-self/schedstat (proc(5)). A thread that is throttled by a quota also
-    waits. If there is no such file, as on gVisor, only the first of the two numbers is returned.
-    """
-    try:
-        return os.pread(_schedstat.file, 64, 0)
-    except AttributeError:
-        with contextlib.suppress(OSError):
-            _schedstat.file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-            # Kernels that do not count write zeros.
-            if not os.pread(_schedstat.file, 64, 0).startswith(b"0 "):
-                return core_use()
-        _schedstat.file = -1
-    except OSError:
-        pass
-    return b"%d" % time.thread_time_ns()
-
-
-def core_wait_s(uses: Sequence[tuple[bytes, bytes]], working_s: float) -> float:
-    """Return how long a thread has waited for a core in one or more periods, in seconds.
-
-    Args:
-        uses: The results of `core_use` in that thread at the beginning and at the end of each period.
-        working_s: How long it had work to do. If the kernel does not count, it waited in the rest of this time.
-    """
-    pairs = [zip(begin.split()[:2], end.split()[:2], strict=True) for begin, end in uses]
-    differences = ([int(now) - int(before) for before, now in pair] for pair in pairs)
-    ran_ns, *waited_ns = map(sum, zip(*differences, strict=True))
-    return (waited_ns[0] if waited_ns else max(0.0, 1e9 * working_s - ran_ns)) / 1e9
 
 
 # --- Sockets of loader processes

@@ -276,9 +276,7 @@ def test_after_another_strategy_it_begins_with_what_that_has_left(ranks, tmp_pat
         (
             "diloco",
             {"reproducible": 4},
-            "Strategy diloco cannot be reproducible: its ranks train independently, so the result depends on "
-            "their number."
-            "\nUse strategy ddp, or omit reproducible.",
+            "reproducible is for strategy single, dp, ddp, but the strategy is diloco.\nOmit reproducible.",
         ),
         (
             "ddp",

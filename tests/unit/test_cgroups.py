@@ -8,7 +8,8 @@ import time
 import pytest
 
 from lockstep import env
-from lockstep.env import core_use, core_wait_s, cpu_quota, read_groups, throttled_s, usable_cores
+from lockstep.activity import core_use, core_wait_s
+from lockstep.env import cpu_quota, read_groups, throttled_s, usable_cores
 
 
 def plant(root, files):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lockstep.containers import map_tensors
-from lockstep.data.batch_iterator import to_device
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import MicroBatch, to_device
 from tests.unit.test_outputs import KINDS, assert_alike, value_in
 
 Pair = namedtuple("Pair", "first second")

@@ -23,7 +23,7 @@ class Loop:
         clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(timer, "time", clock)
-        monkeypatch.setattr(timer.env, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
+        monkeypatch.setattr(timer.activity, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
         self.done_steps, self.evaluations = [], []
         self.steps = Steps(torch.device("cpu"), self.done_steps.append, self.evaluated)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.order import GlobalOrder, cut, cut_by
+from lockstep.data.loader import GlobalOrder, cut, cut_by
 
 
 @pytest.mark.parametrize(("size", "num_parts", "sizes"), [(10, 3, [4, 3, 3]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])])
@@ -62,8 +62,3 @@ def test_the_order_depends_on_seed_and_epoch_and_not_on_the_batch_size():
 
     assert epoch(0) == epoch(0, batch_size=20) == epoch(0, batch_size=7)
     assert len({tuple(epoch(number, seed=seed)) for number in range(3) for seed in range(3)}) == 9
-
-
-def test_epochs_are_counted_over_all_steps():
-    order = GlobalOrder(num_samples=10, batch_size=4, seed=0)
-    assert [order.epoch(step) for step in range(7)] == [0, 0, 0, 1, 1, 1, 2]

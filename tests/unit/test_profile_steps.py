@@ -47,7 +47,7 @@ def test_phases_are_ranges_one_after_the_other(monkeypatch):
     timer.begin("data_wait")
     timer.begin("communication")
     timer.begin("optimizer")
-    timer.end()
+    timer.begin("")
     assert " ".join(told) == (
         "data_wait . forward . backward . data_wait . forward . backward exchange/bucket 0 . . "
         "data_wait . communication . optimizer ."

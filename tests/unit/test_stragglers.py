@@ -2,8 +2,9 @@
 
 import pytest
 
-from lockstep.telemetry.figures import StragglerReporter, find_stragglers, pace_of, window_of
+from lockstep.telemetry.figures import StragglerReporter, find_stragglers, pace_of
 from lockstep.telemetry.step_times import StepTimes
+from lockstep.train.recording import window_of
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 NOISE = (0.0, 0.001, 0.0, 0.002, 0.001)

@@ -6,9 +6,8 @@ from itertools import islice
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.loader import LoadOptions
-from lockstep.data.order import BatchSplit
-from lockstep.data.stream import StreamOrder, StreamPosition, load_stream
+from lockstep.data.loader import BatchSplit, LoadOptions
+from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError, DataError
 
 
@@ -29,7 +28,7 @@ def rows(num_steps, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=
         StreamOrder(batch_size=4, seed=0, drop_last=drop_last),
         LoadOptions(None, workers, pin_memory=False),
     )
-    loaded = load_stream(Stream(size), order, split, options, position=StreamPosition(first_step))
+    loaded = order.load(Stream(size), split, options, first_step, None)
     table = {}
     for micro in islice(loaded, num_steps * accumulate):
         assert micro.num_global == (2 if micro.step % 3 == 2 and not drop_last else 4)
@@ -79,7 +78,7 @@ class Split(IterableDataset):
 
 def test_a_stream_that_divides_itself_over_loader_processes_is_read_whole():
     order, split = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
-    loaded = load_stream(Split(), order, split, LoadOptions(None, 2, pin_memory=False), position=StreamPosition())
+    loaded = order.load(Split(), split, LoadOptions(None, 2, pin_memory=False), 0, None)
     assert [micro.batches[0].tolist() for micro in islice(loaded, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
@@ -102,7 +101,7 @@ def test_the_epoch_is_set_and_the_order_drawn_alike_in_every_process(workers):
     random.seed()
     order, split = StreamOrder(batch_size=4, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
-    loaded = load_stream(ShuffledAtOnce(), order, split, options, position=StreamPosition())
+    loaded = order.load(ShuffledAtOnce(), split, options, 0, None)
     batches = [micro.batches[0].tolist() for micro in islice(loaded, 6)]
     for epoch in range(3):
         assert sorted(batches[2 * epoch] + batches[2 * epoch + 1]) == [100 * epoch + number for number in range(8)]
@@ -132,7 +131,7 @@ class Torn(IterableDataset):
 def error_of_torn(error, workers):
     order, split = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
-    loaded = load_stream(Torn(error), order, split, options, position=StreamPosition())
+    loaded = order.load(Torn(error), split, options, 0, None)
     assert [next(loaded).batches[0].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(DataError) as caught:
         next(loaded)
@@ -164,7 +163,7 @@ def test_other_errors_of_ours_are_left_as_they_are(workers):
     order, split = StreamOrder(batch_size=2, seed=0), BatchSplit(1, range(1), 1)
     options = LoadOptions(None, workers, pin_memory=False)
     stream = Torn(ConfigurationError("It is not set up."))
-    loaded = load_stream(stream, order, split, options, position=StreamPosition())
+    loaded = order.load(stream, split, options, 0, None)
     with pytest.raises(ConfigurationError) as error:
         list(loaded)
     assert str(error.value) == "It is not set up."

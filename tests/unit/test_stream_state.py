@@ -3,6 +3,7 @@
 import pickle
 import random
 import warnings
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -10,10 +11,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.batch_iterator import BatchIterator
-from lockstep.data.loader import LoadOptions
-from lockstep.data.order import BatchSplit
-from lockstep.data.stream import StreamOrder, StreamPosition, StreamReader, first_not_serializable
+from lockstep.data.loader import BatchIterator, BatchSplit, LoadOptions
+from lockstep.data.stream import StreamOrder, StreamReader, first_not_serializable
 
 
 class Counting(IterableDataset):
@@ -86,9 +85,9 @@ class LiveState(Counting):
         return self.state
 
 
-def read(stream, num_steps, position=None, drop_last=False):
+def read(stream, num_steps, *position, drop_last=False):
     """Return for each step its samples and the state behind it."""
-    reader = StreamReader(stream, StreamOrder(4, seed=0, drop_last=drop_last), position or StreamPosition())
+    reader = StreamReader(stream, StreamOrder(4, seed=0, drop_last=drop_last), *position)
     return [(samples, reader.state(), reader.problem) for _, samples in islice(reader, num_steps)]
 
 
@@ -100,15 +99,14 @@ def test_a_state_leads_to_the_next_batch_wherever_it_was_kept(kind, drop_last):
     assert {problem for *_, problem in whole} == {None}
     for step in range(1, 9):
         stream = kind()
-        position = StreamPosition(step + 1, pickle.loads(whole[step][1]))
-        resumed = read(stream, 3, position, drop_last)
+        resumed = read(stream, 3, step + 1, pickle.loads(whole[step][1]), drop_last=drop_last)
         assert resumed == whole[step + 1 : step + 4]
         assert stream.num_given <= (16 if drop_last else 12), "of what came before, nothing is read and dropped"
 
 
 def test_without_a_state_what_came_before_is_read_and_dropped():
     whole, stream = read(Counting(), 8), Counting()
-    assert [samples for samples, *_ in read(stream, 3, StreamPosition(5))] == [samples for samples, *_ in whole[5:]]
+    assert [samples for samples, *_ in read(stream, 3, 5)] == [samples for samples, *_ in whole[5:]]
     assert stream.num_given == 28
 
 
@@ -144,7 +142,7 @@ def test_trying_a_state_out_changes_nothing():
 def feed(stream, workers=0, accumulate=1):
     options = LoadOptions(None, workers, pin_memory=False)
     split = BatchSplit(1, range(1), accumulate)
-    return BatchIterator(stream, StreamOrder(4, seed=0), split, options, [torch.device("cpu")])
+    return BatchIterator(partial(StreamOrder(4, seed=0).load, stream, split, options), {0: torch.device("cpu")})
 
 
 def numbers(feed, num_steps, accumulate=1):
@@ -205,6 +203,11 @@ def test_a_stream_without_a_state_says_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plain.state() is None
+
+
+def test_batches_are_compared_ever_more_rarely():
+    batches = feed(Counting())._open_at(3, None)
+    assert [number for number in range(20) if next(batches).note.checksum] == [0, 1, 2, 4, 8, 16]
 
 
 def test_what_a_checkpoint_can_hold():

@@ -16,8 +16,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.containers import items_of
-from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote
-from lockstep.data.order import BatchSplit, mix, seed_cpu
+from lockstep.data.loader import BadSample, BatchSplit, Collate, LoadOptions, MicroBatch, StreamNote, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 from lockstep.torch_internals import hide_worker_info
 
@@ -41,11 +40,6 @@ def first_not_serializable(value: Any) -> type | None:
 
 
 # --- The check that every process has the same samples, which the split requires
-
-
-def is_checked(num_steps: int) -> bool:
-    """Return whether the batch after ``num_steps`` steps of this run is compared: 0, 1, 2, 4, 8, and so on."""
-    return num_steps & (num_steps - 1) == 0
 
 
 def checksum(samples: list[Any]) -> str:
@@ -179,18 +173,15 @@ class StreamOrder:
     num_samples: None = None
     steps_per_epoch: None = None
 
+    def load(self, stream: Any, split: BatchSplit, how: LoadOptions, step: int, state: Any) -> Iterator[MicroBatch]:
+        """Return the micro-batches of this process from ``step`` on, without end; still in host memory.
 
-@dataclass(frozen=True)
-class StreamPosition:
-    """The position in a stream at which to begin.
-
-    Args:
-        step: The first global batch to return.
-        state: The state after the previous batch, if it was kept: the epoch and the stream's own state.
-    """
-
-    step: int = 0
-    state: dict[str, Any] | None = None
+        Without the ``state`` after the step before, earlier samples are read and dropped.
+        """
+        for item in how.open(_Steps(stream, self, split, step, state, how.collate)):
+            if isinstance(item, LockstepError):
+                raise item
+            yield from item
 
 
 class StreamReader:
@@ -199,15 +190,16 @@ class StreamReader:
     Args:
         stream: The iterable.
         order: How many samples make a batch.
-        position: Where to begin; without a state, earlier samples are read and dropped.
+        first_step: The first global batch to return; without a state, earlier samples are read and dropped.
+        state: The state after the previous batch, if it was kept: the epoch and the stream's own state.
 
     Attributes:
         problem: Why the stream's states cannot be used, if it has states and the test failed.
     """
 
-    def __init__(self, stream: Iterable[Any], order: StreamOrder, position: StreamPosition) -> None:
-        self._stream, self._order, self._position = stream, order, position
-        self._start = position.state if isinstance(stream, Stateful) else None
+    def __init__(self, stream: Iterable[Any], order: StreamOrder, first_step: int = 0, state: Any = None) -> None:
+        self._stream, self._order, self._first_step = stream, order, first_step
+        self._start = state if isinstance(stream, Stateful) else None
         self._is_tried = self._start is not None  # it was tested before it was kept
         self._epoch = 0 if self._start is None else int(self._start["epoch"])
         self.problem: str | None = None
@@ -219,7 +211,7 @@ class StreamReader:
             ConfigurationError: The stream has no samples.
             DataError: It raised an error; names the place in it, and the cause.
         """
-        step = 0 if self._start is None else self._position.step
+        step = 0 if self._start is None else self._first_step
         start, expected = self._start, None
         while True:
             iterator = self._begin(self._stream, step, start)
@@ -232,7 +224,7 @@ class StreamReader:
                     expected = None
                 if not samples or (self._order.drop_last and len(samples) < self._order.batch_size):
                     break
-                if step >= self._position.step:
+                if step >= self._first_step:
                     yield step, samples
                     expected = self._try_out(step + 1)
                 step, is_empty = step + 1, False
@@ -330,19 +322,28 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
     stream: Iterable[Any]
     order: StreamOrder
     split: BatchSplit
-    position: StreamPosition
+    first_step: int
+    state: dict[str, Any] | None
     collate: Collate | None
 
     def __iter__(self) -> Iterator[list[MicroBatch] | LockstepError]:
         worker = get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        reader = StreamReader(self.stream if worker is None else _apart(self.stream), self.order, self.position)
+        stream = self.stream
+        if worker is not None:
+            # In a loader process, which reads all of it, streams usually check their worker number and skip samples.
+            # Hugging Face's share their epoch between processes, which end an epoch at different times.
+            hide_worker_info()
+            stream = copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
+        reader = StreamReader(stream, self.order, self.first_step, self.state)
         try:
             for step, samples in reader:
-                num_steps = step - self.position.step
+                num_steps = step - self.first_step
                 if num_steps % num_workers == index:  # the loader polls its processes in turn, from the first
-                    compared = checksum(samples) if is_checked(num_steps) else None
-                    yield self._divide(step, samples, StreamNote(reader.state(), compared, reader.problem))
+                    # The batches after 0, 1, 2, 4, 8, ... steps of this run are compared.
+                    compared = checksum(samples) if num_steps & (num_steps - 1) == 0 else None
+                    why = reader.problem and f"state_dict() of {type(self.stream).__name__} {reader.problem}"
+                    yield self._divide(step, samples, StreamNote(reader.state(), compared, why))
         except LockstepError as error:
             yield error
 
@@ -359,26 +360,3 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
             )
             for index, shares in enumerate(self.split.micro_batches(torch.arange(len(samples))))
         ]
-
-
-def _apart(stream: Iterable[Any]) -> Iterable[Any]:
-    """Return ``stream`` for a loader process, which reads all of it.
-
-    In a loader process, streams usually check their worker number and skip samples, so that number is hidden from them.
-    Hugging Face's share their epoch between processes, which end an epoch at different times, so each gets a copy.
-    """
-    hide_worker_info()
-    return copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
-
-
-def load_stream(
-    stream: Iterable[Any], order: StreamOrder, split: BatchSplit, how: LoadOptions, *, position: StreamPosition
-) -> Iterator[MicroBatch]:
-    """Return the micro-batches of this process from ``position`` on, without end; still in host memory.
-
-    Reads and drops earlier samples, unless the position contains the stream's own state.
-    """
-    for item in how.open(_Steps(stream, order, split, position, how.collate)):
-        if isinstance(item, LockstepError):
-            raise item
-        yield from item

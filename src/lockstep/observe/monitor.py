@@ -24,12 +24,12 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.comm.clocks import ClockOffset
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
+from lockstep.containers import find_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Steps, num_samples, updates
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
-from lockstep.parallel.module_io import find_tensors
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather

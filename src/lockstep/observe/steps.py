@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.accelerator import is_capturing
-from lockstep.parallel.module_io import find_tensors
+from lockstep.containers import find_tensors
 from lockstep.telemetry.instrument import in_backward
 from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
 from lockstep.telemetry.timer import Moment, add_span, moment

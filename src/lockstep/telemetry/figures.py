@@ -329,21 +329,6 @@ class StragglerReporter:
                 self._report(str(straggler))
 
 
-# Steps of a window in which the ranks of a run are compared.
-WINDOW = 10
-
-# The first steps allocate, compile and find the order of gradients.
-_WARM_UP = 2
-_PERIOD = 50
-
-
-def window_of(step: int) -> range:
-    """Return the first window that ends at ``step`` or later, counted from 0: two at the start, then one per fifty."""
-    soon = (_WARM_UP + WINDOW - 1, _WARM_UP + 2 * WINDOW - 1)
-    end = next((end for end in soon if step <= end), step // _PERIOD * _PERIOD + _PERIOD - 1)
-    return range(end - WINDOW + 1, end + 1)
-
-
 # --- the steps of a recorded run --------------------------------------------------------------------------------------
 
 

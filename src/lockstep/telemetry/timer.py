@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from lockstep import activity, env
+from lockstep import activity
 from lockstep.accelerator import mark_on
 from lockstep.telemetry import ranges
 from lockstep.telemetry.step_times import Mark, StepMarks
@@ -20,13 +20,13 @@ def moment(device: torch.device) -> Moment:
     """Return the present moment, on the stream of ``device``. Does not block."""
     at = time.perf_counter()
     # On CPU, the time of the host is also the mark, which saves a call.
-    return (at if device.type == "cpu" else mark_on(device)), at, activity.now.waited_s, env.core_use()
+    return (at if device.type == "cpu" else mark_on(device)), at, activity.now.waited_s, activity.core_use()
 
 
 class StepTimer:
     """Takes down the phases of one step where they begin, as marks: no call waits for the device.
 
-    A phase lasts until the next one begins, or until `end`. During profiling (`ranges.now`), it is also a range in the
+    A phase lasts until the next one begins. During profiling (`ranges.now`), it is also a range in the
     trace. The first phase is ``data_wait``.
 
     Args:
@@ -44,10 +44,11 @@ class StepTimer:
         mark, at, *_ = self._since
         self.marks = StepMarks(number, mark, at, time.time(), mark)
         self._phase, activity.now.phase = "data_wait", "loader"
-        self.name_phase("data_wait")
+        if ranges.now:
+            self.name_phase("data_wait")
 
     def begin(self, phase: str, *, at: Mark | None = None) -> None:
-        """End the phase before, now or at the mark ``at``, and begin ``phase``, one of `PHASES`."""
+        """End the phase before, now or at the mark ``at``, and begin ``phase``, one of `PHASES`; "" after the last."""
         since, self._since = self._since, moment(self._device)
         if at is not None:  # the host's waits and its use of cores until now belong to the phase that ends
             self._since = (at, *self._since[1:])
@@ -56,12 +57,8 @@ class StepTimer:
         self._phase = phase
         activity.now.phase = "loader" if phase == "data_wait" else phase
         # A range of the trace cannot begin earlier: at a mark, that of the phases before goes on.
-        if at is None:
+        if at is None and ranges.now:
             self.name_phase(phase)
-
-    def end(self) -> None:
-        """End the last phase, and the step."""
-        self.begin("")
 
     def name_phase(self, name: str) -> None:
         """End the profiler's range of the phase, and begin another; none if ``name`` is empty."""

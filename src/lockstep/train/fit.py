@@ -30,11 +30,11 @@ from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
-from lockstep.train.nonfinite import NonFiniteStep
 from lockstep.train.plan import PER_PROCESS, Plan, check_batch, check_task, devices_of, plural
 from lockstep.train.profiling import profiled
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
+from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.stopping import StopSignals, exit_code_of
 from lockstep.train.task import Task, build_dataset
 from lockstep.train.trainer import StepRecord, Trainer
@@ -226,7 +226,7 @@ class Run:
         if settings.export is not None:
             check_export(Path(settings.export))
         trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
-        self._trainer = trainer
+        self.trainer = trainer
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
         self._evaluator = None
@@ -273,7 +273,7 @@ class Run:
             return []
         state = self._checkpoints.load(required=self._settings.resume is True)
         if state is not None:
-            self._trainer.load_state_dict(state)
+            self.trainer.load_state_dict(state)
             self._checkpoint = self._checkpoints.path(self.num_steps_done)
             self._saved = self.num_steps_done, None
             self._found = {"step": self.num_steps_done}
@@ -284,17 +284,17 @@ class Run:
     @property
     def num_steps_done(self) -> int:
         """Number of steps of the whole run so far."""
-        return self._trainer.num_steps_done
+        return self.trainer.num_steps_done
 
     def is_due(self, every: int | None) -> bool:
         """Return whether an action is due that happens ``every`` so many steps (None: each epoch), and at the end."""
-        every = every or self._trainer.plan.order.steps_per_epoch or self.num_steps
-        done = self._trainer.num_steps_done
+        every = every or self.trainer.plan.order.steps_per_epoch or self.num_steps
+        done = self.trainer.num_steps_done
         return done >= self.num_steps or done % every == 0
 
     def step(self) -> None:
         """Train on the next global batch."""
-        trainer = self._trainer
+        trainer = self.trainer
         record = trainer.step()
         self._record.step(record)
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
@@ -324,7 +324,8 @@ class Run:
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
-        epoch = "" if self._trainer.epoch is None else f"epoch {self._trainer.epoch:.1f}  "
+        per_epoch = self.trainer.plan.order.steps_per_epoch
+        epoch = "" if per_epoch is None else f"epoch {found.step / per_epoch:.1f}  "
         self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
         self._record.event("evaluation", text, found.metrics)
 
@@ -342,9 +343,9 @@ class Run:
         activity.now.phase = "checkpoint"
         if self._on_checkpoint is not None:
             self._complete_checkpoint()
-        self._trainer.check_replicas()  # the saved state must be that of all ranks
+        self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
-        state = self._trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
+        state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
         self._saved = (step, loss)
         self._found = {"step": step}
@@ -360,19 +361,6 @@ class Run:
             self._checkpoints.finish()
             if self._on_checkpoint is not None and self._checkpoint is not None:
                 self._on_checkpoint(self._checkpoint, self._found)
-
-    def is_to_stop(self, checkpoints: Checkpoints) -> bool:
-        """Return whether the run should stop after this step; the same on every rank.
-
-        Collective: every rank.
-
-        Raises:
-            CheckpointError: On every rank: a checkpoint could not be written.
-        """
-        stop, failed = self._trainer.reported()
-        if failed:
-            checkpoints.agree()
-        return stop
 
     def stop(self) -> FitResult:
         """Save, and return the result so far.
@@ -411,7 +399,7 @@ class Run:
         self.catch_up()
         if self._first_step < self.num_steps:
             self._settle()
-        trainer, throughput = self._trainer, self._throughput
+        trainer, throughput = self.trainer, self._throughput
         if throughput.losses:
             rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
             if throughput.num_counted:
@@ -425,10 +413,10 @@ class Run:
             self._display.log(f"{plural(skipped, 'step')} skipped: the gradient was not finite")
         export, after = self._settings.export, self._task.after
         if export is not None:
-            self._trainer.export(Path(export), writes=self._world.is_rank_zero)
+            self.trainer.export(Path(export), writes=self._world.is_rank_zero)
             self._display.log(f"weights written to {export}")
         # A sharded model is gathered here, which is collective.
-        model = self._trainer.model if after is not None else None
+        model = self.trainer.model if after is not None else None
         self._complete_checkpoint()
         self._end("end", f"{self.num_steps_done} steps done")
         self._world.barrier()  # from here on every rank finds the files
@@ -445,7 +433,7 @@ class Run:
             self._display.log(where)
 
     def _result(self, *, stopped: str | None = None) -> FitResult:
-        skipped, throughput = self._trainer.bad_samples.skipped, self._throughput
+        skipped, throughput = self.trainer.bad_samples.skipped, self._throughput
         return FitResult(
             first_step=self._first_step,
             num_steps=self.num_steps_done,
@@ -458,7 +446,7 @@ class Run:
             checkpoint=self._checkpoint if isinstance(self._checkpoint, Path | None) else str(self._checkpoint),
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:_NUM_NAMED]),
-            not_finite=tuple(self._trainer.nonfinite.found),
+            not_finite=tuple(self.trainer.nonfinite.found),
             stopped=stopped,
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
             num_counted=throughput.num_counted or None,
@@ -472,11 +460,11 @@ class Run:
             self._record.close()
         finally:
             self._display.close()
-        self._trainer.close()
+        self.trainer.close()
 
     def _report(self) -> None:
         """Log new caveats, skipped samples and skipped steps of the trainer."""
-        trainer, skipped, not_finite = self._trainer, self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
+        trainer, skipped, not_finite = self.trainer, self.trainer.bad_samples.skipped, self.trainer.nonfinite.found
         for caveat in trainer.caveats[self._num_caveats :]:
             self._display.log(f"the same bits are not guaranteed: {caveat}")
         for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
@@ -492,7 +480,7 @@ class Run:
         """Wait for the device, and count the wait as training, before something else begins."""
         self._record.pause()
         self._throughput.stop()
-        self._trainer.settle()
+        self.trainer.settle()
         self._report()
 
 
@@ -524,8 +512,12 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
             for number in steps:
                 with around(number):
                     run.step()
-                if checkpoints is not None and (is_to_stop := run.is_to_stop(checkpoints)):
-                    break
+                if checkpoints is not None:
+                    is_to_stop, failed = run.trainer.reported()
+                    if failed:
+                        checkpoints.agree()  # raises the error on every rank
+                    if is_to_stop:
+                        break
                 if run.is_due(settings.eval_every):
                     run.evaluate()
                 if run.is_due(settings.checkpoint_every) or run.has_new_best:

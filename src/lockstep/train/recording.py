@@ -16,7 +16,7 @@ from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
 from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
-from lockstep.data.batch_iterator import Copy
+from lockstep.data.loader import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
@@ -36,6 +36,17 @@ _PAUSES = ("evaluation", "checkpoint", "profile")
 
 # Interval of copies of the loss from a device if there is only a display; a run folder gets the loss of every step.
 _LOSS_EVERY_S = 0.5
+
+# Steps of a window in which the ranks are compared. The first steps allocate, compile and find the order of gradients.
+_WINDOW, _WARM_UP, _PERIOD = 10, 2, 50
+
+
+def window_of(step: int) -> range:
+    """Return the first window that ends at ``step`` or later, counted from 0: two at the start, then one per fifty."""
+    end = step // _PERIOD * _PERIOD + _PERIOD - 1
+    if step < _WARM_UP + 2 * _WINDOW:
+        end = _WARM_UP + (1 if step < _WARM_UP + _WINDOW else 2) * _WINDOW - 1
+    return range(end - _WINDOW + 1, end + 1)
 
 
 @final
@@ -84,7 +95,7 @@ class RunRecord:
         self._paused_at: float | None = None
         self._is_over = False
         # The next steps whose times the ranks compare, and those of them that are done.
-        self._num_taken, self._window = 0, figures.window_of(0)
+        self._num_taken, self._window = 0, window_of(0)
         self._compared: list[StepMarks] = []
 
     def deliver(self, display: Subscriber | None) -> None:
@@ -136,7 +147,7 @@ class RunRecord:
         number, self._num_taken = self._num_taken, self._num_taken + 1
         window, group = self._window, self._trainer.group
         if number == window[-1]:
-            self._window = figures.window_of(number + 1)
+            self._window = window_of(number + 1)
         # Between exchanges ranks do not wait for each other.
         if number not in window or group is None or group is not self._trainer.strategy.step_group:
             return

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
-from lockstep.data.loader import MicroBatch
-from lockstep.data.order import mix, seed_cpu, seed_device
+from lockstep.data.loader import MicroBatch, mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
@@ -233,12 +232,6 @@ class GradientList:
         return bool(flag)
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that reduces ``norm`` to ``max_norm``, at most one, as in ``clip_grad_norm_``."""
-    factor: Tensor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    return factor
-
-
 # --- sums over the ranks ----------------------------------------------------------------------------------------------
 
 
@@ -272,8 +265,11 @@ class StepMetrics:
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
 
-    def add(self, parts: Sequence[Part]) -> list[Tensor]:
+    def add(self, parts: Sequence[Part], flags: tuple[int, bool, bool] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
+
+        With the ``flags`` of this rank, after the last micro-batch, start to sum over the ranks. Collective then: every
+        rank of the group. Does not block.
 
         Raises:
             ConfigurationError: One is a `Loss`, and ``only_means`` is set.
@@ -294,20 +290,15 @@ class StepMetrics:
                 self._sums[1] += torch.as_tensor(out_of).detach().to(self.device)
             values.append(value.detach())
             self._sums[0] += values[-1].to(self.device, self.dtype) * weight
-        return values
-
-    def start_sum(self, num_bad: int, stop: bool, failed: bool) -> None:
-        """Add the flags of this rank, and start to sum over the ranks, after all parts were added.
-
-        Collective: every rank of the group. Does not block.
-        """
         # A signal reaches the ranks in different steps, and a checkpoint is written in the background. The flags are
         # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
         # additional exchange is needed.
-        if num_bad or stop or failed:
-            self._sums[2:] += torch.tensor([num_bad, stop, failed], dtype=self.dtype, device=self.device)
-        if self.group is not None:
-            self._future = all_reduce_work(self._sums, group=self.group).get_future()
+        if flags is not None:
+            if any(flags):
+                self._sums[2:] += torch.tensor(flags, dtype=self.dtype, device=self.device)
+            if self.group is not None:
+                self._future = all_reduce_work(self._sums, group=self.group).get_future()
+        return values
 
     def wait(self, num_samples: float, *, may_miss: bool) -> None:
         """Set the sums over the ranks. Blocks until they are complete (on a device: only the current stream waits).

@@ -19,21 +19,20 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
-from lockstep.data.batch_iterator import BatchIterator
-from lockstep.data.loader import LoadOptions, MicroBatch
+from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
+from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.telemetry.step_times import StepTimes
 from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
-from lockstep.train.bad_samples import BadSamples
 from lockstep.train.checkpoints import model_state
-from lockstep.train.nonfinite import Computed, NonFiniteGuard
 from lockstep.train.plan import PER_PROCESS, make_plan
 from lockstep.train.settings import Settings, StrategyName, check_engine
+from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
 from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
@@ -96,7 +95,7 @@ class Trainer:
     Attributes:
         plan: Steps, samples and learning rate.
         policy, checks_later: Who makes the update, and whether the host checks the gradient in the next step only.
-        strategy, optimizer, samples, batches: As created.
+        strategy, optimizer, samples, loading, batches: As created.
         group: The ranks that train together; None: only this process.
         bad_samples, nonfinite: Samples and steps that were skipped so far.
         num_steps_done: Number of steps done, including those before a resume.
@@ -132,6 +131,7 @@ class Trainer:
 
     def _build(self, task: Task, world: World, strategy: StrategyName) -> None:
         settings = self.settings
+        check_engine(strategy, settings)
         shards = reproducible.virtual_shards(strategy, world, self.devices, settings)
         split = strategies.split_batch(strategy, world, self.devices, settings) if shards is None else shards.split
         self._seeds = step_parts.Seeds(settings.seed, self.devices, split.shares)
@@ -140,8 +140,12 @@ class Trainer:
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, split, num_samples=num_samples)
         places = self.devices if shards is None else shards.spread(self.devices)
-        how = self.load_options(task)
-        self.batches = BatchIterator(self.samples, self.plan.order, split, how, places)
+        # The bits of a transform's result may depend on the number of threads.
+        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
+        pins, ahead = self.device.type != "cpu", settings.prefetch or 2
+        self.loading = LoadOptions(task.collate, settings.workers, pins, ahead, settings.bad_samples == "skip", threads)
+        devices = dict(zip(split.shares, places, strict=False))  # torch's DataParallel has one share only
+        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, split, self.loading), devices)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
         # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.
@@ -163,8 +167,8 @@ class Trainer:
             mine = reproducible.describe_machine(self.device)
             machines = all_gather_object(mine, group=self.group, device=self.device)
             for rank, machine in enumerate(machines):
-                if unlike := reproducible.differences(machines[0], machine):
-                    self.caveats.append(f"rank {rank} has another machine than rank 0: {', '.join(unlike)}")
+                if machine != machines[0]:
+                    self.caveats.append(f"rank {rank} has another machine than rank 0: {machine}, not {machines[0]}")
                     break
 
         optimizer = build_optimizer(task, self._model)
@@ -191,7 +195,9 @@ class Trainer:
         self.policy = Update.LEFT_OUT if self.checks_later and skips else Update.PLAIN
         if settings.overlap_optimizer:
             self.policy = Update.IN_BACKWARD
-        self.bad_samples = BadSamples(skip=how.skip_bad, device=self.device, group=self.group, num_samples=num_samples)
+        self.bad_samples = BadSamples(
+            skip=self.loading.skip_bad, device=self.device, group=self.group, num_samples=num_samples
+        )
         self.nonfinite = NonFiniteGuard(
             settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
         )
@@ -204,7 +210,6 @@ class Trainer:
             ConfigurationError: It cannot run on these devices.
         """
         model, devices, settings = self._model, self.devices, self.settings
-        check_engine(name, settings)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
@@ -233,24 +238,10 @@ class Trainer:
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)
-        from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-
         wrap = partial(DistributedDataParallel, compression=settings.compression, bucket_cap_mb=settings.bucket_cap_mb)
         if name in ("local-sgd", "diloco"):
-            from lockstep.train.strategies.local_sgd import LocalSteps
-
-            return LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
+            return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
-
-    def load_options(self, task: Task) -> LoadOptions:
-        """Return the options for loading batches."""
-        settings, pins, skips = self.settings, self.device.type != "cpu", self.settings.bad_samples == "skip"
-        # The bits of a transform's result may depend on the number of threads.
-        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
-        ahead = settings.prefetch or LoadOptions.ahead
-        return LoadOptions(
-            task.collate, settings.workers, pin_memory=pins, ahead=ahead, skip_bad=skips, threads=threads
-        )
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +252,8 @@ class Trainer:
         for its own in fp16 and with ``on_nan="skip"``, if the optimizer is not fused; with ``reproducible``; and in
         exchanges of ``local-sgd`` and ``diloco``.
         """
-        step = activity.now.step = self.num_steps_done
+        step = self.num_steps_done
+        activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
@@ -274,17 +266,23 @@ class Trainer:
             computed, metrics = self._accumulate(timer, group)
 
             timer.begin("communication")
-            num_samples = computed[-1][0].num_global
-            sums = self._agree(metrics, num_samples, group)
+            num_samples, replicas = computed[-1][0].num_global, self.strategy.num_replicas
+            metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
+            if group is not None:
+                if self._loss_group is not group:
+                    all_reduce(metrics.flags, group=group)
+                self._flags = HostCopy(metrics.flags), step
+                if self.device.type == "cpu":  # on a device they are read in the next step
+                    self.settle()
 
             timer.begin("optimizer")
             norm, updated = None, False
             if self._sync and not (self.bad_samples.skip and self._is_missing(computed)):
-                norm, updated = self._update(sums.divisor, computed, step)
+                norm, updated = self._update(metrics.divisor, computed, step)
             if self._sync and self.strategy.exchanges:
                 timer.begin("communication")
                 self.strategy.end_step(step)
-            timer.end()
+            timer.begin("")
 
             if self.settings.clip is None and self.scaler is None:
                 norm = None
@@ -294,7 +292,7 @@ class Trainer:
             is_due = every and (known is None or done // every > known // every or done == self.plan.num_steps)
             if group is not None and is_due:
                 self.check_replicas()
-        return StepRecord(step, num_samples, sums.loss, norm, updated, sums.count, timer)
+        return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, timer)
 
     def _accumulate(self, timer: StepTimer, group: Group | None) -> tuple[Computed, step_parts.StepMetrics]:
         """Fetch, forward and backward of each micro-batch; return them with their losses, whose sum has been started.
@@ -324,9 +322,10 @@ class Trainer:
                 if in_backward:  # parameters are updated as soon as their bucket is reduced
                     rate = self.plan.learning_rate.factor(self._num_updates)
                     step_parts.set_rates(self.optimizer, self._base_rates, rate)
-                losses += metrics.add(parts)
+                flags = None
                 if is_last:
-                    metrics.start_sum(len(self.bad_samples.pending), self.stop_requested(), self.failure_seen())
+                    flags = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
+                losses += metrics.add(parts, flags)
 
             try:
                 self._compute(micro, index, timer, on_losses, sync=self._sync and is_last)
@@ -357,21 +356,6 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
         return [part.value.detach() for part in parts]
 
-    def _agree(self, metrics: step_parts.StepMetrics, num_samples: int, group: Group | None) -> step_parts.StepMetrics:
-        """Sum ``metrics`` over the ranks, and return them; keep the flags.
-
-        Collective: every rank of ``group``. On CPUs the flags are read at once, from a device in the next step.
-        """
-        replicas = self.strategy.num_replicas
-        metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
-        if group is not None:
-            if self._loss_group is not group:
-                all_reduce(metrics.flags, group=group)
-            self._flags = HostCopy(metrics.flags), self.num_steps_done
-            if self.device.type == "cpu":
-                self.settle()
-        return metrics
-
     def _is_missing(self, computed: Computed) -> bool:
         """Return whether no rank could read any sample of the step. Blocks until forward is done if this one could not.
 
@@ -390,7 +374,9 @@ class Trainer:
     # --- the update of a step -----------------------------------------------------------------------------------------
 
     def _update(self, divisor: Tensor | None, computed: Computed, step: int) -> tuple[Tensor, bool]:
-        """Clip the gradient and update the parameters; return the norm before clipping, and whether they were updated.
+        """Divide and clip the gradient, by its global norm and in one pass over it, and update the parameters.
+
+        Return the norm before clipping, and whether they were updated.
 
         A sum with NaN or infinity is not finite, and all ranks hold the same bits of the reduced gradient, so all get
         the same result without communication. (If the gradient is sharded, the norm is summed over the ranks.)
@@ -402,7 +388,21 @@ class Trainer:
         """
         self._seeds.all(step_parts.UPDATE, step)  # some optimizers draw random numbers
         in_backward = self.policy is Update.IN_BACKWARD
-        norm, copy = self._finish_gradient(None if in_backward else divisor)
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        norm, factor = self._gradients.norm(), None
+        if divisor is not None and not in_backward:
+            factor = 1.0 / (divisor * scale)
+        elif scale != 1.0:
+            factor = torch.full_like(norm, 1.0 / scale)
+        norm = norm if factor is None else norm * factor.to(norm)
+        # Queued before that pass and before the update: to read it, the host does not wait for them.
+        copy = HostCopy(norm)
+        if self.settings.clip is not None:
+            # As in ``clip_grad_norm_``; but one NaN must not reach all parameters: which of them has it is reported.
+            shorten = torch.clamp(self.settings.clip / (norm + 1e-6), max=1.0).nan_to_num(nan=1.0)
+            factor = shorten if factor is None else factor * shorten
+        if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
+            self._gradients.multiply_(factor)
         if not in_backward:
             step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
         # The host checks the first update in any case: see [Note: checks one forward later].
@@ -419,29 +419,6 @@ class Trainer:
         if not in_backward:
             self.optimizer.step()
         return norm, True
-
-    def _finish_gradient(self, divisor: Tensor | None) -> tuple[Tensor, HostCopy]:
-        """Divide the gradient and clip it (gradient clipping by global norm), in one pass over it.
-
-        Return the norm before clipping, and its copy to the host, which is queued before that pass and before the
-        update: to read it, the host does not wait for them.
-        """
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        norm, factor = self._gradients.norm(), None
-        if divisor is not None:
-            factor = 1.0 / (divisor * scale)
-        elif scale != 1.0:
-            factor = torch.full_like(norm, 1.0 / scale)
-        norm = norm if factor is None else norm * factor.to(norm)
-        copy = HostCopy(norm)
-        if self.settings.clip is not None:
-            shorten = step_parts.clip_factor(norm, self.settings.clip)
-            # One NaN must not reach all parameters: which of them has it is reported.
-            shorten = torch.where(norm.isnan(), torch.ones_like(shorten), shorten)
-            factor = shorten if factor is None else factor * shorten
-        if factor is not None:  # also if the gradient is not used: the device would be idle in a wait
-            self._gradients.multiply_(factor)
-        return norm, copy
 
     def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
@@ -547,12 +524,6 @@ class Trainer:
         """Write the weights to a file; see `model_state.export_weights`. Collective: every rank of the group."""
         model_state.export_weights(self.strategy.weights(self._model), path, writes=writes)
 
-    @property
-    def epoch(self) -> float | None:
-        """Number of passes over the data set, with fractions; None for a stream."""
-        steps_per_epoch = self.plan.order.steps_per_epoch
-        return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
-
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
         """Within the block, steps run forward and backward without communication, and discard the gradients.
@@ -635,9 +606,9 @@ class Trainer:
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))
-        if self.settings.reproducible is not None:
-            now = reproducible.differences(state["machine"], reproducible.describe_machine(self.device))
-            self.caveats += [f"the run was started on another machine: {', '.join(now)}"] * bool(now)
+        now = reproducible.describe_machine(self.device)
+        if self.settings.reproducible is not None and state["machine"] != now:
+            self.caveats.append(f"the run was started on another machine: {state['machine']}, not {now}")
 
     def close(self) -> None:
         """Stop the loader processes."""

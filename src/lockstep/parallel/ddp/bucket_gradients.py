@@ -58,13 +58,13 @@ class FlatGradients:
         """Return the norm of all gradients together, a 0-dimensional tensor; does not block."""
         early, self._norms = self._norms if norm_type == 2.0 else {}, {}  # used only once: gradients may change
         norms: list[Tensor] = []
-        others = gradients_of(self._outside)
+        others = gradients_of(self._outside) if self._outside else []
         for bucket in self._reducer.bucket_set.buckets:
             if bucket.holds_all:
                 norms.append(early[bucket] if bucket in early else flat_norm(bucket.gradients, norm_type))
             else:
                 others += gradients_of(bucket.parameters)
-        return combine_norms([*norms, *list_norms(others, norm_type)], norm_type)
+        return combine_norms([*norms, *list_norms(others, norm_type)] if others else norms, norm_type)
 
     def is_finite(self, norm: Tensor) -> bool:
         """Return whether all gradients are finite. ``norm`` is their `norm` times a finite factor. Blocks."""

@@ -536,3 +536,56 @@ class BucketSet:
         for position, bucket in enumerate(buckets):
             bucket.position, bucket.is_last = position, position == len(buckets) - 1
         return buckets
+
+
+# --- parameters that came later, and are in no bucket ---
+
+requires_grad = operator.attrgetter("requires_grad")
+_get = dict[str, Any].get
+
+
+class WrappedParameters:
+    """Detects parameters whose gradients would not be averaged: those added or unfrozen after wrapping.
+
+    Args:
+        module: The model.
+        ignore: Names of parameters that are not reduced.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignore: set[str]) -> None:
+        self._module, self._ignore = module, ignore
+        self._known = set(module.parameters())
+        named = module.named_parameters()
+        self._frozen = {each for name, each in named if not each.requires_grad and name not in ignore}
+        self._note_entries()
+
+    def _note_entries(self) -> None:
+        """Record where each parameter and each layer is registered, and under which name."""
+        self._homes: list[dict[str, Any]] = []
+        for layer in self._module.modules():
+            self._homes += [torch_internals.own_parameters(layer), torch_internals.submodules(layer)]
+        self._num_entries = sum(map(len, self._homes))
+        self._home_of = [home for home in self._homes for _ in home]
+        self._names = [name for home in self._homes for name in home]
+        self._entries = [home[name] for home in self._homes for name in home]
+
+    def check(self) -> None:
+        """Raise LockstepError if there is a trainable parameter that is in no bucket."""
+        # No Python loop if nothing has changed, since this runs in every step.
+        entries = map(_get, self._home_of, self._names)
+        is_changed = sum(map(len, self._homes)) != self._num_entries or any(
+            map(operator.is_not, entries, self._entries)
+        )
+        if not is_changed and not any(map(requires_grad, self._frozen)):
+            return
+        for name, parameter in self._module.named_parameters():
+            # torch.func.functional_call temporarily puts plain tensors there, which must not be averaged.
+            if name in self._ignore or not isinstance(parameter, torch.nn.Parameter) or not parameter.requires_grad:
+                continue
+            if parameter in self._frozen or parameter not in self._known:
+                what = "is trained now, but was frozen" if parameter in self._frozen else "was not in the model"
+                raise LockstepError(
+                    f"Parameter {name} {what} when it was wrapped: its gradient would not be averaged over the ranks.\n"
+                    "Replace or unfreeze before wrapping, or wrap again: model = DistributedDataParallel(model.module)."
+                )
+        self._note_entries()

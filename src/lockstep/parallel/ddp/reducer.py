@@ -21,12 +21,12 @@ from torch.futures import Future
 from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
+from lockstep.containers import hook_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights, check_weight
-from lockstep.parallel.module_io import hook_tensors
 from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 

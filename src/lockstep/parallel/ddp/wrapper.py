@@ -18,13 +18,14 @@ from lockstep import torch_internals
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_group
 from lockstep.comm.process import keep_freed_memory
+from lockstep.containers import find_tensors, hook_tensors
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
-from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet
+from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters, requires_grad
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
 from lockstep.parallel.ddp.weighting import check_weight, encode_message
@@ -167,7 +168,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             keep_freed_memory()  # otherwise the memory of activations returns to the system after each step
         group = self.process_group
         self._model_sync = setup.ModelSync(self.module, self.parameters_to_ignore, group, self.device)
-        self._wrapped_parameters = module_io.WrappedParameters(self.module, self.parameters_to_ignore)
+        self._wrapped_parameters = WrappedParameters(self.module, self.parameters_to_ignore)
         parameters = self._model_sync.named_parameters().items()
         bucket_set = BucketSet(
             {name: parameter for name, parameter in parameters if parameter.requires_grad},
@@ -303,7 +304,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
-        if self.training and not any(map(module_io.requires_grad, module_io.find_tensors(output))):
+        if self.training and not any(map(requires_grad, find_tensors(output))):
             output = module_io.anchor_tensors(output)
         self.reducer.prepare_for_backward(output)
         return output
@@ -535,7 +536,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         delays = self._sync_layers.must_delay_buckets(uneven=self.reducer.bucket_set.is_uneven)
         self.reducer.before_launch = self._sync_layers.end_backward if delays else None
         if self._sync_layers.is_open and not self.require_backward_grad_sync:  # no reducer will call it
-            module_io.hook_tensors(output, self._sync_layers.on_local_backward)
+            hook_tensors(output, self._sync_layers.on_local_backward)
 
     # --- gradients of whole buckets -----------------------------------------------------------------------------------
 

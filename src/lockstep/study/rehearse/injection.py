@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import activity
-from lockstep.parallel.module_io import find_tensors
+from lockstep.containers import find_tensors
 from lockstep.study.rehearse import fault_rules
 from lockstep.study.rehearse.fault_rules import Rule
 from lockstep.telemetry.instrument import Instrument

@@ -21,8 +21,7 @@ from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, compare
 from lockstep.study.verify.interventions import Experiment, Given, Subject
 from lockstep.study.verify.reference_loop import perform
 from lockstep.train.plan import check_batch
-from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.strategies.reproducible import refuse_reproducible
+from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.task import Task
 
 _SAME_RUN = "With SGD, an exchange in every step and an outer rate of 1, the run is the same as with ddp."
@@ -95,8 +94,7 @@ def verify_exchanges(
         ConfigurationError: The task, the settings or the devices cannot be used.
     """
     check_count(devices)
-    if settings.reproducible is not None:
-        refuse_reproducible(strategy)
+    check_engine(strategy, settings)
     loaded = load(task)
     check_batch(loaded, settings, devices)
     name = Path(task).name if isinstance(task, str) else loaded.name

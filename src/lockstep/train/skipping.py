@@ -1,4 +1,4 @@
-"""Non-finite (NaN, infinite) gradients: detected by all ranks in the same step, with rank, module and samples."""
+"""What a run stops at, or skips and counts: samples that cannot be read, and steps whose gradient is not finite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,16 +14,190 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.activity import format_ranks
-from lockstep.comm.collectives import all_gather_object
+from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.fully_shard import local_part, own_class
-from lockstep.data.loader import MicroBatch
-from lockstep.data.order import GlobalOrder
-from lockstep.errors import NonFiniteGradient
-from lockstep.parallel.module_io import find_tensors
-from lockstep.train.buffers import BufferSnapshot
+from lockstep.containers import find_tensors
+from lockstep.data.loader import BadSample, BatchSplit, MicroBatch, stop_error
+from lockstep.errors import ConfigurationError, DataError, NonFiniteGradient
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule
 from lockstep.train.strategies.strategy import Strategy
+
+# --- samples that cannot be read, over all ranks ----------------------------------------------------------------------
+
+# Number of different samples that may be bad, or fraction of the data set if that is more.
+_MOST, _MOST_OF_ALL = 10, 0.01
+
+
+@dataclass(kw_only=True)
+class BadSamples:
+    """Collects the samples that the ranks could not read.
+
+    Args:
+        skip: Whether the run continues without them.
+        device: Device of this rank.
+        group: The ranks that train together; None: only this process.
+        num_samples: Length of the data set; None for a stream.
+        evaluation: Whether this is the data set for evaluation.
+
+    Attributes:
+        skipped: The samples that were skipped so far, over all ranks.
+        num_in_step: Number of bad samples in the current step that were exchanged.
+        pending: Bad samples of this rank that were not exchanged yet.
+    """
+
+    skip: bool
+    device: torch.device
+    group: Group | None
+    num_samples: int | None
+    evaluation: bool = False
+    skipped: list[BadSample] = field(default_factory=list)
+    pending: list[BadSample] = field(default_factory=list)
+    num_in_step: int = 0
+
+    def add(self, micro: MicroBatch) -> None:
+        """Add the bad samples of a micro-batch of the step.
+
+        Raises:
+            DataError: The run is to stop, and there are no other ranks.
+        """
+        # If there are other ranks, this rank still takes part in the step, like a rank without samples, otherwise they
+        # would wait. The number is sent with the sums of the losses, so it needs no additional exchange.
+        self.pending += micro.bad
+        if self.pending and self.group is None:
+            self._take([self.pending])
+
+    def all_have_samples(self, micro: MicroBatch, index: int, split: BatchSplit) -> bool:
+        """Return whether all ranks have samples in a micro-batch, for engines that must know it before forward.
+
+        Collective: every rank, if there is a group and each should have samples. Blocks. Neither on a device if the run
+        stops at bad samples.
+
+        Args:
+            micro: The micro-batch of this rank, after `add`.
+            index: The number of the micro-batch in its step.
+            split: Whether each rank should have samples follows from it.
+
+        Raises:
+            DataError: On a device, on this rank alone: it could not read its samples, and the run is to stop.
+        """
+        if not split.all_have_samples(micro.num_global, index):
+            return False
+        has_samples = bool(micro.batches)
+        if self.group is None:
+            return has_samples
+        if self.device.type != "cpu" and not self.skip:
+            if not has_samples:
+                self._take([self.pending])
+            return True
+        flag = torch.tensor([int(has_samples)], device=self.device)
+        all_reduce(flag, group=self.group, op="min")
+        return bool(flag.item())
+
+    def exchange(self, last_step: float = math.inf) -> None:
+        """Exchange the bad samples of all ranks.
+
+        Collective: every rank, if there is a group. Blocks.
+
+        Args:
+            last_step: Those of later steps stay.
+
+        Raises:
+            DataError: There are some, and the run is to stop; or there are too many.
+        """
+        if self.group is None:
+            return
+        # On CPUs this happens before the parameters are updated. On a device it happens in the next step, so that the
+        # host does not wait; the parameters of a run that stops here are not used.
+        mine = [list(sample) for sample in self.pending if sample.step <= last_step]
+        later = [sample for sample in self.pending if sample.step > last_step]
+        ranks = all_gather_object(mine, group=self.group, device=self.device)
+        # JSON turns tuples into lists, which are not hashable.
+        self._take([[BadSample(*each)._replace(others=tuple(each[-1])) for each in samples] for samples in ranks])
+        self.pending = later
+
+    def _take(self, ranks: Sequence[Sequence[BadSample]]) -> None:
+        self.pending = []
+        # Every rank reads the whole stream, so all report the same sample.
+        different = {sample for samples in ranks for sample in samples}
+        bad = sorted(different, key=lambda sample: (sample.step, sample.sample))
+        if not bad:
+            return
+        data = "the evaluation data set" if self.evaluation else "the data set"
+        if not self.skip or any(sample.others for sample in bad):
+            raise stop_error(bad, data, evaluation=self.evaluation)
+        self.skipped += bad
+        self.num_in_step += len(bad)
+        num_different = len({sample.sample for sample in self.skipped})
+        num_allowed = math.inf if self.num_samples is None else max(_MOST, int(_MOST_OF_ALL * self.num_samples))
+        if num_different > num_allowed:
+            raise DataError(
+                f'{num_different} samples of {data} cannot be read, more than bad_samples="skip" allows '
+                f"({num_allowed}). The last is {bad[-1].name}\n"
+                "Check that the storage is available and the files are complete. Repair or remove unreadable samples."
+            )
+
+
+# --- buffers, which evaluation, virtual shards and skipped steps must not change --------------------------------------
+
+
+class BufferSnapshot:
+    """A snapshot of the buffers of ``model``.
+
+    Attributes:
+        names: The names of all buffers, each buffer once.
+        objects: The tensors that were the buffers at the time of the snapshot.
+        values: Copies of their values.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.names = [name for name, _ in model.named_buffers()]
+        self.objects: list[Tensor] = []
+        self.values: list[Tensor] = []
+        # By id of the module; with the module itself, so that its id is not reused.
+        self._owners: dict[int, tuple[nn.Module, list[tuple[nn.Module, str]]]] = {}
+
+    def keep(self) -> None:
+        """Take a snapshot."""
+        self.objects = self.read(self._model)
+        self.values = [buffer.clone() for buffer in self.objects]
+
+    @torch.no_grad()
+    def restore_where(self, condition: Tensor) -> None:
+        """Restore the values of the snapshot if ``condition``, a 0-dimensional tensor, holds. Does not block."""
+        for now, value in zip(self.read(self._model), self.values, strict=True):
+            now.copy_(torch.where(condition, value, now))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffers of the snapshot: the same tensors with the same values."""
+        for (owner, name), buffer, value in zip(self._owners_in(self._model), self.objects, self.values, strict=True):
+            if owner._buffers[name] is not buffer or not torch.equal(buffer, value):
+                owner._buffers[name] = buffer
+                buffer.copy_(value)
+
+    def read(self, module: nn.Module) -> list[Tensor]:
+        """Return the current buffers of ``module``, which is the model or a replica of it.
+
+        Raises:
+            ConfigurationError: A buffer has become None.
+        """
+        buffers = [owner._buffers[name] for owner, name in self._owners_in(module)]
+        for buffer, name in zip(buffers, self.names, strict=True):
+            if buffer is None:
+                raise ConfigurationError(f"The buffer {name} became None in forward.\nStore it in a plain attribute.")
+        return cast(list[Tensor], buffers)
+
+    def _owners_in(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Return the submodule and the local name of each buffer; cached, because the lookup is slow."""
+        if id(module) not in self._owners:
+            paths = [full_name.rpartition(".") for full_name in self.names]
+            self._owners[id(module)] = module, [(module.get_submodule(path), name) for path, _, name in paths]
+        return self._owners[id(module)][1]
+
+
+# --- gradients that are NaN or infinite: all ranks detect them in the same step, with rank, module and samples --------
 
 _MOST_SAMPLES = 64
 _MOST_IN_A_ROW = 5
@@ -253,7 +427,8 @@ class NonFiniteGuard:
             device = next(self.model.parameters()).device
             ranks = all_gather_object(ranks[0], group=group, device=device)
         firsts = [first for _, first in ranks if first is not None]
-        epoch = self.plan.order.epoch(step) if isinstance(self.plan.order, GlobalOrder) else None
+        per_epoch = self.plan.order.steps_per_epoch
+        epoch = None if per_epoch is None else step // per_epoch
         origins = tuple(Origin(*origin) for origin, _ in ranks if origin is not None)
         parameter = names[min(firsts)] if firsts else None
         return NonFiniteStep(step, epoch, origins, parameter, len(ranks), self.plan.split.accumulate, replays)
