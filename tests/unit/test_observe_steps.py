@@ -9,7 +9,7 @@ import torch
 from lockstep.observe import steps as module
 from lockstep.observe.monitor import complete
 from lockstep.observe.steps import Steps, num_samples
-from lockstep.telemetry import timer
+from lockstep.telemetry import recorder
 from lockstep.telemetry.record import StepLine, Timeline, to_json
 
 MAIN, OTHER = 1, 2
@@ -22,8 +22,8 @@ class Loop:
         self.now = 100.0
         clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(timer, "time", clock)
-        monkeypatch.setattr(timer.activity, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
+        monkeypatch.setattr(recorder, "time", clock)
+        monkeypatch.setattr(recorder.activity, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
         self.done_steps, self.evaluations = [], []
         self.steps = Steps(torch.device("cpu"), self.done_steps.append, self.evaluated)
 
@@ -34,7 +34,7 @@ class Loop:
         self.now += seconds
 
     def fetch(self, seconds=1.0, samples=8):
-        asked = timer.moment(torch.device("cpu"))
+        asked = recorder.moment(torch.device("cpu"))
         self.rest(seconds)
         self.steps.batch(asked, samples)
 

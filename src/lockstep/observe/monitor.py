@@ -34,9 +34,8 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import Event, EventName, num_restarts
-from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of, moment
 from lockstep.telemetry.step_times import Number, StepMarks
-from lockstep.telemetry.timer import moment
 from lockstep.train.settings import FitSettings, ViewName
 
 # --- `monitor`: one line in a script ----------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from lockstep.accelerator import is_capturing
 from lockstep.containers import find_tensors
 from lockstep.telemetry.instrument import in_backward
+from lockstep.telemetry.recorder import Moment, add_span, moment
 from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
-from lockstep.telemetry.timer import Moment, add_span, moment
 
 # Batches that are kept until a forward shows whether they are for training.
 _MOST_BATCHES = 256

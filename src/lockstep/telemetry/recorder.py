@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.accelerator import start_thread, synchronize
+from lockstep import activity
+from lockstep.accelerator import mark_on, start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import keep_rest_aside, read_object, replace_file
-from lockstep.telemetry import record
+from lockstep.telemetry import ranges, record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
@@ -66,6 +67,69 @@ def learning_rate_of(optimizer: Optimizer) -> float | None:
     """Return the learning rate of the first group; None if there is none, or if it is on the device."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)
+
+
+# --- the times of a step, in the training thread ----------------------------------------------------------------------
+
+# A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
+Moment = tuple[Mark, float, float, bytes]
+
+
+def moment(device: torch.device) -> Moment:
+    """Return the present moment, on the stream of ``device``. Does not block."""
+    at = time.perf_counter()
+    # On CPU, the time of the host is also the mark, which saves a call.
+    return (at if device.type == "cpu" else mark_on(device)), at, activity.now.waited_s, activity.core_use()
+
+
+class StepTimer:
+    """Takes down the phases of one step where they begin, as marks: no call waits for the device.
+
+    A phase lasts until the next one begins. During profiling (`ranges.now`), it is also a range in the
+    trace. The first phase is ``data_wait``.
+
+    Args:
+        device: The device whose time is measured.
+        number: The number of the step, counted from 0.
+
+    Attributes:
+        marks: The step so far.
+    """
+
+    def __init__(self, device: torch.device, number: int = 0) -> None:
+        self._device = device
+        self._range = ExitStack()
+        self._since = moment(device)
+        mark, at, *_ = self._since
+        self.marks = StepMarks(number, mark, at, time.time(), mark)
+        self._phase, activity.now.phase = "data_wait", "loader"
+        if ranges.now:
+            self.name_phase("data_wait")
+
+    def begin(self, phase: str, *, at: Mark | None = None) -> None:
+        """End the phase before, now or at the mark ``at``, and begin ``phase``, one of `PHASES`; "" after the last."""
+        since, self._since = self._since, moment(self._device)
+        if at is not None:  # the host's waits and its use of cores until now belong to the phase that ends
+            self._since = (at, *self._since[1:])
+        add_span(self.marks, self._phase, since, self._since)
+        self.marks.end = self._since[0]
+        self._phase = phase
+        activity.now.phase = "loader" if phase == "data_wait" else phase
+        # A range of the trace cannot begin earlier: at a mark, that of the phases before goes on.
+        if at is None and ranges.now:
+            self.name_phase(phase)
+
+    def name_phase(self, name: str) -> None:
+        """End the profiler's range of the phase, and begin another; none if ``name`` is empty."""
+        self._range.close()
+        if ranges.now and name:
+            self._range.enter_context(ranges.around(name))
+
+
+def add_span(step: StepMarks, phase: str, begin: Moment, end: Moment) -> None:
+    """Add a phase to ``step``."""
+    step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
+    step.core_uses.append((begin[3], end[3]))
 
 
 # --- the figures of one rank ------------------------------------------------------------------------------------------

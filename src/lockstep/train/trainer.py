@@ -26,8 +26,8 @@ from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
-from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, make_plan

@@ -31,8 +31,8 @@ from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
+from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import Mark
-from lockstep.telemetry.timer import StepTimer
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
