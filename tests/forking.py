@@ -83,11 +83,12 @@ def install(connect, *, for_single_ranks=False):
         connect: Called when something is started for the first time.
         for_single_ranks: Whether also a single rank is forked, for which `launch` starts no server.
     """
-    before = dict(os.environ)
+    before, lock = dict(os.environ), threading.Lock()
+    cached = functools.cache(lambda number: Server(connect(number), before))
 
-    @functools.cache
     def server(number=0):
-        return Server(connect(number), before)
+        with lock:  # two threads may start something for the first time
+            return cached(number)
 
     def execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, *others):
         args = args if isinstance(args, str | os.PathLike) else [os.fspath(word) for word in args]
