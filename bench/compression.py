@@ -162,11 +162,11 @@ def exchange(num_rounds: int) -> dict[str, dict[str, float]]:
         steps, shapes = gradients(Language(384, 6, 64), 1)
         flat = steps[0]
         sent_bytes: list[int] = []
-        send = compression.send_async
+        start = compression.start_exchange
 
-        def count(tensor: Tensor, **how: Any) -> Any:
-            sent_bytes.append(tensor.nbytes)
-            return send(tensor, **how)
+        def count(group: Any, sent: Mapping[int, Tensor], *others: Any) -> Any:
+            sent_bytes.extend(each.nbytes for each in sent.values())
+            return start(group, sent, *others)
 
         def turn(codec: Codec, residual: Tensor) -> Callable[[], object]:
             kept = residual if codec.keeps_residual else None
@@ -179,7 +179,7 @@ def exchange(num_rounds: int) -> dict[str, dict[str, float]]:
             turns[method] = turn(compression.make(method), torch.zeros_like(flat))
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         num_bytes = dict.fromkeys(turns, 2 * (world.world_size - 1) / world.world_size * flat.nbytes)
-        with mock.patch.object(compression, "send_async", count):
+        with mock.patch.object(compression, "start_exchange", count):
             for index in range(num_rounds):
                 for name in order_of_round(list(turns), index):
                     flat.copy_(steps[0])

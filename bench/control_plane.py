@@ -70,8 +70,9 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.heartbeat import Heartbeat
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.record import Event
-from lockstep.telemetry.recorder import Place, Recorder, Subscriber
+from lockstep.telemetry.recorder import Place, Recorder
 from lockstep.telemetry.resources import Resources
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.watchdog import Verdict, Watchdog
 
 SIZES, QUICK_SIZES = (64, 256, 1000), (16, 64)
@@ -258,8 +259,8 @@ class _Machine:
     def prepare_status(self) -> None:
         def make(rank: int) -> Recorder:
             recorder = Recorder(Place(rank, self.size), [torch.device("cpu")], Snapshot(num_steps=100))
-            keys = StatusKeys(rank, self.size)
-            recorder.subscribe([self.snapshot] if rank == 0 else [], keys)
+            recorder.subscribe(self.snapshot)
+            recorder.keys = StatusKeys(rank, self.size)
             return recorder
 
         self.recorders = self.of_each_rank(make)
@@ -315,17 +316,18 @@ class _Machine:
         assert found.text == "machine 1", found
 
     def prepare_restart(self) -> None:
-        self.side = RendezvousPerRestart("job", Met(self.node, self.num_nodes, self.port))
-        self.side.next_rendezvous()
+        self.side = RendezvousPerRestart("job", Met(self.node, self.num_nodes, self.port), lambda: False)
+        self.side.num_restarts = self.node - 1
 
     def restart(self) -> None:
-        assert self.side.agree_on_restarts(self.node) == self.num_nodes - 1
+        self.side.next_rendezvous()
+        assert self.side.num_restarts == self.num_nodes - 1
 
     def elastic(self) -> None:
         sizes, conf = (self.num_nodes, self.num_nodes), {"join_timeout": 300, "last_call_timeout": 1}
         where = "c10d", f"127.0.0.1:{self.port}", "job"
         inner = get_rendezvous_handler(RendezvousParameters(*where, *sizes, "127.0.0.1", is_host=0, **conf))
-        self.handler = RendezvousPerRestart("job", inner)
+        self.handler = RendezvousPerRestart("job", inner, lambda: False)
         self.handler.next_rendezvous()
 
     # --- in its process

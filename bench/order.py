@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.data import order
+from lockstep.data import loader
 from lockstep.data.loader import GlobalOrder
 
 BATCH, NUM_BATCHES = 256, 1000
@@ -54,7 +54,7 @@ def main() -> None:
         for seed in range(rounds):
             samples = GlobalOrder(length, BATCH, seed)
             first = samples.steps_per_epoch // 2
-            order._block.cache_clear()
+            loader._block.cache_clear()
             at_once.append(seconds(lambda samples=samples, first=first: batches(samples, first, 1)))
             each.append(
                 seconds(lambda samples=samples, first=first: batches(samples, first, NUM_BATCHES)) / NUM_BATCHES

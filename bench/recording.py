@@ -26,7 +26,8 @@ from bench.harness import SECTION_TIMEOUT_S, Rounds, parser, record, run_rounds,
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
 from lockstep.telemetry.record import Event
-from lockstep.telemetry.recorder import PERIOD_S, Subscriber
+from lockstep.telemetry.recorder import PERIOD_S
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.train.recording import RunRecord
 from lockstep.train.settings import FitSettings
 from lockstep.train.trainer import Trainer

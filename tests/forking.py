@@ -83,11 +83,12 @@ def install(connect, *, for_single_ranks=False):
         connect: Called when something is started for the first time.
         for_single_ranks: Whether also a single rank is forked, for which `launch` starts no server.
     """
-    before = dict(os.environ)
+    before, lock = dict(os.environ), threading.Lock()
+    cached = functools.cache(lambda number: Server(connect(number), before))
 
-    @functools.cache
     def server(number=0):
-        return Server(connect(number), before)
+        with lock:  # two threads may start something for the first time
+            return cached(number)
 
     def execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, *others):
         args = args if isinstance(args, str | os.PathLike) else [os.fspath(word) for word in args]
@@ -98,7 +99,7 @@ def install(connect, *, for_single_ranks=False):
             environ[PLACE] = pickle.dumps((cwd, preexec_fn)).hex()
             standard = [own if fd == -1 else fd for own, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
             forks = server(int(environ.pop(SERVER, 0)))
-            process = forks.fork(args[1:], environ, standard, new_session=others[-2])
+            process = forks.fork(args[1:], environ, standard)
         if process is None:
             given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo)
             return _execute_child(self, *given, *others)
@@ -132,9 +133,18 @@ def run(words):
         # Of the commands only `rehearse` starts something else than ranks.
         if words[0] != "-u" and (words[1:2] != ["lockstep"] or words[2:3] == ["rehearse"]):
             prepare_children()
-        fork_server.become(words)
+        become(words)
 
     end(program)
+
+
+def become(words):
+    """Run as ``python WORDS``: a rank, a script, or a module after ``-m``."""
+    if words[0] == "-u":
+        fork_server.become(words)
+    sys.orig_argv, is_module = [sys.executable, *words], words[0] == "-m"
+    sys.argv = words[is_module:]
+    (bootstrap.run_module if is_module else bootstrap.run_script)(sys.argv[0])
 
 
 def prepare_children():

@@ -38,4 +38,4 @@ def verify_on(ranks, task, *, num_steps=3, num_devices=2, **settings):
 
 
 def causes(verification):
-    return [finding.cause.value for finding in verification.findings]
+    return [finding.cause for finding in verification.findings]

@@ -26,7 +26,7 @@ import lockstep
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import picture
 from lockstep.telemetry.record import Event
-from lockstep.telemetry.recorder import Subscriber
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.train.task import load_task
 
 REPO = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Activity:
         collective: The operation that the main thread waits in, such as ``all_reduce``; empty if none. See `waiting`.
         num_calls: Communication calls on groups that do not count their calls themselves.
         waited_s: Seconds that this rank has spent in blocking collectives since its start.
-        failure: The exception that ended this rank's part in the job, although its process may go on.
+        failure: The exception that ended this rank's part in the job, although its process may go on; empty if none.
         on_failure: Called with the exception of `fail`: the launcher is to learn of it before the peers fail.
     """
 
@@ -44,7 +44,7 @@ class Activity:
     collective: str = ""
     num_calls: int = 0
     waited_s: float = 0.0
-    failure: str | None = None
+    failure: str = ""
     on_failure: Callable[[BaseException], None] | None = None
 
     @property
@@ -136,12 +136,8 @@ def name_of_bucket(names: Sequence[str]) -> str:
     """Return a short name for the parameters of a bucket, such as ``layers.7.mlp.*``."""
     if len(names) == 1:
         return names[0]
-    parts = [name.split(".")[:-1] for name in names]
-    levels = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
-    common = [level[0] for level in levels]
-    if common and (len(common) > 1 or all(part == common for part in parts)):
-        return ".".join((*common, "*"))
-    return f"{names[0]} ... {names[-1]}"
+    module = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    return f"{module}.*" if module else f"{names[0]} ... {names[-1]}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

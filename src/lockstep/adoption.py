@@ -34,18 +34,12 @@ def adopt() -> None:
         id(torch.nn.SyncBatchNorm): SyncBatchNorm,
         id(torch.utils.data.DistributedSampler): DistributedSampler,
     }
+    # torch's internal modules that are already loaded may rely on the internals of torch's class. They recognise ours
+    # by isinstance, because our engine registers itself with torch's class. Modules loaded later get ours.
     # A copy of the list: reading an attribute of a module may import another module.
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and _may_change(module_name):
+        may_change = module_name in _PUBLIC_HOMES or module_name.split(".")[0] not in ("torch", "lockstep")
+        if isinstance(module, ModuleType) and may_change:
             for name, value in list(vars(module).items()):
                 if id(value) in replacements:
                     setattr(module, name, replacements[id(value)])
-
-
-def _may_change(module_name: str) -> bool:
-    """Return whether names in a module are replaced.
-
-    torch's internal modules that are already loaded may rely on the internals of torch's class. They recognise ours by
-    isinstance, because our engine registers itself with torch's class. Modules loaded later get ours.
-    """
-    return module_name in _PUBLIC_HOMES or module_name.split(".")[0] not in ("torch", "lockstep")

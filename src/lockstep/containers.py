@@ -6,10 +6,11 @@ stay on the CPU.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import is_not
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -54,6 +55,35 @@ def with_items(value: Any, items: Iterable[Any]) -> Any:
     else:
         copied[:] = new
     return copied
+
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return the items by their key, in the order in which they and the keys first come."""
+    groups: dict[_Key, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
+
+
+def in_chunks(
+    items: Iterable[_Item], kind: Callable[[_Item], Hashable], nbytes: Callable[[_Item], int], limit: int
+) -> list[list[_Item]]:
+    """Return lists of items of one kind, each of at most ``limit`` bytes or one item, in the order of their firsts."""
+    chunks: list[list[_Item]] = []
+    open_chunks: dict[Hashable, tuple[list[_Item], int]] = {}
+    for item in items:
+        key, size_bytes = kind(item), nbytes(item)
+        chunk, filled = open_chunks.get(key, ([], 0))
+        if not chunk or filled + size_bytes > limit:
+            chunk, filled = [], 0
+            chunks.append(chunk)
+        chunk.append(item)
+        open_chunks[key] = chunk, filled + size_bytes
+    return chunks
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:

@@ -158,21 +158,15 @@ class RankEnv:
         Raises:
             ConfigurationError: They do not.
         """
-        if self.world_size < 1:
-            raise ConfigurationError(
-                f"{size_name}={self.world_size} is not a world size.\nSet it to the number of processes of the job."
-            )
         if not 1 <= self.local_world_size <= self.world_size:
             raise ConfigurationError(
                 f"{local_size_name} says {self.local_world_size} ranks on this machine, but {size_name} says "
                 f"{self.world_size} in all.\nCorrect one of the two: the first lies between 1 and the second."
             )
-        for name, rank, size in (
-            (rank_name, self.rank, self.world_size),
-            (local_rank_name, self.local_rank, self.local_world_size),
-        ):
+        ranks = (rank_name, self.rank, size_name, self.world_size)
+        local_ranks = (local_rank_name, self.local_rank, local_size_name, self.local_world_size)
+        for name, rank, of, size in (ranks, local_ranks):
             if not 0 <= rank < size:
-                of = size_name if name == rank_name else local_size_name
                 raise ConfigurationError(
                     f"{name}={rank} is out of range: {of} says {size} ranks.\nRanks count from 0 to {size - 1}."
                 )
@@ -183,10 +177,9 @@ def is_loopback(host: str) -> bool:
     """Return whether ``host`` names this machine's loopback interface, without asking a name server."""
     if host.lower() in ("localhost", "localhost.localdomain"):
         return True
-    try:
+    with contextlib.suppress(ValueError):  # a name
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def _from_torchrun(env: Mapping[str, str], rank_name: str) -> RankEnv:
@@ -305,16 +298,17 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def group_folders(controller: str, root: Path | None = None, own: Path | None = None) -> list[Path]:
-    """Return the folders of this process's control groups, from the innermost to the root; some may not exist.
+def read_groups(controller: str, file: str, root: Path | None = None, own: Path | None = None) -> list[str]:
+    """Return the texts of ``file``, such as ``cpu.max``, of this process's control groups, from the innermost on.
 
     Args:
         controller: The hierarchy, in version 1 of control groups; version 2 has one hierarchy for all controllers.
+        file: One that not every group has.
         root: The mount point of control groups.
         own: The list of this process's groups.
     """
     root, own = root or CGROUP_ROOT, own or OWN_CGROUPS
-    folders = []
+    folders, found = [], []
     for line in own.read_text().splitlines() if own.exists() else ():
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
@@ -322,13 +316,7 @@ def group_folders(controller: str, root: Path | None = None, own: Path | None = 
             inner = (Path(path) / "x").relative_to("/").parents
             bases = [root] if names == "" else [root / names, root / controller]
             folders += [base / part for base in bases for part in inner]
-    return list(dict.fromkeys([*folders, root]))
-
-
-def read_groups(controller: str, file: str, root: Path | None = None, own: Path | None = None) -> list[str]:
-    """Return the texts of ``file``, such as ``cpu.max``, in those `group_folders` that have it."""
-    found = []
-    for folder in group_folders(controller, root, own):
+    for folder in dict.fromkeys([*folders, root]):
         with contextlib.suppress(OSError):
             found.append((folder / file).read_text().strip())
     return found
@@ -367,13 +355,6 @@ def usable_cores() -> int:
 # path themselves.
 
 _MOST_BYTES = 107
-_FOLDER, _SOCKET = "/pymp-xxxxxxxx", "/listener-xxxxxxxx"
-
-
-def is_socket_folder_too_long(folder: str) -> bool:
-    """Return whether the path of ``folder``, for temporary files, is too long for sockets of loader processes."""
-    is_python_careful = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
-    return not is_python_careful and len(os.fsencode(folder + _FOLDER + _SOCKET)) > _MOST_BYTES
 
 
 def check_socket_folder() -> None:
@@ -384,7 +365,8 @@ def check_socket_folder() -> None:
     """
     # The folder that the launcher has chosen for its ranks, or a new one in the folder for temporary files.
     folder = multiprocessing.util.get_temp_dir()
-    if is_socket_folder_too_long(os.path.dirname(folder)):
+    is_python_careful = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
+    if not is_python_careful and len(os.fsencode(f"{folder}/listener-xxxxxxxx")) > _MOST_BYTES:
         raise ConfigurationError(
             "The name of the folder for temporary files is too long for loader processes, which pass tensors through "
             f"sockets in it: {folder}\n"

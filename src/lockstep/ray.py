@@ -24,7 +24,7 @@ from lockstep.adoption import adopt
 from lockstep.comm.world import init
 from lockstep.errors import ConfigurationError
 from lockstep.train.checkpoints.checkpoint import find_checkpoints
-from lockstep.train.checkpoints.object_store import Place, place_of
+from lockstep.train.checkpoints.object_store import place_of
 from lockstep.train.fit import FitResult, fit_with
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -186,7 +186,9 @@ def fit(task: Task, /, **settings: Any) -> FitResult:
         resume=True if ray.train.get_checkpoint() is not None else None,
     )
     report = _reporter(storage)
-    others = _all_but_newest(folder) if context.get_world_rank() == 0 else None
+    # All but the newest, from which to go on.
+    found = find_checkpoints(folder)[1:] if context.get_world_rank() == 0 and folder.exists() else []
+    others = [(each.step, each.path.name) for each in reversed(found) if each.problem is None]
     for step, name in ray.train.collective.broadcast_from_rank_zero(others):
         report(name, {"step": step})  # of workers that were ended before Ray heard of it, or it would never go
     return fit_with(task, all_settings, on_checkpoint=lambda path, found: report(path.name, found))
@@ -197,12 +199,6 @@ def _url_of(storage: Any) -> str:
     kind = storage.storage_filesystem.type_name  # pyarrow's: local, s3, gcs ..., or such as py::fsspec+s3
     folder = f"{storage.experiment_fs_path}/{_FOLDER}"
     return folder if kind == "local" else f"{kind.rpartition('+')[2]}://{folder}"
-
-
-def _all_but_newest(folder: Place) -> list[tuple[int, str]]:
-    """Return step and name of the checkpoints in ``folder``, oldest first; the newest is the one to go on from."""
-    found = find_checkpoints(folder) if folder.exists() else []
-    return [(each.step, each.path.name) for each in reversed(found[1:]) if each.problem is None]
 
 
 def _reporter(storage: Any) -> Callable[[str, dict[str, float]], None]:

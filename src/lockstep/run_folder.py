@@ -65,8 +65,30 @@ def read_object(path: Path) -> dict[str, Any]:
 # Ends: a rank writes why it ends, so that the launcher can read it even if the process goes on or is killed.
 
 
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a rank is, or was, in its training.
+
+    Attributes:
+        step: The step of ``fit``, counted from 0.
+        phase: The phase of that step.
+        num_steps: Number of optimizer steps done.
+    """
+
+    step: int | None = None
+    phase: str = ""
+    num_steps: int = 0
+
+    @property
+    def in_step(self) -> str:
+        """The step in words, as far as it is known."""
+        if self.step is not None:
+            return f"in step {self.step + 1}{f' ({self.phase})' if self.phase else ''}"
+        return f"after {self.num_steps} optimizer step{'s' * (self.num_steps != 1)}" if self.num_steps else ""
+
+
 @dataclass(frozen=True)
-class FailureRecord:
+class FailureRecord(Progress):
     """Why and where the program of a rank ended: by an exception, or normally.
 
     Attributes:
@@ -75,9 +97,6 @@ class FailureRecord:
         trace: Its whole traceback, which begins with the user's code.
         where: File and line of the exception, in the user's code; empty if the program ran to its end.
         time_ns: When the exception was raised, or the program ended, in nanoseconds since the epoch.
-        step: The step of ``fit``, counted from 0.
-        phase: The phase of that step.
-        num_steps: Number of optimizer steps done.
         pid: The process.
         has_joined: Whether the process was in a process group.
     """
@@ -87,9 +106,6 @@ class FailureRecord:
     trace: str = ""
     where: str = ""
     time_ns: int = 0
-    step: int | None = None
-    phase: str = ""
-    num_steps: int = 0
     pid: int = 0
     has_joined: bool = False
 
@@ -99,10 +115,10 @@ class FailureRecord:
             replace_file(rank_file(folder, FAILURE if self.message else ENDED, rank), json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str], rank: int | str, kind: str = FAILURE) -> "FailureRecord | None":
-        """Return the record of a rank that failed, or of kind `ENDED`; ``None`` if there is none."""
-        content = read_object(rank_file(folder, kind, rank))
-        return cls(**content) if content else None
+    def read_all(cls, folder: Path, kind: str = FAILURE) -> "dict[int, FailureRecord]":
+        """Return the records of the ranks that failed, or of kind `ENDED`."""
+        found = {rank: read_object(path) for rank, path in rank_files(folder, kind).items()}
+        return {rank: cls(**content) for rank, content in found.items() if content}
 
 
 # Graceful stop: a rank that can stop and save announces this; the launcher requests the stop; each rank then reports
@@ -145,10 +161,9 @@ def request_stop(folder: Path, reason: str) -> None:
 
 def stop_reason(folder: Path) -> str | None:
     """Return the reason of the launcher's request to stop; ``None`` without a request."""
-    try:
+    with contextlib.suppress(OSError):  # it may also be removed in this moment
         return (folder / _STOP).read_text()
-    except OSError:  # also where it is removed in this moment
-        return None
+    return None
 
 
 def is_stopped_by_signal(folder: Path) -> bool:

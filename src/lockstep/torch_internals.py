@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigurationError
 
-INSTEAD: dict[str, Any] = {}
-"""By the private name: what stands in for it."""
+INSTEAD: dict[str, Any] = {}  # by the private name: what stands in for it
 
 
 def _late(path: str, without: str, instead: Any = None) -> Callable[[], Any]:
@@ -62,17 +61,9 @@ queue_callback: Callable[[Callable[[], None]], None] = _now(
 )
 
 
-def _is_in_backward() -> int:
-    try:
-        queue_callback(lambda: None)
-    except RuntimeError:
-        return -1
-    return 0
-
-
 # Returns the number of the running backward of this thread; -1 outside of backward.
 current_graph_task_id: Callable[[], int] = _now(
-    "torch._C._current_graph_task_id", "a backward in a backward counts as a part of it.", _is_in_backward
+    "torch._C._current_graph_task_id", "distributed backwards raise an error.", _refuse
 )
 
 # In this context, tensors change without a new version, so autograd does not refuse those that it saved.
@@ -103,18 +94,9 @@ def in_backward_optimizers(parameter: nn.Parameter) -> list[torch.optim.Optimize
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _one_by_one(method: str) -> Callable[..., None]:
-    def call(tensors: Sequence[Tensor], *others: Any) -> None:
-        for index, tensor in enumerate(tensors):
-            getattr(tensor, method)(*(each[index] if isinstance(each, list | tuple) else each for each in others))
-
-    return call
-
-
 # Methods of many tensors, in few kernels.
 foreach_copy_, foreach_add_, foreach_mul_, foreach_zero_ = (
-    _now(f"torch._foreach_{each}", "a kernel for each tensor, which is slower.", _one_by_one(each))
-    for each in ("copy_", "add_", "mul_", "zero_")
+    _now(f"torch._foreach_{each}_", "flat buffers raise an error.", _refuse) for each in ("copy", "add", "mul", "zero")
 )
 
 # Whether ``module.to`` can give the old parameter, the first argument, the storage of the new one, and keep the object.
@@ -200,9 +182,9 @@ def flat_weights(layer: nn.RNNBase) -> dict[str, Any]:
 
 
 # Attributes of modules: what is called after ``module.compile()``; the module that ``torch.compile`` was given, also a
-# part of names; and what ``_set_params_and_buffers_to_ignore_for_model`` marks: names, and the tensors themselves.
+# part of names; and the names that DDP ignores.
 COMPILED_CALL, ORIGINAL = "_compiled_call_impl", "_orig_mod"
-DDP_IGNORED, TENSOR_IGNORED = "_ddp_params_and_buffers_to_ignore", "_ddp_ignored"
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 # In this context a module has other tensors, by name.
 reparametrize_module: Callable[..., Any] = _now(
@@ -363,6 +345,12 @@ fully_shard_all_gather, fully_shard_reduce_scatter = (
     _late(f"{_FSDP}.Default{each}", "waits in fsdp are not counted.") for each in ("AllGather", "ReduceScatter")
 )
 
+
+# Static methods of torch's DDP: one sets the names that DDP ignores, the other yields the parameters that it does not.
+ignore_in_ddp, ddp_parameters = (
+    _now(f"torch.nn.parallel.distributed.DistributedDataParallel.{each}", "libraries miss it on ours.", _refuse)
+    for each in ("_set_params_and_buffers_to_ignore_for_model", "_get_data_parallel_params")
+)
 
 # What a ``Join`` has set on a wrapper that is in it. Without the attribute: AttributeError in forward.
 join_config: Callable[[Any], Any] = operator.attrgetter("_join_config")

@@ -25,8 +25,8 @@ with lockstep.init(device="cpu") as world:
     world.print(world.backend, total.item(), lockstep.__file__)
 """
 NO_LIBRARY = (
-    "this job uses Gloo, which is slower than shared memory: its C library was not built when lockstep was "
-    "installed; install a C compiler and lockstep again."
+    "this group uses Gloo instead of shm: its C library was not built when lockstep was installed; install a C "
+    "compiler and lockstep again."
 )
 
 

@@ -1,6 +1,5 @@
 """``lockstep compare`` as a user starts it, with ranks of the pool in place of those that it would launch."""
 
-import contextlib
 import json
 import time
 
@@ -37,8 +36,7 @@ task = lockstep.Task(
 
 
 def run_turns(world, plan):
-    with contextlib.ExitStack() as at_exit:
-        return benchmark._run_turns(plan, world, at_exit)
+    return benchmark.run_benchmark(plan, world)
 
 
 @pytest.fixture
@@ -123,7 +121,7 @@ def fail_in_the_turn_of_ddp(world):
 
 def test_an_exception_says_whose_turn_it_was(ranks):
     (notes,) = ranks(1)(fail_in_the_turn_of_ddp)
-    assert notes[-1] == ("Strategy single was running. To measure only other strategies: --strategies LIST")
+    assert notes[-1] == ("Strategy single was running. To measure only others: --strategies LIST")
 
 
 TURN_S = 1.0

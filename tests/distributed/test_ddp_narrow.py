@@ -133,7 +133,7 @@ def messages(world):
     model = lockstep.DistributedDataParallel(torch.nn.Linear(100, 10), compression="bf16")
     for _ in range(2):
         model(torch.ones(1, 100)).sum().backward()
-    with mock.patch.object(comm_hooks, "all_reduce_async", wraps=comm_hooks.all_reduce_async) as sent:
+    with mock.patch.object(comm_hooks, "all_reduce_work", wraps=comm_hooks.all_reduce_work) as sent:
         model(torch.ones(1, 100)).sum().backward()
     return [(call.args[0].dtype, call.args[0].numel()) for call in sent.call_args_list]
 

@@ -318,7 +318,7 @@ def count_messages(world):
     counts = []
     for n in (None, None, 3 + world.rank, 5 - world.rank):
         with (
-            mock.patch.object(comm_hooks, "all_reduce_async", wraps=comm_hooks.all_reduce_async) as buckets,
+            mock.patch.object(comm_hooks, "all_reduce_work", wraps=comm_hooks.all_reduce_work) as buckets,
             mock.patch.object(comm_hooks, "all_reduce", wraps=comm_hooks.all_reduce) as last,
             mock.patch.object(weighting, "all_reduce", wraps=weighting.all_reduce) as apart,
         ):

@@ -124,20 +124,6 @@ def test_ranks_of_launch_are_forked_off_an_interpreter_that_knows_nothing_of_the
         torch.set_default_dtype(torch.float32)
 
 
-def test_any_program_can_be_forked(tmp_path):
-    (tmp_path / "child.py").write_text("import sys; print(__name__, sys.argv[1:], flush=True); sys.exit(3)\n")
-    (tmp_path / "parent.py").write_text(
-        "import os, sys\n"
-        "from lockstep.launcher.fork_server import fork_here\n"
-        "server = fork_here()\n"
-        "for words in ([sys.argv[1], '--flag'], ['-m', 'child', 'x']):\n"
-        "    print(server.fork(words, os.environ, [0, 1, 2]).wait(), flush=True)\n"
-    )
-    words = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "child.py")]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert (done.stdout, done.stderr) == ("__main__ ['--flag']\n3\n__main__ ['x']\n3\n", "")
-
-
 def test_a_script_that_sets_what_torch_reads_when_it_is_imported_gets_new_interpreters(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys; os.environ['OMP_NUM_THREADS'] = '1'\n"

@@ -41,7 +41,7 @@ def test_a_board_has_each_ranks_last_note(ranks):
 
 def test_rank_zero_sees_all_ranks_and_which_is_slowest(ranks):
     def train(world):
-        from lockstep.telemetry.recorder import Subscriber
+        from lockstep.telemetry.sinks import Subscriber
         from lockstep.train import fit as run
 
         class Display(Subscriber):

@@ -1,5 +1,6 @@
 """Strategies local-sgd and diloco in `fit`: equal to DDP where they should be, and resumed by any number of ranks."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -275,9 +276,7 @@ def test_after_another_strategy_it_begins_with_what_that_has_left(ranks, tmp_pat
         (
             "diloco",
             {"reproducible": 4},
-            "Strategy diloco cannot be reproducible: its ranks train independently, so the result depends on "
-            "their number."
-            "\nUse strategy ddp, or omit reproducible.",
+            "reproducible is for strategy single, dp, ddp, but the strategy is diloco.\nOmit reproducible.",
         ),
         (
             "ddp",
@@ -334,9 +333,13 @@ def test_verify_reports_another_run_by_design(ranks, monkeypatch, capsys):
     assert words.count(" holds ") >= 3
 
 
-def test_verify_finds_what_does_not_hold(ranks):
+def test_verify_finds_what_does_not_hold(ranks, monkeypatch):
     """A data set that depends on the rank: samples are trained on twice, and others not at all."""
-    task, processes = str(FAULTS / "data_order.py"), processes_of(ranks)
-    found = verify_exchanges(task, "local-sgd", settings=Settings(), processes=processes)
-    assert [rule.holds for rule in found] == [True, True, False]
-    assert found[2].found.startswith("step 0: ")
+    monkeypatch.setattr(exchanges, "run_ranks", processes_of(ranks))
+    found = verify_exchanges(str(FAULTS / "data_order.py"), "local-sgd", settings=Settings())
+    assert [rule.holds for rule in found.rules] == [True, True, False]
+    assert found.rules[2].found.startswith("step 0: ")
+    record = json.loads(found.to_json())
+    assert record.keys() == {"version", "task", "strategy", "rules", "by_design", "holds"}
+    assert (record["task"], record["by_design"], record["holds"]) == ("data_order.py", True, False)
+    assert record["rules"][2].keys() == {"text", "holds", "found"}

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError, RankFailed
+from lockstep.launcher.cli import run as start
 from lockstep.study.report.view import sentences, view_run
 from tests.distributed.commands import lockstep as command
 

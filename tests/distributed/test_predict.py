@@ -10,6 +10,7 @@ from lockstep import cli
 from lockstep.comm.collectives import all_reduce
 from lockstep.comm.network import sent_to
 from lockstep.study import predict as prediction
+from lockstep.study.common import run_ranks
 from lockstep.study.links import probe_link
 
 TASK = """
@@ -45,20 +46,11 @@ def measured(world, *request):
         torch.set_num_threads(before)
 
 
-def run_in_pool(ranks, *request):
-    """Return what the ranks measured; raise what rank zero raised, and the others then, too."""
-    outcomes = sorted(ranks.each(measured, *request), key=lambda outcome: outcome.rank)
-    if (error := outcomes[0].error) is not None:
-        assert "Rank 0 could not train a step of the task: " + str(error) in str(outcomes[1].error)
-        raise error
-    return [outcome.result for outcome in outcomes]
-
-
 @pytest.fixture
 def task_file(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(
-        prediction, "run_ranks", lambda _, *request, devices, backend: run_in_pool(ranks(devices), *request)
+        prediction, "run_ranks", lambda _, *request, devices, backend: ranks(devices)(measured, *request)
     )
     monkeypatch.setattr(prediction, "_TURN_S", 0.02)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -116,9 +108,10 @@ def test_what_cannot_be_predicted_is_one_clear_error(task_file, capsys, args, me
     assert message in capsys.readouterr().err
 
 
-def test_a_task_that_fails_ends_the_command(task_file):
-    with pytest.raises(ValueError, match="no such thing"):  # as the pool has it; the launcher reports rank and line
-        cli.main(["predict", f"{task_file}:broken", "--link", "1Gb"])
+def test_a_task_that_fails_ends_the_command(task_file, monkeypatch, capsys):
+    monkeypatch.setattr(prediction, "run_ranks", run_ranks)  # whose launcher ends the ranks that wait
+    assert cli.main(["predict", f"{task_file}:broken", "--link", "1Gb"]) == 1
+    assert "lockstep: Rank 0 failed: ValueError: no such thing\n" in capsys.readouterr().err
 
 
 def probe(world, limit_s):

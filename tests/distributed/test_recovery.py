@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+
 from tests.distributed.commands import lockstep as run_lockstep
 
 # Ends a rank by SIGKILL at a place, once in the whole job.

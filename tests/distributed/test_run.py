@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
+from lockstep.launcher.cli import run as start
 from tests.distributed.commands import lockstep
 
 OMP_NOTE = "lockstep: OMP_NUM_THREADS="
@@ -219,6 +219,7 @@ import torch, torch.distributed as dist
 how, rank = sys.argv[1], os.environ["RANK"]
 def join():
     dist.init_process_group("gloo")
+    dist.barrier()  # else the other rank may still connect to this one, which leaves
     dist.destroy_process_group()
 if how == "joins first": join()
 model = torch.nn.Linear(2, 2)

@@ -8,8 +8,8 @@ import pytest
 
 from lockstep import launch
 from lockstep.cli import main
-from lockstep.cli.run import start
 from lockstep.errors import ConfigurationError
+from lockstep.launcher.cli import run as start
 from lockstep.run_folder import open_locked
 from lockstep.telemetry.sinks import WandbRun
 from tests.distributed.commands import lockstep

@@ -256,7 +256,7 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
         "The backend shm has no ReduceOp.BAND for torch.float32.\nIt has: SUM, AVG, PRODUCT, MIN, MAX.",
         "The backend shm cannot reduce torch.float8_e4m3fn tensors, only move them.\nConvert them before the call.",
         "all_gather_into_tensor: the large tensor must have 2 times as many elements as the small one, one part for "
-        "each rank; they have 3 and 2.",
+        "each rank, and its dtype; they have 3 of torch.float32 and 2 of torch.float32.",
         "The backend shm moves CPU tensors, but this one is on meta.\n"
         "Make a group that has a backend for meta: init_process_group('cpu:gloo,meta:...').",
     ]

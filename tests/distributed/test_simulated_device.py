@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import accelerator
-from lockstep.data import batch_iterator
+from lockstep.data import loader
 from lockstep.parallel.ddp import comm_hooks
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
@@ -345,14 +345,14 @@ def on_another_device(tensor, device):
 
 FAULTS = {
     "none": None,
-    "record_stream": (batch_iterator, "_record", lambda tensor, stream: tensor),
+    "record_stream": (loader, "_record", lambda tensor, stream: tensor),
     "wait": (comm_hooks.AllReduceMean, "finish", lambda self, bucket, future: None),
     "synchronize": (accelerator.HostCopy, "read", lambda copy: copy.value),
-    "device": (batch_iterator, "_to", on_another_device),
+    "device": (loader, "_move", on_another_device),
     "event": (accelerator, "recorded_event", on_another_stream),
 }
 TEXTS = {
-    "record_stream": ("record_stream() is missing", "the default stream of sim:", "data/batch_iterator.py"),
+    "record_stream": ("record_stream() is missing", "the default stream of sim:", "data/loader.py"),
     "wait": ("no event between them", "writes 'output' of simccl ALLREDUCE at ", "parallel/ddp/comm_hooks.py"),
     "synchronize": ("a synchronization is missing", "writes 'self' of aten::copy_ at ", "lockstep/accelerator.py"),
     "device": ("Expected all tensors to be on the same device", "'mat1' of aten::addmm is on sim:"),

@@ -164,8 +164,8 @@ def test_an_optimizer_that_cannot_be_made_anew_is_refused(ranks):
     for outcome in ranks(2).each(run):
         assert isinstance(outcome.error, ConfigurationError)
         assert str(outcome.error) == (
-            "Wrapping cannot be created again for each rank's part: its constructor does not take params as "
-            "its first argument.\n"
+            "Wrapping cannot be created again for each rank's part: its constructor must take params first, and "
+            "then require nothing that its defaults lack; they lack nothing.\n"
             "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
 
@@ -174,7 +174,5 @@ def test_it_is_not_reproducible():
     with pytest.raises(ConfigurationError) as caught:
         train(None, make_task(), 1, reproducible=2)
     assert str(caught.value) == (
-        "Strategy ddp-zero1 cannot be reproducible: it divides gradients into slices that depend on the "
-        "number of ranks.\n"
-        "Use strategy ddp, or omit reproducible."
+        "reproducible is for strategy single, dp, ddp, but the strategy is ddp-zero1.\nOmit reproducible."
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.telemetry.recorder import Subscriber
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.train import fit
 from tests.training import make_task
 

@@ -294,7 +294,7 @@ def chunks_of_weights(world):
 
 
 def test_weights_are_packed_in_chunks(on_sim):
-    assert on_sim(1, several_devices=True)(chunks_of_weights) == [[3.0, 6.0]]
+    assert on_sim(1, several_devices=True)(chunks_of_weights) == [[2.0, 2.0]]
 
 
 # --- SyncBatchNorm, and buffers of several dtypes

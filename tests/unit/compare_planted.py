@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lockstep.study.compare.comparison import Candidate, Comparison, LeftOut, Measurement, Setup
+from lockstep.study.compare.comparison import Candidate, Comparison, Measurement, Setup
 from lockstep.telemetry.step_times import StepTimes
 
 MIB = 2**20
@@ -72,7 +72,7 @@ def contender(
     return Candidate(strategy, num_threads, tuple(turns), tuple(losses), peaks, None, 2)
 
 
-def comparison(*contenders: Candidate, left_out: Sequence[LeftOut] = (), **changes: object) -> Comparison:
+def comparison(*contenders: Candidate, left_out: Sequence[dict[str, str]] = (), **changes: object) -> Comparison:
     """Return a comparison, with figures of the first contender as single's."""
     single, *others = contenders
     against = [replace(each, single=single, num_devices=2) for each in others]

@@ -275,8 +275,8 @@ def test_killed_at_every_byte_a_whole_one_is_left(tmp_path, world, monkeypatch):
 
     save(world, tmp_path / "run", 2)
     (tmp_path / "run" / "step-0000000002" / "manifest.json").write_text("junk")
-    (tmp_path / "run" / "step-0000000009.partial").mkdir()
-    (tmp_path / "run" / "step-0000000009.partial" / "half").write_text("")
+    (tmp_path / "run" / "step-0000000009").mkdir()
+    (tmp_path / "run" / "step-0000000009" / f"shard-00000-{16 * '0'}.safetensors").write_text("half")
 
     def resumed(folder):
         with Checkpoints(folder, world, keep=1, blocking=True) as checkpoints:

@@ -29,7 +29,7 @@ from lockstep.study.compare.benchmark import (
     split_layers,
     threads_of,
 )
-from lockstep.study.compare.comparison import LeftOut, footnotes, number, render, typical_step
+from lockstep.study.compare.comparison import footnotes, number, typical_step
 from lockstep.study.compare.verdict import judge, to_record
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from lockstep.telemetry.step_times import StepTimes
@@ -135,7 +135,7 @@ def test_single_takes_part_always_and_torchs_data_parallel_not_on_cpus():
     assert choose(["ddp", "dp"], cuda=False) == (("single", "dp", "ddp"), ())
     assert choose(benchmark.STRATEGIES, cuda=False) == (
         ("single", "dp", "torch-ddp", "ddp"),
-        (LeftOut("torch-dp", "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."),),
+        ({"strategy": "torch-dp", "reason": "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."},),
     )
     assert choose(benchmark.STRATEGIES, cuda=True) == (benchmark.STRATEGIES, ())
 
@@ -300,14 +300,14 @@ def planted():
         contender("dp", 0.12, exposed_ms=0.01, **fast),
         contender("torch-ddp", 0.115, exposed_ms=0.02, losses=(2.0, 1.00001), **fast),
         contender("ddp", 0.11, exposed_ms=0.01, data_ms=0.02, losses=(2.0, 0.9), **fast),
-        left_out=[LeftOut("torch-dp", "it does nothing on CPUs.")],
+        left_out=[{"strategy": "torch-dp", "reason": "it does nothing on CPUs."}],
     )
 
 
 def text_of(found, width):
     stream = io.StringIO()
     terminal = Console(file=stream, width=width, force_terminal=False, highlight=False)
-    terminal.print(render(replace(found, verdict=judge(found))))
+    terminal.print(replace(found, verdict=judge(found)))
     return stream.getvalue()
 
 
@@ -333,7 +333,7 @@ def test_steps_of_seconds_fit_80_columns():
 
 
 def test_a_pipe_gets_plain_text_of_100_columns(capsys):
-    console().print(render(replace(planted(), verdict=judge(planted()))))
+    console().print(replace(planted(), verdict=judge(planted())))
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "- Use ddp: 1.82x single's speed (1.82x to 1.82x)." in text
@@ -351,7 +351,7 @@ def test_the_footnotes_say_how_the_cores_were_shared_and_what_a_peak_is():
     assert footnotes(found)[1:] == [
         "The loss is that of step 55, on the same samples for all.",
         "Threads of each process or replica: single 2 (the faster of 1 and 2), ddp 2.",
-        "Peak memory: growth of a fresh process's resident memory, of the fullest one; dp has one for all replicas.",
+        "Peak memory: growth of a fresh process's resident memory, of the fullest; dp has one for all replicas.",
     ]
     assert footnotes(comparison(contender("single", 20.0)))[-1] == (
         "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
@@ -393,8 +393,9 @@ def test_the_keys_of_the_json_stay():
     }
     assert set(ddp["samples_per_s"]) == set(ddp["speed_up"]) == SPREAD_KEYS
     parts = {"data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s"}
-    assert set(ddp["step"]) == {"total_s", *parts, "other_s", "core_wait_s"}
-    times = {"seconds", "step_s", "core_wait_s", "energy_j"}
+    parts |= {"core_wait_s", "peers_s", "copy_s", "hidden_s"}
+    assert set(ddp["step"]) == {"total_s", *parts, "other_s"}
+    times = {"seconds", "step_s", "energy_j"}
     assert set(ddp["turns"][0]) == {"round", "place", "num_samples", *times, *parts}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
-from lockstep.study.compare.comparison import LeftOut, render_page
+from lockstep.study.compare.comparison import render_page
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.provenance import Provenance
 from tests.unit.compare_planted import MIB, comparison, contender
@@ -22,7 +22,7 @@ def planted():
         contender("single", 20.0, peak_bytes=(300 * MIB,)),
         contender("torch-ddp", 11.5, exposed_ms=1.0, noise=(1.0, 1.25, 0.8, 1.0, 1.0)),
         contender("ddp", 11.0, exposed_ms=0.8, peak_bytes=(200 * MIB, 100 * MIB)),
-        left_out=[LeftOut("torch-dp", "no <CUDA> here")],
+        left_out=[{"strategy": "torch-dp", "reason": "no <CUDA> here"}],
         task="<b>task</b>.py",
     )
 

@@ -90,15 +90,6 @@ def test_a_copy_is_independent_and_works(copied):
     assert not torch.allclose(other(x), model(x))
 
 
-def test_repr():
-    assert repr(DataParallel(nn.Linear(2, 3), ["cpu", "cpu"])) == (
-        "DataParallel(\n"
-        "  device_ids=['cpu', 'cpu'], output_device='cpu', dim=0\n"
-        "  (module): Linear(in_features=2, out_features=3, bias=True)\n"
-        ")"
-    )
-
-
 def test_attributes_are_those_of_torch():
     model = DataParallel(build("mlp"), ["cpu", torch.device("cpu")], dim=1)
     cpu = torch.device("cpu")

@@ -187,7 +187,8 @@ def test_srun_with_pmi_counts_as_slurm():
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is out of range: WORLD_SIZE says 8 ranks.\nRanks count from 0 to 7."),
         (
             {**TORCHRUN, "WORLD_SIZE": "0"},
-            "WORLD_SIZE=0 is not a world size.\nSet it to the number of processes of the job.",
+            "LOCAL_WORLD_SIZE says 4 ranks on this machine, but WORLD_SIZE says 0 in all.\n"
+            "Correct one of the two: the first lies between 1 and the second.",
         ),
         (
             {**TORCHRUN, "MASTER_PORT": "70000"},

@@ -19,7 +19,8 @@ class Recorder:
 
 
 def test_receives_are_posted_before_sends_and_nothing_goes_to_oneself_or_is_empty():
-    sent, received = ([torch.zeros(size) for size in sizes] for sizes in ([1, 2, 3, 0], [4, 5, 0, 7]))
+    rows = [1, 2, 3, 0], [4, 5, 0, 7]
+    sent, received = ({rank: torch.zeros(size) for rank, size in enumerate(sizes)} for sizes in rows)
     gloo = Recorder()
     start_exchange(gloo, sent, received, rank=1)
     assert gloo.calls == [("recv", 0, 4), ("recv", 3, 7), ("send", 0, 1), ("send", 2, 3)]

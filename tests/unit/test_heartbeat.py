@@ -12,17 +12,21 @@ from pathlib import Path
 import pytest
 
 from lockstep import activity
+from lockstep.run_folder import HEARTBEAT, rank_file, read_object
 from lockstep.telemetry import watchdog as module
 from lockstep.telemetry.heartbeat import (
     STACKS_SIGNAL,
     Heartbeat,
-    read_heartbeat,
     read_step_counter,
     recorded_call,
 )
 from lockstep.telemetry.rank_state import RankState
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Judgement, Verdict, Watchdog
+
+
+def read_heartbeat(folder, rank):
+    return read_object(rank_file(folder, HEARTBEAT, rank))
 
 
 @pytest.fixture
@@ -96,7 +100,6 @@ GOOD = {
     "phase": "",
     "num_steps": 3,
     "has_trained": True,
-    "bucket": "",
     "collective": "",
     "recorded_call": "",
     "failure": "",
@@ -107,8 +110,8 @@ GOOD = {
 
 
 def write(folder, rank, **content):
-    now_ns = time.monotonic_ns()
-    text = json.dumps({**GOOD, "beat_ns": now_ns, "moved_ns": now_ns - int(9e9), **content})
+    now_s = time.monotonic()
+    text = json.dumps({**GOOD, "beat_s": now_s, "moved_s": now_s - 9.0, **content})
     (folder / f"heartbeat-{rank}").write_text(text)
 
 
@@ -143,14 +146,14 @@ def watched(tmp_path, monkeypatch):
         return False
 
     monkeypatch.setattr(module, "_PERIOD_S", 0.05)
-    monkeypatch.setattr(module, "keep_stacks", lambda *_: str(tmp_path / "none"))
+    monkeypatch.setattr(module, "keep_stacks", lambda *_: tmp_path / "none")
     options = {"is_strict": True, "num_nodes": 1, "store": None, "resources": Resources()}
     dog = Watchdog(tmp_path, 1.0, **options, on_report=on_report)
     return dog, reports, reported
 
 
 @pytest.mark.parametrize(
-    "content", ['[1, "a"]', "{}", '{"pid": 1}', json.dumps({**GOOD, "beat_ns": "x", "moved_ns": []}), "\x00"]
+    "content", ['[1, "a"]', "{}", '{"pid": 1}', json.dumps({**GOOD, "beat_s": "x", "moved_s": []}), "\x00"]
 )
 def test_a_file_that_is_no_heartbeat_does_not_end_the_watchdog(tmp_path, watched, content, capfd):
     dog, reports, reported = watched
@@ -185,28 +188,41 @@ def test_an_error_of_its_own_is_printed_once_and_the_ranks_are_watched_on(tmp_pa
     assert capfd.readouterr().err == said
 
 
-@pytest.mark.parametrize(
-    "note", [7, "x", {}, {"count": 1}, {"count": "a", "ranks": [1]}, {"count": 1, "ranks": [{"rank": 1, "x": 2}]}]
-)
+class Store:
+    """In which another program writes ``notes``, one after the other."""
+
+    def __init__(self, *notes):
+        self.notes = list(notes)
+
+    def post(self, topic, note):
+        return True
+
+    def others(self, topic):
+        return {"ranks/2": self.notes.pop(0)}
+
+
+@pytest.mark.parametrize("note", [7, "x", {}, [], [1], [None], {"ranks": [1]}, [{"rank": 1, "x": 2}]])
 def test_a_wrong_note_of_another_machine_is_left_out(note):
-    class Store:
-        def post(self, topic, note):
-            return True
+    def judge(ranks, num_seen):
+        return Judgement(Verdict.FINE, f"{len(ranks)} {num_seen}", all_wait=False)
 
-        def count(self, topic, amount):
-            return 1  # so this launcher becomes the judge
+    # The second is new, so it is not too old.
+    store, found = Store([{"rank": 3}], [{"rank": 4}], note), []
+    shared = module.SharedJudgement(store, 2, judge)
+    while store.notes:
+        found.append(shared.update([RankState(0)], is_idle=True).text)
+        shared._next_s = 0.0  # does not wait
+    assert found == ["1 1", "2 2", "1 1"]
 
-        def least(self, topic, order, note):
-            return note
 
-        def others(self, topic):
-            return [note]
-
-    shared = module.SharedJudgement(Store(), 2, lambda number, _, num_seen: Judgement(number, 0, str(num_seen), False))
-    found = None
-    while found is None:
-        found = shared.update([RankState(0)])
-    assert found.text == "1"
+@pytest.mark.parametrize("note", [7, "x", {}, [1], [1, 9, "", False], [1, "x", "", False], {"verdict": 2}])
+def test_a_wrong_judgement_is_left_out(note):
+    store, found = Store([1, 0, "old", False], [2, 0, "new", False], note), []
+    shared = module.SharedJudgement(store, 2, lambda *_: 1 // 0)
+    while store.notes:
+        found.append(shared.update([RankState(1)], is_idle=True))
+        shared._next_s = 0.0
+    assert found == [None, Judgement(Verdict.FINE, "new", all_wait=False), None]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

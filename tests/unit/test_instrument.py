@@ -88,11 +88,11 @@ def test_errors_of_listeners_reach_the_program_or_the_given_function_only() -> N
         raise RuntimeError("of a listener")
 
     with Instrument() as instrument, pytest.raises(RuntimeError, match="of a listener"):
-        instrument.optimizers(fault)
+        instrument.optimizers(fault, fault)
         train()
     failures: list[str] = []
     with Instrument(lambda error: failures.append(str(error))) as instrument:
-        instrument.optimizers(fault)
+        instrument.optimizers(fault, lambda *_: None)
         instrument.before(nn.Module, "__call__", fault)
         model = train()
         instrument.forwards(model, fault, fault)

@@ -65,9 +65,9 @@ def test_an_abort_after_an_exception_is_not_the_cause():
 def test_ranks_that_the_launcher_stopped_are_never_the_cause(number):
     # Their ends may be noted before that of the rank that failed, which the kernel takes longer to take down.
     stopped = ended(2, -number, 40, was_stopped=True)
-    killed = ended(3, -signal.SIGKILL, 50)
+    killed = ended(3, -signal.SIGKILL, 50, record={"step": 4})
     assert first_failure([stopped, killed]) is killed
-    assert restart_report(killed, 5, "restart 1 of 2") == (
+    assert restart_report(killed, "restart 1 of 2") == (
         "lockstep: rank 3 was killed by SIGKILL (signal 9) in step 5; restart 1 of 2"
     )
 
@@ -197,10 +197,10 @@ def test_a_rank_that_ended_normally_while_others_trained_is_the_cause(tmp_path, 
 
 def test_records_of_an_end(tmp_path):
     failed, left = FailureRecord("ValueError: boom", "ValueError", step=3, pid=7), FailureRecord(num_steps=3)
-    assert FailureRecord.read(tmp_path, 1) is None
+    assert FailureRecord.read_all(tmp_path) == {}
     failed.write(tmp_path, 1)
     left.write(tmp_path, 1)
-    assert (FailureRecord.read(tmp_path, 1), FailureRecord.read(tmp_path, 1, ENDED)) == (failed, left)
+    assert (FailureRecord.read_all(tmp_path), FailureRecord.read_all(tmp_path, ENDED)) == ({1: failed}, {1: left})
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_an_error_of_ours_ends_the_record_and_not_the_training(tmp_path, monkeyp
     loader = DataLoader(data(), BATCH)
     with lockstep.monitor(model, optimizer, loader, run_dir=tmp_path) as watch:
         train(model, optimizer, loader, epochs=1)
-        monkeypatch.setattr(watch.steps, "forward_ends", lambda: 1 / 0)
+        monkeypatch.setattr(watch.steps, "forward_ends", lambda _: 1 / 0)
         train(model, optimizer, loader, epochs=1)
     text = "the recording ended with an internal error: ZeroDivisionError: division by zero"
     assert capsys.readouterr().err == f"lockstep: {text}\n"

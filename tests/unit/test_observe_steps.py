@@ -9,7 +9,7 @@ import torch
 from lockstep.observe import steps as module
 from lockstep.observe.monitor import complete
 from lockstep.observe.steps import Steps, num_samples
-from lockstep.telemetry import timer
+from lockstep.telemetry import recorder
 from lockstep.telemetry.record import StepLine, Timeline, to_json
 
 MAIN, OTHER = 1, 2
@@ -22,8 +22,8 @@ class Loop:
         self.now = 100.0
         clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1000.0 + self.now)
         monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(timer, "time", clock)
-        monkeypatch.setattr(timer.activity, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
+        monkeypatch.setattr(recorder, "time", clock)
+        monkeypatch.setattr(recorder.activity, "core_use", lambda: b"0 0 0")  # nobody waits for a core on this clock
         self.done_steps, self.evaluations = [], []
         self.steps = Steps(torch.device("cpu"), self.done_steps.append, self.evaluated)
 
@@ -34,18 +34,18 @@ class Loop:
         self.now += seconds
 
     def fetch(self, seconds=1.0, samples=8):
-        asked = self.steps.moment()
+        asked = recorder.moment(torch.device("cpu"))
         self.rest(seconds)
         self.steps.batch(asked, samples)
 
-    def forward(self, seconds=2.0, loss=0.5):
-        self.steps.forward_begins()
+    def forward(self, seconds=2.0, loss=0.5, inputs=8):
+        self.steps.forward_begins(is_training=True)
         self.rest(seconds)
-        self.steps.forward_ends()
+        self.steps.forward_ends(inputs)
         self.rest(loss)
 
-    def backward(self, seconds=4.0, waits=1.0, inputs=8):
-        self.steps.backward_begins(inputs)
+    def backward(self, seconds=4.0, waits=1.0):
+        self.steps.backward_begins()
         self.rest(seconds)
         self.steps.own_work_done()
         self.rest(waits)
@@ -57,9 +57,11 @@ class Loop:
         self.steps.optimizer_ends(key, 0.1, **how)
 
     def look(self, seconds=3.0, is_training=False):
-        self.steps.idle_forward(is_over=False, is_training=is_training)
+        with torch.no_grad():
+            self.steps.forward_begins(is_training=is_training)
         self.rest(seconds)
-        self.steps.idle_forward(is_over=True, is_training=is_training)
+        with torch.no_grad():
+            self.steps.forward_ends(8)
 
     def step(self):
         self.fetch()
@@ -244,7 +246,7 @@ def test_an_optimizer_that_steps_within_backward_ends_the_step_with_it(loop):
     for _ in range(2):
         loop.fetch()
         loop.forward()
-        loop.steps.backward_begins(8)
+        loop.steps.backward_begins()
         for _ in range(3):  # a bucket each
             loop.rest(1.0)
             loop.steps.optimizer_within(0.3)
@@ -270,8 +272,8 @@ def test_a_batch_that_is_fetched_ahead_counts_where_it_is_used(loop):
 
 
 def test_without_a_loader_samples_are_what_forwards_get(loop):
-    loop.forward()
-    loop.backward(inputs=5)
+    loop.forward(inputs=5)
+    loop.backward()
     loop.update()
     (line,) = loop.lines()
     assert (line["samples"], line["data_wait_s"]) == (10, None)
@@ -289,7 +291,7 @@ def test_what_is_computed_unseen_leaves_nulls(loop):
 
 def test_an_exception_in_a_step_leaves_the_next_ones_whole(loop):
     loop.fetch()
-    loop.steps.forward_begins()
+    loop.steps.forward_begins(is_training=True)
     loop.rest(1.0)  # an out-of-memory error, say, that the script survives
     loop.step()
     loop.fetch()

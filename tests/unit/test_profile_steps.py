@@ -7,7 +7,7 @@ import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import ranges
-from lockstep.telemetry.timer import StepTimer
+from lockstep.telemetry.recorder import StepTimer
 from lockstep.train.settings import FitSettings
 
 

@@ -9,7 +9,7 @@ import torch
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.live_view import Display
-from lockstep.telemetry.timer import StepTimer
+from lockstep.telemetry.recorder import StepTimer
 from lockstep.train.fit import Throughput
 from lockstep.train.trainer import StepRecord
 

@@ -1,23 +1,45 @@
 """Advice from planted figures: the right cause, and the gain that leaving it out would bring."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from lockstep.study.report.advice import Facts, advise
+from lockstep.study.report.advice import View
 from lockstep.study.report.figures import Cores
-from lockstep.telemetry.figures import Straggler
+from lockstep.telemetry.figures import Figures, Straggler
+from lockstep.telemetry.record import Event, RankRecord, Recorded
 from lockstep.telemetry.step_times import PARTS, StepTimes
 
 SOUND = {"forward_s": 0.030, "backward_s": 0.060, "exposed_s": 0.002, "optimizer_s": 0.002}
 HANDOVER_S = 0.0003
-FACTS = Facts(num_ranks=4, device="cuda", critical=StepTimes(total_s=0.094, **SOUND), workers=2, gradient_bytes=2**20)
+MIB = 2**20
 
 
-def facts(**changes):
+def facts(num_ranks=4, num_machines=1, device="cuda", straggler=None, cores=None, pauses=(), **changes):
     parts = {**SOUND, "exposed_s": changes.pop("wire_s", SOUND["exposed_s"])}
     parts |= {name: changes.pop(name) for name in list(changes) if name.removesuffix("_s") in PARTS}
-    return replace(FACTS, critical=StepTimes(total_s=sum(parts.values()), **parts), **changes)
+    critical = StepTimes(total_s=sum(parts.values()), **parts)
+    figures = Figures(
+        step_s=critical.total_s,
+        samples_per_s=1.0,
+        total_s=1.0,
+        by_rank=dict.fromkeys(range(num_ranks), critical),
+        critical=critical,
+        straggler=straggler,
+    )
+    hosts = [{"host": f"host {rank % num_machines}"} for rank in range(num_ranks)]
+    session = {"workers": 2, "gradient_bytes": MIB, "ranks": hosts, "settings": changes, **changes}
+    events = [Event(event=name, step=number, seconds=seconds) for number, (name, seconds) in enumerate(pauses)]
+    run = Recorded(Path("run"), [session], {0: RankRecord(0, events=events)}, [])
+    return View(run, figures, None, cores, "net", device, num_ranks)
+
+
+def advise(view):
+    return view.advice
+
+
+FACTS = facts()
 
 
 def test_a_sound_run_is_left_alone():
@@ -47,14 +69,19 @@ def test_workers_that_do_not_keep_up_are_busy_all_the_time():
 def test_a_slow_rank_is_named_with_its_phase():
     slow = Straggler(3, "forward", lost_s=0.047, took_s=0.077, usual_s=0.030, step_s=0.094)
     (advice,) = advise(facts(straggler=slow))
-    assert advice.cause == "Rank 3 is slow in forward (77.0 ms where 30.0 ms is usual), and the others wait for it"
+    assert advice.cause == (
+        "Rank 3 is slow: it loses 47.0 ms in each step of 94.0 ms, in forward (77.0 ms, usual is 30.0 ms), and the "
+        "others wait for it"
+    )
     assert advice.gain == pytest.approx(2.0)
 
 
 def test_a_rank_that_loads_slowly_alone_needs_no_workers_on_all():
     slow = Straggler(1, "data_wait", lost_s=0.090, took_s=0.094, usual_s=0.004, step_s=0.188)
     texts = [advice.cause for advice in advise(facts(data_wait_s=0.094, workers=0, straggler=slow))]
-    assert texts == ["Rank 1 is slow in loading data (94.0 ms where 4.0 ms is usual), and the others wait for it"]
+    assert [text.partition(", and")[0] for text in texts] == [
+        "Rank 1 is slow: it loses 90.0 ms in each step of 188 ms, in loading data (94.0 ms, usual is 4.0 ms)"
+    ]
 
 
 def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
@@ -73,7 +100,7 @@ def test_many_bytes_travel_faster_as_bf16_and_less_often_with_accumulation():
     assert rarer.change.startswith("exchanging gradients once")
     apart = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, num_machines=2, device="cpu"))
     assert apart[0].change == "rounding gradients for the exchange (--compression bf16)"
-    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, is_compressed=True))
+    rounded = advise(facts(wire_s=0.092, gradient_bytes=100 * 2**20, compression="bf16"))
     assert [advice.keeps_run for advice in rounded] == [False]
 
 
@@ -110,7 +137,9 @@ def test_a_divided_optimizer_must_save_much_and_is_not_for_several_machines():
 
 
 def test_pauses_that_take_much_of_the_run_can_be_fewer():
-    (advice,) = advise(facts(paused_share={"evaluation": 0.2, "checkpoint": 0.01}))
+    (advice,) = advise(
+        facts(pauses=[("evaluation", 0.05), ("evaluation", 0.15), ("checkpoint", 0.01), ("skipped", None)])
+    )
     assert advice.cause == "Training pauses for evaluations during 20% of the run"
     assert advice.gain == pytest.approx(1 / 0.9)
 

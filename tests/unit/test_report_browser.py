@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from lockstep.study.report.run_page import render
+from lockstep.study.report.run_page import Report
 from lockstep.study.report.view import view_run
 from tests.unit.test_report_page import planted
 
@@ -82,7 +82,7 @@ def contrast(one, other):
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_nothing_is_wider_than_the_screen_and_colours_follow_it(tmp_path, width, dark):
     path = tmp_path / "page.html"
-    path.write_text(render(view_run(planted(tmp_path / "run"))) + PROBE)
+    path.write_text(Report(view_run(planted(tmp_path / "run"))).page + PROBE)
     seen = look(path, tmp_path, width=width, dark=dark)
     assert (seen["width"], seen["page"], seen["wide"]) == (width, width, [])
     assert (luminance(seen["ground"]) < luminance(seen["text"])) == dark
@@ -93,4 +93,4 @@ def test_nothing_is_wider_than_the_screen_and_colours_follow_it(tmp_path, width,
     assert all(150 < wide < width and high > 60 for wide, high in seen["svgs"])
     assert min(seen["letters"]) >= 9  # pixels, of the text in drawings, the timeline's too
     assert seen["cut"] == []
-    assert seen["stops"] == 9  # the link to the figures, four that unfold, and their tables, which scroll
+    assert seen["stops"] == 7  # the link to the figures, three that unfold, and their tables, which scroll

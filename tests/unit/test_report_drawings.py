@@ -47,10 +47,7 @@ def test_a_run_on_one_device_beside_it_tells_whether_it_is_the_same_and_how_much
         "linear."
     )
     slow = view_run(write_run(tmp_path / "slow", [steps(interval_s=0.016)] * 2))
-    assert (
-        compare_with_baseline(slow, beside.view).scaling
-        == "1.25 times as fast as one device, 62% of linear (80% is good)"
-    )
+    assert compare_with_baseline(slow, beside.view).scaling == "1.25 times as fast as one device, 62% of linear"
     other = double(tmp_path / "wrong", loss=0.15)
     other.run.ranks[0].steps[0] = replace(other.run.ranks[0].steps[0], loss=1.9)
     assert compare_with_baseline(other, beside.view).loss_note == (

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from lockstep.cli.studies import report
 from lockstep.study.report import run_page
-from lockstep.study.report.run_page import render
+from lockstep.study.report.run_page import Report
 from lockstep.study.report.view import compare_with_baseline, view_run
 from tests.unit.report_planted import MACHINE, START, event_line, session, steps, timeline_line, write_run
 
@@ -53,7 +53,7 @@ def planted(folder, **changes):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return render(view_run(planted(tmp_path_factory.mktemp("page") / "run")))
+    return Report(view_run(planted(tmp_path_factory.mktemp("page") / "run"))).page
 
 
 def test_the_page_needs_nothing_from_elsewhere(page):
@@ -77,7 +77,7 @@ def test_the_page_suits_phones_dark_rooms_keyboards_and_those_who_do_not_see_it(
     assert "scroll" not in "".join(re.findall("<figure.*?</figure>", page, re.DOTALL))
     assert [page.count(f">{label}</text>") for label in ("step 5", "step 6", "step 7")] == [1, 1, 1]
     folds = sum(tag == "summary" for tag, _ in outline.elements)
-    assert folds == sum(tag == "table" for tag, _ in outline.elements) == 4
+    assert folds == sum(tag == "table" for tag, _ in outline.elements) == 3
     scrolls = [found for tag, found in outline.elements if "scroll" in (found.get("class") or "")]
     assert all(found["tabindex"] == "0" and found["aria-label"] for found in scrolls)
     ids = [found["id"] for _, found in outline.elements if "id" in found]
@@ -91,7 +91,7 @@ def test_the_page_tells_verdict_advice_events_and_how_to_repeat_it(page):
         "Training pauses for checkpoints during",
         "took 50 ms",
         "lockstep train digits.py --devices 2",
-        "cd /somewhere",
+        "/somewhere",
     ):
         assert words.count(text) >= 1, text
 
@@ -99,7 +99,7 @@ def test_the_page_tells_verdict_advice_events_and_how_to_repeat_it(page):
 def test_each_advice_stands_once(tmp_path):
     lines = [*steps(exposed_s=0.030), event_line("checkpoint", "saved", 10, 0.2)]
     view = view_run(write_run(tmp_path / "run", [lines, lines]))
-    words = " ".join(Outline(render(view)).words)
+    words = " ".join(Outline(Report(view).page).words)
     assert len(view.advice) == 3 and "What else to change" in words
     assert [words.count(advice.text) for advice in view.advice] == [1, 1, 1]
 
@@ -124,7 +124,7 @@ def test_no_text_of_a_record_becomes_markup(tmp_path):
         path.write_text(text.replace('"device": "cpu"', f'"device": {json.dumps(HOSTILE)}') + "<b>no JSON</b>\n")
         with path.open("a") as file:
             file.write(json.dumps(event_line("error", HOSTILE, 20)) + "\n")
-    outline = Outline(render(view_run(folder)))
+    outline = Outline(Report(view_run(folder)).page)
     tags = {tag for tag, _ in outline.elements}
     assert tags.isdisjoint({"script", "img", "b", "iframe"})
     assert not any(name.startswith("on") for _, found in outline.elements for name in found)
@@ -141,9 +141,9 @@ def no_drawings(monkeypatch):
 @pytest.mark.usefixtures("no_drawings")
 def test_settings_that_differ_from_the_baseline_are_marked(tmp_path):
     view = view_run(planted(tmp_path / "run"))
-    other = view_run(planted(tmp_path / "other", settings={"strategy": "ddp", "workers": 4}))
-    page = render(view, compare_with_baseline(view, other))
-    assert page.count('<tr class="differs"><th scope="row">workers</th>') == 1
+    other = view_run(planted(tmp_path / "other", settings={"strategy": "ddp", "accumulate": 4}))
+    page = Report(view, compare_with_baseline(view, other)).page
+    assert page.count('<tr class="differs"><th scope="row">accumulate</th>') == 1
     assert ">2 devices</th>" in page
 
 
@@ -161,13 +161,13 @@ def test_a_notebook_shows_the_page_in_a_frame_and_print_the_sentences(tmp_path):
 def test_records_with_little_in_them_make_a_page_too(tmp_path, ranks):
     folder = write_run(tmp_path / "run", ranks)
     (folder / "run.json").unlink()
-    assert "What is missing in this record" in " ".join(Outline(render(view_run(folder))).words)
+    assert "What is missing in this record" in " ".join(Outline(Report(view_run(folder)).page).words)
 
 
 def test_many_ranks_and_long_runs_stay_a_page(tmp_path):
     lines = steps(400)
     folder = write_run(tmp_path / "run", [[*lines, MACHINE]] * 20)
-    page = render(view_run(folder))
+    page = Report(view_run(folder)).page
     assert len(page) < 600_000
     assert page.count('<th scope="row">19</th>') == 1
 

@@ -10,9 +10,9 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from lockstep import run_folder
 from lockstep.errors import Stopped, exit_code_after
-from lockstep.launcher.supervise import GracefulShutdown, Job
+from lockstep.launcher.supervise import Job
 
-CONFIG = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+SIGNALS = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2).signals_to_handle
 
 
 class FakeReaper:
@@ -23,23 +23,23 @@ class FakeReaper:
         self.num_kills += 1
 
 
-def outcome(stop, *exit_codes):
-    stopped = stop.outcome(set(exit_codes))
+def outcome(job, *exit_codes):
+    stopped = job.stopped(set(exit_codes))
     return None if stopped is None else (str(stopped), stopped.exit_code, stopped.saved)
 
 
 def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    stop = GracefulShutdown(Job(FakeReaper(tmp_path), range(2)))
-    with stop.handling(CONFIG):
+    job = Job(FakeReaper(tmp_path), ranks=range(2))
+    with job.handling_signals(SIGNALS):
         run_folder.announce_graceful_stop(tmp_path, 0)
         with pytest.raises(SignalException) as ended:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
         assert ended.value.sigval is signal.SIGTERM, "rank 1 cannot"
     reaper = FakeReaper(tmp_path)
-    stop = GracefulShutdown(Job(reaper, range(2)))
-    with stop.handling(CONFIG):
+    job = Job(reaper, ranks=range(2))
+    with job.handling_signals(SIGNALS):
         run_folder.announce_graceful_stop(tmp_path, 1)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)  # follows SIGUSR1 when the time is up, and asks for nothing else
@@ -53,38 +53,37 @@ def test_it_asks_once_all_ranks_can_and_gives_up_at_the_second_signal(tmp_path):
 
 def test_signals_that_are_only_passed_on_end_the_ranks_at_once(tmp_path):
     run_folder.announce_graceful_stop(tmp_path, 0)
-    job = Job(FakeReaper(tmp_path), range(1))
-    with GracefulShutdown(job).handling(CONFIG), pytest.raises(SignalException) as ended:
+    job = Job(FakeReaper(tmp_path), ranks=range(1))
+    with job.handling_signals(SIGNALS), pytest.raises(SignalException) as ended:
         os.kill(os.getpid(), signal.SIGHUP)
         time.sleep(1)
-    assert (ended.value.sigval, job.stop_by) == (signal.SIGHUP, None)
+    assert (ended.value.sigval, job.requested_for) == (signal.SIGHUP, None)
 
 
 def test_the_user_chooses_which_signals_are_handled(tmp_path):
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, signals_to_handle="SIGUSR2, SIGTERM")
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
     before = [signal.getsignal(number) for number in numbers]
-    with GracefulShutdown(Job(FakeReaper(tmp_path), range(2))).handling(config):
+    with Job(FakeReaper(tmp_path)).handling_signals("SIGUSR2, SIGTERM"):
         changed = [signal.getsignal(number) != own for number, own in zip(numbers, before, strict=True)]
         assert changed == [True, False, False, True]
     assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_how_the_ranks_ended(tmp_path):
-    stop = GracefulShutdown(Job(FakeReaper(tmp_path), range(2)))
-    assert outcome(stop, 0) is None
-    assert outcome(stop, 75) is None, "a script's own 75, for all that is known"
+    job = Job(FakeReaper(tmp_path), ranks=range(2))
+    assert outcome(job, 0) is None
+    assert outcome(job, 75) is None, "a script's own 75, for all that is known"
     run_folder.report_stopped(tmp_path, 0, "Stopped by SIGTERM after step 4.")
-    assert outcome(stop, 0) is None, "nobody was asked here, and they have run to their end"
-    assert outcome(stop, 75) == ("Stopped by SIGTERM after step 4.", 75, True), "another machine was asked"
-    assert outcome(stop, 75, 1) is None, "one failed"
+    assert outcome(job, 0) is None, "nobody was asked here, and they have run to their end"
+    assert outcome(job, 75) == ("Stopped by SIGTERM after step 4.", 75, True), "another machine was asked"
+    assert outcome(job, 75, 1) is None, "one failed"
     for rank in range(2):
         run_folder.announce_graceful_stop(tmp_path, rank)
-    with stop.handling(CONFIG):
+    with job.handling_signals(SIGNALS):
         os.kill(os.getpid(), signal.SIGINT)
     assert run_folder.stop_reason(tmp_path) == "SIGINT"
-    assert outcome(stop, 0) == ("Stopped by SIGTERM after step 4.", 130, True)
-    assert outcome(stop, -9) is None
+    assert outcome(job, 0) == ("Stopped by SIGTERM after step 4.", 130, True)
+    assert outcome(job, -9) is None
 
 
 def test_exit_codes():

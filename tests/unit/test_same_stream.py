@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.stream import checksum, is_checked
+from lockstep.data.stream import checksum
 from tests.unit.test_outputs import Counted, Frozen
 
 
@@ -66,7 +66,3 @@ def test_other_samples_have_another():
         [pack_sequence([torch.zeros(2)])],
     ]
     assert len({checksum(samples) for samples in different}) == len(different)
-
-
-def test_batches_are_compared_ever_more_rarely():
-    assert [step for step in range(40) if is_checked(step)] == [0, 1, 2, 4, 8, 16, 32]

@@ -379,7 +379,7 @@ def test_complex_numbers_bytes_and_keys_of_all_kinds(tmp_path):
             torch.zeros(0, 3),
             torch.tensor([1.5, -2.0]).to(torch.float8_e5m2),
         ],
-        "keys": {(1, "a"): 1, b"b": 2, 2j: 3, None: 4, "\ud800": torch.ones(1)},
+        "keys": {1: 1, "1": 2, 2.5: 3, None: 4, False: 5, "\ud800": torch.ones(1)},
     }
     lockstep.save(tmp_path, **state)
     found = lockstep.load(tmp_path)
@@ -387,7 +387,7 @@ def test_complex_numbers_bytes_and_keys_of_all_kinds(tmp_path):
     assert torch.equal(float8, same_float8)
     assert same(found, state)
     for value, text in (
-        ({"key": {frozenset(): 1}}, "frozenset as a key of state.key"),
+        ({"key": {(1, "a"): 1}}, "tuple as a key of state.key"),
         ({"sparse": torch.eye(2).to_sparse()}, "Tensor of layout torch.sparse_coo at state.sparse"),
         ({"x": {"deep": [torch.ones(1, device="meta")]}}, "tensor of torch.float32 on meta at state.x.deep.0"),
     ):

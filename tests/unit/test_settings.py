@@ -82,12 +82,12 @@ def test_each_field_declares_its_kind():
         (
             {"compression": "fp8"},
             "compression='fp8' is not a compression method.\n"
-            "Give one of bf16, fp16, int8, int4, powersgd:RANK, or None.",
+            "Give one of bf16, fp16, int8, int4, powersgd:RANK with a rank of at least 1, or None.",
         ),
         (
             {"compression": "powersgd:0"},
-            "compression='powersgd:0' needs a rank of at least 1.\n"
-            "Give powersgd:4, or a higher rank for a smaller error.",
+            "compression='powersgd:0' is not a compression method.\n"
+            "Give one of bf16, fp16, int8, int4, powersgd:RANK with a rank of at least 1, or None.",
         ),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not allowed.\nGive a size in MiB above 0."),
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big' is not allowed.\nGive a number."),

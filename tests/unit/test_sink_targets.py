@@ -8,14 +8,16 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.telemetry import sinks
-from lockstep.telemetry.recorder import Place
 from lockstep.telemetry.sinks import open_sinks, parse_targets, require_package
 from lockstep.train.settings import FitSettings
 from tests.unit.sinks_planted import facts
 
 
 def open_here(targets):
-    return open_sinks(targets, facts, Place(0, 1))
+    opened, problem = open_sinks(targets, facts())
+    if problem is not None:
+        raise ConfigurationError(problem)
+    return opened
 
 
 def test_a_text_and_a_list_say_the_same():

@@ -10,8 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep.telemetry.recorder import Delivery
-from lockstep.telemetry.sinks import MlflowRun, Prometheus, TensorBoard, WandbRun
+from lockstep.telemetry.sinks import Delivery, MlflowRun, Prometheus, TensorBoard, WandbRun
 from tests.unit.sinks_planted import CONFIG, counted, event, facts, feed, give, snapshot
 
 EVALUATED = event("evaluation", 4, seconds=0.5, metrics={"loss": 0.25})

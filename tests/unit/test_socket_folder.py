@@ -3,13 +3,14 @@
 import multiprocessing.process
 import multiprocessing.util
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.loader import LoadOptions
-from lockstep.env import check_socket_folder, is_socket_folder_too_long
+from lockstep.env import check_socket_folder
 from lockstep.errors import ConfigurationError
 
 careless = pytest.mark.skipif(
@@ -30,8 +31,11 @@ def long_folder(tmp_path, monkeypatch):
 
 @careless
 @pytest.mark.parametrize(("length", "expected"), [(75, False), (76, True)])
-def test_how_long_it_may_be(length, expected):
-    assert is_socket_folder_too_long(f"/{'x' * (length - 1)}") is expected
+def test_how_long_it_may_be(monkeypatch, length, expected):
+    config = multiprocessing.process.current_process()._config
+    monkeypatch.setitem(config, "tempdir", f"/{'x' * (length - 1)}/pymp-12345678")
+    with pytest.raises(ConfigurationError) if expected else nullcontext():
+        check_socket_folder()
 
 
 @careless

@@ -56,8 +56,8 @@ def test_single_slow_steps_are_not_persistent():
 def test_what_is_said():
     [found] = find_stragglers({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
     assert str(found) == (
-        "rank 1 is slow: it loses 50.0 ms in each step of 86.0 ms, in backward (70.0 ms, usual is 20.0 ms); "
-        "the others wait for it"
+        "rank 1 is slow: it loses 50.0 ms in each step of 86.0 ms, in backward (70.0 ms, usual is 20.0 ms), "
+        "and the others wait for it"
     )
 
 

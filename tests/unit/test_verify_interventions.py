@@ -168,7 +168,8 @@ def test_samples_are_recorded_and_replaced():
     recorder = SampleRecorder(None)
     samples = RecordedSamples([10, 11, 12], recorder)
     assert [samples[2], samples[0]] == [12, 10]
-    assert [(index, value) for index, value, _ in recorder.end_step(ahead=False)] == [(2, 12), (0, 10)]
+    recorder.mark_used()
+    assert [(index, value) for index, value, _ in recorder.end_step()] == [(2, 12), (0, 10)]
     given = Given(samples={0: [(2, 5), (0, 6)]}, sizes={"samples of the data set": 2})
     replaced = RecordedSamples([10, 11, 12], SampleRecorder(given))
     assert len(replaced) == 2
@@ -181,8 +182,9 @@ def test_what_is_loaded_ahead_belongs_to_the_next_step():
     assert samples[0] == 10
     recorder.mark_used()
     assert samples[1] == 11
-    assert [index for index, _, _ in recorder.end_step(ahead=True)] == [0]
-    assert [index for index, _, _ in recorder.end_step(ahead=False)] == [1]
+    assert [index for index, _, _ in recorder.end_step()] == [0]
+    recorder.mark_used()
+    assert [index for index, _, _ in recorder.end_step()] == [1]
 
 
 @pytest.mark.parametrize(

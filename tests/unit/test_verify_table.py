@@ -10,7 +10,7 @@ from lockstep.study.verify import causes
 from lockstep.study.verify.causes import Cause, Findings, Row
 from lockstep.study.verify.fingerprint import Difference, TraceComparison
 from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.verify_table import Verification, render, sentences, to_json
+from lockstep.study.verify.verify_table import Verification, sentences
 from lockstep.train.settings import Settings
 
 FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")
@@ -103,7 +103,7 @@ def test_every_cause_has_a_fix(cause):
 def test_the_page_fits_and_begins_with_the_verdict():
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(found := verification(finding(Cause.SUM), why_single="TypeError: half")))
+        console.print(found := verification(finding(Cause.SUM), why_single="TypeError: half"))
         lines = console.export_text().splitlines()
     assert str(found).splitlines() == lines
     assert "<pre>" in (html := found._repr_html_()) and "Cause: a loss that sums instead of averages." in html
@@ -118,7 +118,7 @@ def test_the_page_fits_and_begins_with_the_verdict():
 
 
 def test_the_json_holds_it_all():
-    record = json.loads(to_json(verification(finding(Cause.SUM))))
+    record = json.loads(verification(finding(Cause.SUM)).to_json())
     assert record["version"] == 1
     assert record["same"] is False
     assert record["setup"] == {
@@ -146,5 +146,5 @@ def test_the_json_holds_it_all():
 
 def test_infinite_differences_are_null_in_json():
     sample = Difference("sample", 0, "batch", (), float("inf"), "3 of 8 samples are others")
-    record = json.loads(to_json(verification(finding(Cause.DATA), first=sample)))
+    record = json.loads(verification(finding(Cause.DATA), first=sample).to_json())
     assert record["first_difference"]["size"] is None

@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import time
 
 import pytest
 
@@ -9,13 +10,13 @@ import lockstep.train.trainer
 from lockstep import accelerator
 from lockstep.activity import DEVICE, format_ranks, name_of_bucket
 from lockstep.telemetry.rank_state import (
-    Liveness,
-    RankState,
+    COMPUTES,
+    STOPPED,
     Sample,
-    operation,
-    place,
     process_tree,
     sample,
+    sign_of_life,
+    state_of,
     waits_outside,
 )
 from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, report
@@ -24,24 +25,39 @@ C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS
 
 
-def waits(rank, still_s, line=3, name="all_reduce", **more):
+IDLE = {"step": None, "phase": "", "num_steps": 0, "has_trained": False, "failure": "", "collective": ""}
+
+
+def seen_in(rank, frames, idle_s=0.0, process="S", life="", **more):
+    times = {"moved_s": time.monotonic() - idle_s, "beat_s": time.monotonic() - more.pop("silent_s", 0.0)}
+    heartbeat = {**IDLE, **times, "pid": 7, "recorded_call": "", "uses_gpu": False, "frames": frames, **more}
+    return state_of(rank, heartbeat, process, life)
+
+
+def waits(rank, idle_s, line=3, name="all_reduce", **more):
     frames = [
         (C10D, 9, name),
         ("/x/site-packages/torch/distributed/c10d_logger.py", 8, "wrapper"),
         ("/x/train.py", line, "<module>"),
     ]
-    return RankState(rank, frames, still_s, **more)
+    return seen_in(rank, frames, idle_s, **more)
 
 
-def works(rank, still_s, **more):
-    return RankState(rank, [("/x/train.py", 7, "load")], still_s, **more)
+def works(rank, idle_s, **more):
+    return seen_in(rank, [("/x/train.py", 7, "load")], idle_s, **more)
 
 
-def on_device(rank, still_s, line=3, **more):
-    return RankState(rank, [("/x/train.py", line, "<module>")], still_s, collective=DEVICE, uses_gpu=True, **more)
+def in_bucket(rank, bucket):
+    return works(rank, 4, collective=f"all_reduce of bucket {bucket}")
 
 
-DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.py", 7, "load")], 99)
+def on_device(rank, idle_s, line=3, **more):
+    return seen_in(rank, [("/x/train.py", line, "<module>")], idle_s, collective=DEVICE, uses_gpu=True, **more)
+
+
+STOPPED_AT_ONCE = works(1, 0.2, process="T")
+GONE = works(1, 99.0, process="")
+DEBUGGED = seen_in(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.py", 7, "load")], 99)
 
 
 @pytest.mark.parametrize(
@@ -50,37 +66,37 @@ DEBUGGED = RankState(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/trai
         ([waits(0, 4), works(1, 4)], HANGS, HANGS),
         ([waits(0, 2), works(1, 4)], FINE, FINE),
         ([waits(0, 4), works(1, 1)], FINE, FINE),  # it moves
-        ([waits(0, 4), works(1, 4, is_busy=True)], FINE, FINE),  # it computes
-        ([waits(0, 16), works(1, 0, is_busy=True)], HANGS, SUSPECT),  # an endless loop, or a long evaluation
+        ([waits(0, 4), works(1, 4, life=COMPUTES)], FINE, FINE),  # it computes
+        ([waits(0, 16), works(1, 0, life=COMPUTES)], HANGS, SUSPECT),  # an endless loop, or a long evaluation
         ([waits(0, 4), works(1, 4, life="it reads or writes")], SUSPECT, SUSPECT),  # a download
         ([waits(0, 16), works(1, 16, life="it reads or writes")], HANGS, HANGS),
         ([waits(0, 4), waits(1, 4)], FINE, FINE),  # a slow transfer
         ([waits(0, 16), waits(1, 16, life="it wakes up repeatedly")], HANGS, HANGS),
         ([waits(0, 16), waits(1, 16, life="it reads or writes")], HANGS, SUSPECT),
-        ([waits(0, 16), waits(1, 16, is_busy=True)], HANGS, SUSPECT),
+        ([waits(0, 16), waits(1, 16, life=COMPUTES)], HANGS, SUSPECT),
         ([waits(0, 4), waits(1, 4, line=5)], FINE, FINE),  # one call, written twice
         ([waits(0, 4), waits(1, 4, name="barrier")], HANGS, HANGS),
         ([waits(0, 4, name="send", life="it reads or writes"), waits(1, 4, name="recv")], FINE, FINE),
         ([waits(0, 4, name="send"), waits(1, 4, name="recv")], HANGS, HANGS),
-        ([waits(0, 4, bucket="bucket 1 (a.*)"), waits(1, 4, bucket="bucket 2 (b.*)")], FINE, FINE),  # on its way
-        ([waits(0, 4), waits(1, 4, bucket="bucket 2 (b.*)")], HANGS, HANGS),
+        ([in_bucket(0, "1 (a.*)"), in_bucket(1, "2 (b.*)")], FINE, FINE),  # on its way
+        ([waits(0, 4), in_bucket(1, "2 (b.*)")], HANGS, HANGS),
         ([works(0, 4, collective="all_to_all"), works(1, 4)], HANGS, HANGS),  # as our collectives mark it
-        ([works(0, 16, has_trained=True), RankState(1, has_left=True)], HANGS, SUSPECT),  # left alone at its end
-        ([works(0, 16, has_trained=True, life="it reads or writes"), RankState(1, has_left=True)], FINE, FINE),
+        ([works(0, 16, has_trained=True), GONE], HANGS, SUSPECT),  # left alone at its end
+        ([works(0, 16, has_trained=True, life="it reads or writes"), GONE], FINE, FINE),
         ([works(0, 16, has_trained=True)], FINE, FINE),  # a single rank may wait for anything
-        ([works(0, 4, is_stopped=True)], SUSPECT, FINE),  # but goes on only if somebody sends SIGCONT
-        ([works(0, 16, is_stopped=True, has_trained=True, is_busy=True)], HANGS, SUSPECT),
+        ([works(0, 4, process="T")], SUSPECT, FINE),  # but goes on only if somebody sends SIGCONT
+        ([works(0, 16, process="T", has_trained=True)], HANGS, SUSPECT),
         ([works(0, 4), works(1, 4)], SUSPECT, FINE),  # nobody waits for anybody
         ([works(0, 16), works(1, 16)], HANGS, FINE),
         ([works(0, 16, has_trained=True), works(1, 16, has_trained=True)], HANGS, HANGS),
-        ([works(0, 16, has_trained=True), works(1, 16, is_busy=True)], FINE, FINE),
-        ([waits(0, 4), RankState(1, has_left=True)], HANGS, HANGS),
-        ([waits(0, 4), works(1, 0.2, is_stopped=True)], HANGS, HANGS),
-        ([waits(0, 4), works(1, 0.2, silent_s=4)], HANGS, HANGS),
+        ([works(0, 16, has_trained=True), works(1, 16, life=COMPUTES)], FINE, FINE),
+        ([waits(0, 4), GONE], HANGS, HANGS),
+        ([waits(0, 4), STOPPED_AT_ONCE], HANGS, HANGS),
+        ([waits(0, 4), works(1, 4, silent_s=4)], HANGS, HANGS),
         ([waits(0, 99), DEBUGGED], FINE, FINE),
         ([on_device(0, 4), works(1, 4)], HANGS, HANGS),
-        ([on_device(0, 4), works(1, 0.2, is_stopped=True)], HANGS, HANGS),
-        ([on_device(0, 4), works(1, 4, is_busy=True)], FINE, FINE),
+        ([on_device(0, 4), STOPPED_AT_ONCE], HANGS, HANGS),
+        ([on_device(0, 4), works(1, 4, life=COMPUTES)], FINE, FINE),
         # Their devices may compute; and which collective they are in, if any, their hosts do not know.
         ([on_device(0, 4), on_device(1, 4, line=5)], FINE, FINE),
         ([on_device(0, 16), on_device(1, 16, line=5)], HANGS, SUSPECT),
@@ -99,9 +115,9 @@ def test_different_calls_of_one_machine_among_several_may_be_a_pipeline():
 
 
 def test_the_operation_is_the_one_that_was_called():
-    assert operation(waits(0, 1)) == "all_reduce"
-    assert operation(works(0, 1)) is None
-    assert operation(works(0, 1, bucket="bucket 4 (layers.7.mlp.*)")) == "all_reduce of bucket 4 (layers.7.mlp.*)"
+    assert waits(0, 1).operation == "all_reduce"
+    assert works(0, 1).operation == waits(0, 4, silent_s=4).operation == waits(0, 4, process="").operation == ""
+    assert works(0, 1, collective="barrier").operation == "barrier"
 
 
 def test_a_host_waits_for_its_device_where_a_value_is_read(tmp_path):
@@ -109,17 +125,17 @@ def test_a_host_waits_for_its_device_where_a_value_is_read(tmp_path):
     script.write_text("norm.item()\nfloat(norm)\ntime.sleep(90)\n")
 
     def of(line, **more):
-        return operation(RankState(0, [(str(script), line, "<module>")], uses_gpu=True, **more))
+        return seen_in(0, [(str(script), line, "<module>")], uses_gpu=True, **more).operation
 
-    assert [of(line, is_busy=True) for line in (1, 2, 3)] == [DEVICE, DEVICE, None]
-    assert [of(line) for line in (1, 2, 3)] == [DEVICE, None, None]  # while idle, the second may do something else
-    assert of(1, is_stopped=True) is None
+    assert [of(line, life=COMPUTES) for line in (1, 2, 3)] == [DEVICE, DEVICE, ""]
+    assert [of(line) for line in (1, 2, 3)] == [DEVICE, "", ""]  # while idle, the second may do something else
+    assert of(1, process="T") == ""
     for frames in (
         [("/x/site-packages/torch/cuda/streams.py", 3, "synchronize"), (str(script), 3, "<module>")],
         [(accelerator.__file__, _line_of("awaited.synchronize()"), "synchronize"), (str(script), 3, "<module>")],
     ):
-        assert operation(RankState(0, frames, uses_gpu=True)) == DEVICE
-        assert operation(RankState(0, frames)) is None
+        assert seen_in(0, frames, uses_gpu=True).operation == DEVICE
+        assert seen_in(0, frames).operation == ""
 
 
 def _line_of(text):
@@ -132,7 +148,8 @@ def _line_of(text):
     [
         (["layers.7.mlp.out.bias", "layers.7.mlp.in.weight"], "layers.7.mlp.*"),
         (["head.bias", "head.weight"], "head.*"),
-        (["layers.1.weight", "layers.0.weight"], "layers.1.weight ... layers.0.weight"),
+        (["layers.11.weight", "layers.1.weight"], "layers.*"),
+        (["0.weight", "1.weight"], "0.weight ... 1.weight"),
         (["weight"], "weight"),
         (["weight", "bias"], "weight ... bias"),
     ],
@@ -143,36 +160,39 @@ def test_name_of_bucket(names, name):
 
 def test_report_names_who_waits_for_whom():
     loader = [("/x/site-packages/torch/utils/data/dataloader.py", 9, "__next__"), ("/x/train.py", 41, "<module>")]
-    bucket = "bucket 4 (layers.7.mlp.*)"
-    ranks = [waits(rank, 32, line=44, bucket=bucket, step=11, phase="backward") for rank in range(3)]
-    ranks.append(RankState(3, loader, 32.4, step=11, phase="loader"))
+    bucket = "all_reduce of bucket 4 (layers.7.mlp.*)"
+    ranks = [waits(rank, 32, line=44, collective=bucket, step=11, phase="backward") for rank in range(3)]
+    ranks.append(seen_in(3, loader, 32.4, step=11, phase="loader"))
     assert report(ranks, 30, HANGS) == (
         "The job hangs: ranks have waited for each other for more than 30 s.\n"
-        "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [step 12, loader]; "
-        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [step 12, backward]"
+        "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [in step 12 (loader)]; "
+        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [in step 12 (backward)]"
     )
 
 
-def test_report_of_ranks_that_wait_for_their_devices_has_the_record_of_their_collectives():
-    ranks = [on_device(rank, 8, recorded_call="all_reduce of 6 elements, number 5, scheduled") for rank in range(2)]
-    ranks.append(works(2, 8, recorded_call="all_reduce of 6 elements, number 4, completed"))
-    assert report(ranks, 6, HANGS) == (
-        "The job hangs: ranks have waited for each other for more than 6 s.\n"
-        "rank 2 is in load (train.py:7) for 8 s; ranks 0, 1 wait for their devices (train.py:3) for 8 s\n"
-        "The collectives in torch's record: all_reduce of 6 elements, number 4, completed (rank 2); "
-        "all_reduce of 6 elements, number 5, scheduled (ranks 0, 1)."
-    )
+def test_report_of_what_a_host_does_not_know_has_the_record_of_torch():
+    record = "all_reduce of 6 elements, number 5, scheduled"
+    ranks = [on_device(rank, 8, recorded_call=record) for rank in range(2)]
+    ranks.append(works(2, 8, uses_gpu=True, recorded_call="all_reduce of 6 elements, number 4, completed"))
+    waiting = f"ranks 0, 1 wait for their devices: {record} (train.py:3) for 8 s"
+    head = "The job hangs: ranks have waited for each other for more than 6 s."
+    assert report(ranks, 6, HANGS) == f"{head}\nrank 2 is in load (train.py:7) for 8 s; {waiting}"
     assert report(ranks[:2], 6, SUSPECT).splitlines()[1:] == [
-        "ranks 0, 1 wait for their devices (train.py:3) for 8 s",
+        waiting,
         "All ranks wait, some of them for their devices, which may compute, or be in a collective.",
-        "The collectives in torch's record: all_reduce of 6 elements, number 5, scheduled (ranks 0, 1).",
     ]
+    engine = [("/x/site-packages/torch/autograd/graph.py", 3, "_engine_run_backward"), ("/x/train.py", 3, "<module>")]
+    ranks = [works(1, 8), seen_in(0, engine, 8, step=2, recorded_call=record)]
+    assert report(ranks, 6, HANGS) == (
+        f"{head}\nrank 1 is in load (train.py:7) for 8 s; "
+        f"rank 0 waits in backward (gradient exchange): {record} (train.py:3) for 8 s [in step 3]"
+    )
 
 
 def test_report_of_what_may_be_only_slow():
     ranks = [waits(0, 4), works(1, 4, life="it reads or writes", num_steps=7)]
     assert report(ranks, 3, SUSPECT, num_nodes=2) == (
-        "The job may hang: ranks have waited for each other for 4 s.\n"
+        "The job may hang: ranks have waited for each other for more than 3 s.\n"
         "rank 1 is in load (train.py:7) for 4 s [after 7 optimizer steps]; "
         "rank 0 waits in all_reduce (train.py:3) for 4 s\n"
         "rank 1 may only be slow: it reads or writes.\n"
@@ -184,31 +204,28 @@ def test_numbers_of_ranks():
     assert [format_ranks(ranks) for ranks in ([3], [0, 1], [5, 2, 0, 1])] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5"]
 
 
-IDLE = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 2})}
+NOTHING = {"cpu_s": 1.0, "num_bytes": 100, "num_wakeups": 7, "pids": frozenset({1, 2}), "states": "SS"}
 
 
 @pytest.mark.parametrize(
-    ("later", "is_busy", "signs"),
+    ("later", "sign"),
     [
-        ({}, False, ""),
-        ({"num_wakeups": 12, "num_bytes": 30_000, "cpu_s": 1.1}, False, ""),  # DataLoader looks every five seconds
-        ({"cpu_s": 4.0}, True, "it uses the processor a little"),
-        ({"cpu_s": 1.3}, False, "it uses the processor a little"),
-        ({"num_bytes": 60_000}, False, "it reads or writes"),
-        ({"num_wakeups": 40}, False, "it wakes up repeatedly"),
-        ({"pids": frozenset({1, 3})}, False, "its child processes start or end"),
-        ({"is_ready": True}, True, ""),  # others have the processor
-        ({"is_in_disk": True}, False, "it waits for a disk or a network file system"),
+        ({}, ""),
+        ({"num_wakeups": 12, "num_bytes": 30_000, "cpu_s": 1.1}, ""),  # DataLoader looks every five seconds
+        ({"cpu_s": 4.0}, COMPUTES),
+        ({"cpu_s": 1.3}, "it uses the processor a little"),
+        ({"num_bytes": 60_000}, "it reads or writes"),
+        ({"num_wakeups": 40}, "it wakes up repeatedly"),
+        ({"pids": frozenset({1, 3})}, "its child processes start or end"),
+        ({"states": "SR"}, COMPUTES),  # others have the processor
+        ({"states": "DS"}, "it waits for a disk or a network file system"),
     ],
 )
-def test_signs_of_life(later, is_busy, signs):
-    life = Liveness(10.0)
-    life.add(Sample(-99.0, **IDLE | {"cpu_s": 0.0}))  # before the window
-    for at_s in range(1, 10):
-        states = {name: later.get(name, False) for name in ("is_in_disk", "is_ready")}
-        life.add(Sample(float(at_s), **IDLE | states))
-    life.add(Sample(10.0, **IDLE | later))
-    assert (life.is_busy, life.signs()) == (is_busy, signs)
+def test_signs_of_life(later, sign):
+    states = {"states": later.get("states", "SS")}
+    samples = [Sample(float(at_s), **NOTHING | states) for at_s in range(1, 10)]
+    assert sign_of_life([*samples, Sample(10.0, **NOTHING | later)]) == sign
+    assert sign_of_life([Sample(10.0, **NOTHING | later)]) == ""
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
@@ -237,11 +254,15 @@ def test_loader_processes_that_work_are_named(tmp_path):
     (tmp_path / "rank-1-process-71.txt").write_text(f"Thread:\n{at_rest}{worker}")
     (tmp_path / "rank-1-process-72.txt").write_text('Thread:\n  File "/x/server.py", line 5 in serve\n')
     (tmp_path / "rank-0-process-73.txt").write_text(f'Thread:\n  File "/x/data.py", line 5 in __getitem__\n{worker}')
-    assert busy_workers(str(tmp_path), [1]) == ["loader process 70 of rank 1 is in __getitem__ (data.py:5)"]
+    (tmp_path / "rank-1-process-74.txt").write_text(STOPPED)
+    assert busy_workers(tmp_path, [1]) == [
+        "process 70 of rank 1 is in __getitem__ (data.py:5)",
+        "process 74 of rank 1 is stopped by a signal (SIGSTOP)",
+    ]
 
 
 def test_places_in_the_package_are_named_by_its_folders():
     trainer = lockstep.train.trainer.__file__
     click = ("/x/site-packages/click/core.py", 3, "main")
     frames = [(selectors.__file__, 4, "select"), (trainer, 9, "step"), click]
-    assert place(RankState(0, frames, 5)) == "is in step (lockstep/train/trainer.py:9)"
+    assert seen_in(0, frames).place == "is in step (lockstep/train/trainer.py:9)"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -53,7 +53,7 @@ COMMANDS = {
 
 
 def command(
-    before: str = "", cls: Callable[..., click.Command] = click.Command, **settings: Any
+    before: str = "", cls: type[click.Command] = click.Command, **settings: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a command of a function, as `click.command` does; the examples of its docstring follow the flags.
 
@@ -70,9 +70,7 @@ def command(
         epilog = "\n\n".join(f"\b\n{one}" for one in "\n\n".join(paragraphs).split("\n\n") if one)
         context = {"max_content_width": 110, **settings}
         text = text or COMMANDS[function.__name__][1]  # with PYTHONOPTIMIZE=2 there are no docstrings
-        attributes: dict[str, Any] = {"cls": cls, "context_settings": context, "help": text, "epilog": epilog}
-        made: click.Command = click.command(**attributes)(function)
-        return made
+        return click.command(cls=cls, context_settings=context, help=text, epilog=epilog)(function)
 
     return decorate
 
@@ -89,8 +87,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             near = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             ctx.fail(f"No such command '{cmd_name}'." + "".join(f" Did you mean {name}?" for name in near))
-        found: click.Command = resolve_name(COMMANDS[cmd_name][0])
-        return found
+        return cast(click.Command, resolve_name(COMMANDS[cmd_name][0]))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""

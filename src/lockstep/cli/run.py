@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 
 import click
 
@@ -23,18 +22,7 @@ def run(args: tuple[str, ...]) -> None:
     fork_server.start()
     if "--no-python" not in args:
         fork_server.preload("lockstep.comm.world", "lockstep.parallel.ddp.wrapper")
-    from lockstep.launcher.cli import UsageError
-
-    os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", "run", *args]))  # for the record of the run
-    try:
-        start(args)
-    except UsageError as error:
-        raise click.UsageError(f"{error}\nTry 'lockstep run --help'.") from None
-
-
-def start(args: Sequence[str]) -> None:
-    """Start a script as after ``lockstep run``; see `lockstep.launcher.cli.run`."""
     from lockstep.launcher import cli
 
-    # The ranks load these by name: the launcher stands below both.
-    cli.run(args, adopt="lockstep.adoption:adopt", attach="lockstep.observe.monitor:attach")
+    os.environ.setdefault("LOCKSTEP_COMMAND", hide_secrets(["lockstep", "run", *args]))  # for the record of the run
+    cli.run(args)

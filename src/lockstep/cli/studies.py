@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from lockstep.cli.train import settings_options
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
-from lockstep.study.rehearse.fault_rules import describe_kinds
+from lockstep.study.common import console, to_json
+from lockstep.study.rehearse.fault_rules import check_ranks, describe_kinds, parse
 from lockstep.telemetry.cost import Price
-from lockstep.train.settings import Settings, read_settings
+from lockstep.train.settings import Settings, check_engine, read_settings
 
 _TASK = click.argument("task_file", metavar="TASK.py")
 _DEVICES = click.option("--devices", type=int, metavar="N", help="Devices; default: all GPUs, or 2 CPU processes.")
@@ -45,10 +47,11 @@ def check_writable(*files: str | None) -> None:
             path.unlink()
 
 
-def write(what: str, file: str, text: str) -> None:
-    """Write a text, and print where: in one line however long it is, so that the name can be copied."""
-    Path(file).write_text(text, encoding="utf-8")
-    click.echo(f"{what} written to {file}")
+def write(what: str, file: str | None, text: str) -> None:
+    """Write a text if there is a file, and print where: in one line, so that the name can be copied."""
+    if file is not None:
+        Path(file).write_text(text, encoding="utf-8")
+        click.echo(f"{what} written to {file}")
 
 
 def _num_devices(devices: int | None) -> int:
@@ -96,30 +99,26 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
           two strategies, more rounds: a narrower spread
     """
-    from lockstep.study.common import console, to_json
-    from lockstep.study.compare.benchmark import STRATEGIES
-    from lockstep.study.compare.benchmark import compare as run_comparison
+    from lockstep.study.compare import benchmark, verdict
     from lockstep.study.compare.comparison import render_page
-    from lockstep.study.compare.verdict import to_record
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
     # What would fail at the end is tried first: the measuring takes minutes.
     check_writable(json_file, html_file)
     if html_file is not None:
-        import_matplotlib()  # rather now than after the benchmark
+        import_matplotlib()
     how["devices"] = _num_devices(how["devices"])
-    comparison = run_comparison(
+    comparison = benchmark.compare(
         task_file,
-        strategies=_words(strategies, STRATEGIES),
+        strategies=_words(strategies, benchmark.STRATEGIES),
         settings=_take_settings(how, *_COMPARED),
         **how,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
     console().print(comparison)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
-    if json_file is not None:
-        write("figures", json_file, to_json(to_record(comparison, found)))
+    write("figures", json_file, to_json(verdict.to_record(comparison, found)))
     if html_file is not None:
         write("page", html_file, render_page(comparison, found))
 
@@ -150,10 +149,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
       lockstep tune examples/gpt.py --settings gpt.toml --strategies ddp,ddp-zero1,fsdp
           beginning with settings of your own, and trying these strategies
     """
-    import psutil
-
     from lockstep.study import tune as tuning
-    from lockstep.study.common import console
     from lockstep.telemetry import provenance
 
     file = out or f"{Path(task_file.rpartition('.py')[0] or task_file).name}-tuned.toml"
@@ -171,7 +167,6 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
         task_file,
         devices=_num_devices(start.get("devices") if devices is None else devices),
         start=start,
-        began_at=psutil.Process().create_time(),
         **limits,
     )
     console().print(outcome)
@@ -183,9 +178,7 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
 
 @command()
 @click.argument("target", metavar="TASK.py|RUN")
-@click.option(
-    "--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or those of the job."
-)
+@click.option("--machines", "num_machines", type=click.IntRange(1), metavar="N", help="Machines; 2, or the job's.")
 @click.option("--link", metavar="RATE", help="Of each machine, such as 100Mb or 20MB/s; probed between those of a job.")
 @click.option("--latency", type=click.FloatRange(0), default=0.2, metavar="MS", help="Of a message over --link; 0.2.")
 @click.option("--ranks-per-machine", type=click.IntRange(1), metavar="N", help="Ranks of each; 1, or those of the job.")
@@ -215,7 +208,6 @@ def predict(
     from lockstep.comm.world import init
     from lockstep.env import RankEnv
     from lockstep.study import predict as prediction
-    from lockstep.study.common import console, to_json
     from lockstep.study.drawing import import_matplotlib
     from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
@@ -225,9 +217,8 @@ def predict(
         import_matplotlib()
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
-    found: prediction.Forecast | None
     if Path(target).is_dir():
-        found = prediction.predict_run(Path(target), **how)
+        found: prediction.Forecast | None = prediction.predict_run(Path(target), **how)
     else:
         in_job = RankEnv.from_environ(os.environ).world_size > 1
         with init() if in_job else nullcontext() as world:
@@ -237,8 +228,7 @@ def predict(
     found = replace(found, price=cost)
     console().print(prediction.render(found))
     origin = provenance.gather(Path(target.rpartition(".py")[0] + ".py"))
-    if json_file is not None:
-        write("figures", json_file, to_json(prediction.to_record(found, origin)))
+    write("figures", json_file, to_json(prediction.to_record(found, origin)))
     if html_file is not None:
         command = hide_secrets(["lockstep", *sys.argv[1:]])
         write("page", html_file, prediction.render_page(found, origin, command))
@@ -268,25 +258,17 @@ def verify(
       lockstep verify train.py --devices 2 --strategy diloco
           a run that differs by design: do its rules hold?
     """
-    from lockstep.study.common import console
-    from lockstep.study.verify import exchanges, verify_table
     from lockstep.study.verify.diagnose import verify as run_verification
-    from lockstep.train.settings import check_engine
+    from lockstep.study.verify.exchanges import verify_exchanges
 
     check_writable(json_file)
-    name, num_devices, given = Path(task_file).name, _num_devices(devices), Settings(**settings)
+    given = Settings(**settings)
     check_engine(strategy, given)
-    if strategy != "ddp":
-        rules = exchanges.verify_exchanges(task_file, strategy, devices=num_devices, steps=steps, settings=given)
-        console().print(exchanges.render(rules, name, strategy))
-        if json_file is not None:
-            write("findings", json_file, exchanges.to_json(rules, name, strategy))
-        return 0 if all(rule.holds for rule in rules) else EXIT_CODE
-    verification = run_verification(task_file, devices=num_devices, steps=steps, settings=given)
-    console().print(verification)
-    if json_file is not None:
-        write("findings", json_file, verify_table.to_json(verification))
-    return 0 if verification.same else EXIT_CODE
+    run = run_verification if strategy == "ddp" else partial(verify_exchanges, strategy=strategy)
+    found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
+    console().print(found)
+    write("findings", json_file, found.to_json())
+    return 0 if found.same else EXIT_CODE
 
 
 @command()
@@ -321,7 +303,6 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     such task. Each finding is explained in docs/reference/doctor.md under its name.
     """
     from lockstep.env import RankEnv
-    from lockstep.study.common import console
     from lockstep.study.doctor import examine
     from lockstep.study.doctor.findings import Plan
 
@@ -402,9 +383,7 @@ def rehearse(
       lockstep rehearse train.py --devices 8 --inject hang:rank=1,step=5,in=loader -- --lr 0.1
           a script of one's own, with its arguments
     """
-    from lockstep.study.common import console
     from lockstep.study.rehearse import runner
-    from lockstep.study.rehearse.fault_rules import check_ranks, parse
 
     # Refuse an invalid rule before starting a job.
     rules = [parse(text) for text in texts]

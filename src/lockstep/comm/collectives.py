@@ -3,11 +3,11 @@
 import hashlib
 import io
 import json
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter, is_not
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from lockstep.comm.network import gloo_cause
 from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
+from lockstep.containers import grouped, in_chunks
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 # For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.
@@ -73,10 +74,9 @@ def split_group(color: int, *, group: Group, device: torch.device) -> Group:
     Collective: every rank. Blocks until all ranks have called it.
     """
     colors = all_gather_object(color, group=group, device=device)
-    mine = group
-    for each in sorted(set(colors)):  # c10d requires every rank to create every group, in the same order
-        made = dist.new_group([rank for rank, other in enumerate(colors) if other == each])
-        mine = made if each == color else mine
+    ranks = grouped(range(len(colors)), colors.__getitem__)
+    mine: Group
+    mine, _ = dist.new_subgroups_by_enumeration([ranks[each] for each in sorted(ranks)])
     return mine
 
 
@@ -151,32 +151,22 @@ def takes_pieces(group: Group) -> bool:
     return isinstance(group, ShmProcessGroup)
 
 
-def all_reduce_async(tensor: Tensor, *, group: Group, pieces: Pieces | None = None) -> Future[Any]:
-    """Start to replace ``tensor`` by its sum over all ranks; return a future.
-
-    Collective: every rank, in the same order. Does not block; the tensor is valid after ``future.wait()``.
-
-    Args:
-        tensor: Any shape, contiguous or sparse; same shape and dtype on every rank.
-        group: The ranks that take part.
-        pieces: As in `all_reduce_work`.
-    """
-    return all_reduce_work(tensor, group=group, pieces=pieces).get_future()
-
-
 def all_reduce_work(
     tensor: Tensor, *, group: Group, op: ReduceName = "sum", alone: bool = False, pieces: Pieces | None = None
 ) -> Work:
-    """Start to replace ``tensor`` by its sum, maximum or minimum over all ranks. Collective: every rank.
+    """Start to replace ``tensor`` by its sum, maximum or minimum over all ranks.
+
+    Collective: every rank, in the same order. Does not block, unless ``alone``.
 
     Args:
-        tensor: As in `all_reduce_async`.
+        tensor: Any shape, contiguous or sparse; same shape and dtype on every rank. Valid after a wait.
         group: The ranks that take part.
         op: What is computed, element by element.
         alone: Whether the caller waits at once and has nothing else to do: on shm it then does the work itself.
         pieces: What to fill the tensor with first, if `takes_pieces`. None: the tensor is already filled.
     """
-    options = _with_async_op(dist.AllreduceOptions(), tensor, alone)
+    options = dist.AllreduceOptions()
+    options.asyncOp = not (alone and tensor.is_cpu)
     # Here and below, the group's methods are called. The functions of torch.distributed refuse groups that c10d does
     # not know, such as groups written in Python.
     options.reduceOp = _OPERATIONS[op]
@@ -191,23 +181,15 @@ def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work
     """
     if not is_native(group):  # it may lack this method
         return [all_reduce_work(tensor, group=group) for tensor in tensors]
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.device, tensor.dtype), []).append(_real(tensor))
+    alike = grouped(map(_real, tensors), attrgetter("device", "dtype"))
     return [group.allreduce_coalesced(each, dist.AllreduceCoalescedOptions()) for each in alike.values()]
 
 
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
     """Start to overwrite the contiguous ``tensor`` with that of rank ``src``. Collective: every rank."""
-    options = _with_async_op(dist.BroadcastOptions(), tensor, alone)
-    options.rootRank = src
+    options = dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = src, not (alone and tensor.is_cpu)
     return group.broadcast([_real(tensor)], options)
-
-
-def _with_async_op(options: Any, tensor: Tensor, alone: bool) -> Any:
-    if alone and tensor.is_cpu:
-        options.asyncOp = False
-    return options
 
 
 def wait_for(handle: Any, operation: str = "a collective") -> Any:
@@ -293,9 +275,11 @@ class RepeatedBroadcast:
         if self._group.size() == 1 and is_native(self._group):
             return
         # Compared by identity: a module may have replaced a buffer by another one of the same shape.
-        if len(tensors) != len(self._tensors) or any(map(operator.is_not, tensors, self._tensors)):
+        if len(tensors) != len(self._tensors) or any(map(is_not, tensors, self._tensors)):
             self._tensors = list(tensors)
-            self._packs = [_pack(chunk) for chunk in _chunks_by_device(tensors)]
+            wide_first = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # so each is aligned to its item size
+            chunks = in_chunks(wide_first, attrgetter("device"), attrgetter("nbytes"), _BROADCAST_CHUNK_BYTES)
+            self._packs = [_pack(chunk) for chunk in chunks]
         is_source = self._group.rank() == src
         for flat, alike in self._packs:
             for tensors, pieces in alike if is_source else ():
@@ -310,27 +294,12 @@ class RepeatedBroadcast:
 def _pack(tensors: list[Tensor]) -> tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]:
     sizes_bytes = [tensor.nbytes for tensor in tensors]
     flat = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=tensors[0].device)
+    pieces = flat.split(sizes_bytes)
     # One list for each kind: a copy of several dtypes, or between different strides, is a kernel for each tensor.
-    alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-    for piece, tensor in zip(flat.split(sizes_bytes), tensors, strict=True):
-        lists = alike.setdefault((tensor.dtype, tensor.is_contiguous()), ([], []))
-        lists[0].append(tensor)
-        lists[1].append(piece.view(tensor.dtype).view(tensor.shape))
-    return flat, list(alike.values())
-
-
-def _chunks_by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split ``tensors`` into lists of at most 250 MiB (or one tensor), each on one device, wide dtypes first."""
-    chunks: list[list[Tensor]] = []
-    open_chunks: dict[torch.device, tuple[list[Tensor], int]] = {}
-    for tensor in sorted(tensors, key=lambda tensor: -tensor.itemsize):  # so each is aligned to its item size
-        chunk, size_bytes = open_chunks.get(tensor.device, ([], 0))
-        if not chunk or size_bytes + tensor.nbytes > _BROADCAST_CHUNK_BYTES:
-            chunk, size_bytes = [], 0
-            chunks.append(chunk)
-        chunk.append(tensor)
-        open_chunks[tensor.device] = (chunk, size_bytes + tensor.nbytes)
-    return chunks
+    kinds = [(tensor.dtype, tensor.is_contiguous()) for tensor in tensors]
+    alike = grouped(range(len(tensors)), kinds.__getitem__).values()
+    views = [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    return flat, [([tensors[each] for each in places], [views[each] for each in places]) for places in alike]
 
 
 def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
@@ -359,13 +328,13 @@ def all_gather_object(value: Any, *, group: Group, device: AnyDevice = "cpu") ->
         group: The ranks that take part.
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
     """
-    data = _to_bytes(value, device)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     # All ranks send as many bytes as the longest value has: backends require equal sizes.
     lengths = all_gather(torch.tensor([data.numel()], device=device), group=group).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     gathered = all_gather(padded, group=group)
-    return [_from_bytes(part[:length]) for part, length in zip(gathered, lengths, strict=True)]
+    return [json.loads(part[:length].numpy().tobytes()) for part, length in zip(gathered.cpu(), lengths, strict=True)]
 
 
 def all_gather_different(value: Any, *, compared: Any = None, group: Group, device: AnyDevice = "cpu") -> list[Any]:
@@ -393,22 +362,8 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: AnyDevic
 
     Collective: every rank, in the same order. Blocks until complete.
     """
-    data = _to_bytes(value, device) if group.rank() == src else None
-    # The other ranks do not know how much memory to allocate.
-    length = torch.tensor([0 if data is None else data.numel()], device=device)
-    broadcast(length, group=group, src=src)
-    if data is None:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    broadcast(data, group=group, src=src)
-    return _from_bytes(data)
-
-
-def _to_bytes(value: Any, device: AnyDevice) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-
-
-def _from_bytes(data: Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
+    # A gather, because the other ranks do not know how much memory to allocate; for short values.
+    return all_gather_object(value if group.rank() == src else None, group=group, device=device)[src]
 
 
 def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
@@ -456,16 +411,6 @@ def cpu_group(group: Group) -> Group:
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"
     return made
-
-
-def send_async(tensor: Tensor, *, to: int, tag: int, group: Group) -> Work:
-    """Start to send the contiguous ``tensor`` to rank ``to``, which receives it with the same tag."""
-    return group.send([tensor], to, tag)
-
-
-def receive_async(tensor: Tensor, *, src: int, tag: int, group: Group) -> Work:
-    """Start to receive the contiguous ``tensor`` from rank ``src``; messages with one tag arrive in order."""
-    return group.recv([tensor], src, tag)
 
 
 def wait_for_transfer(work: Work, group: Group) -> None:
@@ -547,7 +492,8 @@ class _Exchange(Work):
         rank = group.rank()
         if received[rank].data_ptr() != sent[rank].data_ptr():
             received[rank].copy_(sent[rank])
-        self._works, self._group, self._result = start_exchange(group, sent, received, rank), group, result
+        rows = dict(enumerate(sent)), dict(enumerate(received))
+        self._works, self._group, self._result = start_exchange(group, *rows, rank), group, result
         self._tensors = sent, received  # kept alive until then
         self._future: Future[None] = Future()
 
@@ -557,12 +503,12 @@ class _Exchange(Work):
 
     def is_completed(self) -> bool:
         """Return whether all transfers are complete."""
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for _, work in self._works)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the exchange is complete, at most for the group's timeout."""
         works, self._works = self._works, []
-        for work in works:
+        for _, work in works:
             wait_for_transfer(work, self._group)
         result, self._result = self._result, lambda: None
         result()
@@ -586,7 +532,8 @@ def reduce_scatter_slices(flat: Tensor, *, group: Group, alone: bool = False, pi
         own, received = _real(_own_slice(flat, group)), torch.empty_like(_real(flat))
         slices, places = (each.view(group.size(), own.numel()).unbind() for each in (_real(flat), received))
         return _Exchange(slices, places, group, lambda: sum_rows(received, own))
-    options = _with_async_op(dist.ReduceScatterOptions(), flat, alone)
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = not (alone and flat.is_cpu)
     given = {} if pieces is None else {"pieces": pieces}
     return torch_internals.reduce_scatter_single(group, _real(_own_slice(flat, group)), _real(flat), options, **given)
 
@@ -605,7 +552,8 @@ def all_gather_flat(output: Tensor, tensor: Tensor, *, group: Group, alone: bool
     if tensor.is_cpu and _is_gloo(group, tensor.device):
         own = _real(tensor)
         return _Exchange([own] * group.size(), _real(output).view(group.size(), own.numel()).unbind(), group)
-    options = _with_async_op(dist.distributed_c10d.AllgatherOptions(), tensor, alone)
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = not (alone and tensor.is_cpu)
     return torch_internals.all_gather_single(group, _real(output), _real(tensor), options)
 
 

@@ -143,7 +143,6 @@ class Membership:
         prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{found.number}"
         base = met.store if found.store is None else _open_store(found.store)
         store = PrefixStore(prefix, base)
-        name, may_use_gloo = world.wanted_backend
         store.set(f"here/{env.rank}", "")
         keys = [f"here/{other}" for other in range(env.world_size)]
 
@@ -159,7 +158,7 @@ class Membership:
         try:
             undo.close()
             with ExitStack() as stack:
-                group = form_group(env, store, name, world.device, _CONNECT_S, stack, may_use_gloo=may_use_gloo)
+                group = form_group(env, store, world.wanted_backend, world.device, _CONNECT_S, stack)
                 undone = stack.pop_all()
         except (CollectiveError, dist.DistError, RuntimeError):
             # A rank was lost while they connected: its launcher posts the next generation.

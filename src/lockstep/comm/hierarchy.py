@@ -17,7 +17,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -33,8 +33,8 @@ from typing_extensions import override
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
 from lockstep.comm.shm.process_group import NEW_NAMES, CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
-from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.work import OpQueue, ShmWork
+from lockstep.containers import grouped
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.torch_internals import backend_of, group_of, set_default_timeout, timeout_of
 
@@ -80,6 +80,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self.is_even = len(set(map(len, machines))) == 1
         # The groups' own methods are not used: these count and watch calls as calls of the script.
         self._inside_ops = inside.shm_ops
+        # None: this rank is no carrier, and has no part between machines.
         self._gloo: Any = None if between is None else backend_of(between, _CPU)
         self._queue = OpQueue(f"lockstep-hierarchy-{name}")
         self._is_open = True
@@ -89,9 +90,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         return "shm+gloo"
 
     @override
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.inside.set_timeout(timeout)
-        for group in filter(None, (self.between, self._flat)):
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        for group in filter(None, (self.inside, self.between, self._flat)):
             set_default_timeout(backend_of(group, _CPU), timeout)
 
     # --- collectives ------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if self.is_even and size:
             own = flat[self._place * size : (self._place + 1) * size]
             self._inside_ops.all_gather_single(flat[: count * size], own, _in_this_thread(_AllgatherOptions())).wait()
-            slices, bounds = [flat[count * size :]], bounds[-2:]
+            slices = [flat[count * size :]]
         for place, each in enumerate(slices):
             if each.numel():
                 self._broadcast_inside(each, place if len(slices) == count else count - 1)
@@ -156,7 +156,6 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if machine == self._machine:
             self._broadcast_inside(tensor, place)
         if self._place == 0:
-            assert self._gloo is not None
             options = dist.BroadcastOptions()
             options.rootRank = machine
             self._gloo.broadcast([tensor], options).wait()
@@ -164,7 +163,6 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             self._broadcast_inside(tensor, 0)
 
     def _all_gather(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
-        assert self._gloo is not None
         parts = output.view(self.size(), tensor.numel())
         own = [parts[ranks[self._place]] for ranks in self._machines]
         own[self._machine].copy_(tensor.view(-1))
@@ -173,7 +171,6 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self._inside_ops.allgather(rows, own, _in_this_thread(_AllgatherOptions())).wait()
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
-        assert self._gloo is not None
         flat = tensor.view(-1)
         # A caller that passes a part of the input as the output does not need the rest of the input.
         if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
@@ -188,7 +185,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Send a tensor to each other machine, and receive one from each."""
-        for work in start_exchange(self._gloo, sent, received, self._machine):
+        for _, work in start_exchange(self._gloo, dict(enumerate(sent)), dict(enumerate(received)), self._machine):
             work.wait(timeout_of(self._gloo))
 
     def all_reduce_inside(self, tensor: Tensor) -> ShmWork:
@@ -263,23 +260,31 @@ def _in_this_thread(options: Any) -> Any:
 
 # Apart from the tags that a script is likely to use, and below those of compressed exchanges.
 _TAG = 2**30 - 1
+# By rank.
+Tensors = Mapping[int, Tensor]
 
 
-def start_exchange(gloo: Any, sent: Sequence[Tensor], received: Sequence[Tensor], rank: int) -> list[dist.Work]:
-    """Start to send one tensor to each other rank of ``gloo``, and to receive one from each.
+def start_exchange(
+    group: Any, sent: Tensors, received: Tensors, rank: int, tag: int = _TAG
+) -> list[tuple[int, dist.Work]]:
+    """Start to send tensors to other ranks of ``group``, and to receive tensors from them; return transfers by rank.
 
     Receives are posted first. A sender begins once it knows that the receiver is ready, and Gloo sends that notice on
     the same connection, after the data already queued there. Gloo's own all-to-all and all-gather send first: over a
     slow link, the peer of a late rank waits until the late rank's tensor is through, so only one direction is in use.
 
     Args:
-        gloo: A group or backend.
-        sent: By rank. Contiguous; this rank's own tensor is not sent.
+        group: A group or backend.
+        sent: By rank. Contiguous; empty ones, and this rank's own tensor, are not sent.
         received: By rank, like ``sent``.
         rank: This rank.
+        tag: Messages of two ranks with one tag arrive in order.
     """
-    works = [gloo.recv([each], peer, _TAG) for peer, each in enumerate(received) if peer != rank and each.numel()]
-    return works + [gloo.send([each], peer, _TAG) for peer, each in enumerate(sent) if peer != rank and each.numel()]
+
+    def start(transfer: Callable[..., dist.Work], tensors: Tensors) -> list[tuple[int, dist.Work]]:
+        return [(peer, transfer([each], peer, tag)) for peer, each in tensors.items() if peer != rank and each.numel()]
+
+    return start(group.recv, received) + start(group.send, sent)
 
 
 def sum_rows(received: Tensor, output: Tensor) -> None:
@@ -314,50 +319,17 @@ def find_machines(store: dist.Store, rank: int, size: int) -> list[list[int]]:
     """Return the ranks by machine, in ascending order. Collective: every rank. Blocks until all have called it."""
     store.set(f"machine/{rank}", machine_id())
     if rank == 0:
-        by_id: dict[str, list[int]] = {}
-        for other in range(size):
-            by_id.setdefault(store.get(f"machine/{other}").decode(), []).append(other)
+        by_id = grouped(range(size), lambda other: store.get(f"machine/{other}"))
         store.set("machines", json.dumps(list(by_id.values())))
     machines: list[list[int]] = json.loads(store.get("machines"))
     return machines
 
 
-def _share_on_machines(
-    store: dist.Store, machines: Sequence[Sequence[int]], rank: int
-) -> tuple[Segment | None, str, dist.Store]:
-    """Return the shared memory of this rank's machine, or None and the reason; and that machine's store.
-
-    Collective: every rank. All ranks decide the same: if one machine has no shared memory, none uses it.
-    """
-    size = sum(map(len, machines))
-    number, ranks = next((number, ranks) for number, ranks in enumerate(machines) if rank in ranks)
-    inner = PrefixStore(f"machine{number}", store)
-    if max(map(len, machines)) == 1 and size > 1:
-        return None, "", inner
-    segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
-    if len(machines) > 1:  # agree across machines, not only within one
-        objection = agree(store, objection, size)
-        if objection and segment is not None:
-            segment.close_file()
-            segment = None
-    return segment, objection, inner
-
-
-def serves(store: dist.Store, rank: int, size: int) -> tuple[bool, str]:
-    """Return whether `create_group` would use shared memory, and an unexpected reason why not; equal on all ranks.
-
-    Collective: every rank. Blocks until all ranks have called it.
-    """
-    segment, objection, _ = _share_on_machines(store, find_machines(store, rank, size), rank)
-    if segment is not None:
-        segment.close_file()
-    return segment is not None, objection
-
-
 def create_group(options: Any, _: Any = None) -> Any:
     """Return the process group that c10d asks for: shared memory on one machine, a hierarchy on several, or Gloo.
 
-    Collective: every rank of the new group. Blocks until all ranks have called it.
+    Collective: every rank of the new group. Blocks until all ranks have called it. All ranks decide the same: if one
+    machine has no shared memory, none uses it.
 
     Args:
         options: c10d's ``_DistributedBackendOptions``.
@@ -366,12 +338,19 @@ def create_group(options: Any, _: Any = None) -> Any:
     # A prefix, because the store belongs to the caller, who has other keys in it.
     store = PrefixStore("lockstep/shm", options.store)
     machines = find_machines(store, rank, size)
-    segment, objection, inner = _share_on_machines(store, machines, rank)
-    if segment is None:
-        if objection and rank == 0:
+    ranks = next(ranks for ranks in machines if rank in ranks)
+    inner = PrefixStore(f"machine{machines.index(ranks)}", store)
+    segment, objection = None, ""
+    if len(machines) < size or size == 1:  # else each machine has one rank, and Gloo is all there is
+        segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
+        if len(machines) > 1:  # agree across machines, not only within one
+            objection = agree(store, objection, size)
+    if segment is None or objection:
+        if segment is not None:
+            segment.close_file()
+        if objection and rank == 0 and size > 1:
             print(f"lockstep: this group uses Gloo instead of shm: {objection}.", file=sys.stderr)
         return dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
-    ranks = next(ranks for ranks in machines if rank in ranks)
     inside = join_shm(segment, inner, ranks, options)
     if len(machines) == 1:
         return inside

@@ -1,6 +1,5 @@
 """The network: Gloo's interface, the limit of open sockets, keepalive probes for dead links, and bytes sent."""
 
-import ipaddress
 import os
 import re
 import resource
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
+from lockstep.env import is_loopback
 from lockstep.errors import ConfigurationError
 
 # The variable that Gloo reads. A value set by the user is never changed.
@@ -44,13 +44,9 @@ def gloo_interface(master_addr: str | None, *, one_machine: bool) -> str | None:
 
 def reachable_address(master_addr: str) -> str | None:
     """Return the address at which others reach this machine, or ``None`` if its name resolves to one already."""
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # fails if this is not an address of this machine
-                if not _is_loopback(str(address[0])):
-                    return None
-                break
+    ours = _own_address(socket.gethostname())
+    if ours is not None and not is_loopback(ours):
+        return None
     with suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(master_addr.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -63,19 +59,19 @@ def _plain(address: str) -> str:
     return address.partition("%")[0]  # without the interface of a link-local address
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(_plain(address)).is_loopback
+def _own_address(host: str) -> str | None:
+    """Return the first address of ``host`` that is one of this machine, by trying to bind it; None if there is none."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return None
 
 
 def is_local(host: str) -> bool:
-    """Return whether ``host`` is an address of this machine, by trying to bind it."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
+    """Return whether ``host`` is an address of this machine."""
+    return _own_address(host) is not None
 
 
 def allow_open_files(num_files: int, purpose: str) -> None:
@@ -113,7 +109,7 @@ def set_keepalive() -> None:
     if limit_s <= 0:
         return
     for found, peer, ours in _open_connections():
-        if peer != ours and not _is_loopback(peer):
+        if peer != ours and not is_loopback(peer):
             with suppress(OSError):
                 _keep_alive(found, limit_s)
 
@@ -217,7 +213,7 @@ def sent_to(*, loopback: bool = False) -> dict[str, Sent]:
     """
     found: dict[str, Sent] = {}
     for connection, peer, ours in _open_connections():
-        if loopback or (peer != ours and not _is_loopback(peer)):
+        if loopback or (peer != ours and not is_loopback(peer)):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
             if len(info) >= _INFO_BYTES:
                 (acked,), (busy_us,) = struct.unpack_from("=Q", info, _ACKED), struct.unpack_from("=Q", info, _BUSY)

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -50,12 +51,9 @@ def wait_for_sleep(limit_s: float = _LIMIT_S) -> bool:
 
 def _thread_state(task: str) -> str:
     """Return the letter of a thread's state, as in proc(5); S if the thread has ended."""
-    try:
-        with open(f"{_TASKS}/{task}/stat", encoding="utf-8", errors="replace") as file:
-            line = file.read()
-    except OSError:
-        return "S"
-    return line[line.rindex(")") + 2]  # the name before it may contain any character
+    with suppress(OSError):  # the name before it may contain any character
+        return Path(f"{_TASKS}/{task}/stat").read_text(errors="replace").rpartition(") ")[2][0]
+    return "S"
 
 
 # --- Memory

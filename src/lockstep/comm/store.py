@@ -65,27 +65,19 @@ def serve_store(
     """
     # The port is read before the listener is handed over: afterwards it may be closed.
     limit, port = timedelta(seconds=timeout_s), listener.getsockname()[1]
+    open_store = partial(TCPStore, here, port, world_size, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)
     if one_user:
         server = StoreServer(listener)
         with suppress(dist.DistError):  # a later c10d may speak another protocol
-            store = TCPStore(here, port, world_size, False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)
+            store = open_store(is_master=False)
             if store.add("lockstep/hosted", 1) == 1 and store.get("lockstep/hosted") == b"1":
                 weakref.finalize(store, server.close)
                 return store
         server.close()
         server.thread.join()
         listener = listen(here, port)
-    return TCPStore(
-        here,
-        port,
-        world_size,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        # A socket that is already bound: errors are then Python's own, and a local job is not open to the network.
-        master_listen_fd=listener.detach(),
-        use_libuv=USE_LIBUV,
-    )
+    # A socket that is already bound: errors are then Python's own, and a local job is not open to the network.
+    return open_store(is_master=True, master_listen_fd=listener.detach())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -339,6 +331,18 @@ class _Notes:
         self.known: set[str] = set()  # keys found before
         self.numbers: dict[str, int] = {}  # by topic, the number of this machine's note
 
+    def read(self, keys_in: Callable[[Store], Sequence[str]]) -> dict[str, Any]:
+        """Return the notes, JSON values, under those of the keys that exist; none if the store is out of reach."""
+        notes: dict[str, Any] = {}
+
+        def collect(store: Store) -> None:
+            for key, text in read_present(store, keys_in(store), self.known).items():
+                with suppress(ValueError):  # a note that is not JSON must not hide the others
+                    notes[key] = json.loads(text)
+
+        self.use(collect)
+        return notes
+
     def use(self, act: Callable[[Store], None]) -> bool:
         """Let ``act`` use the store; return whether it could be reached. If not, the next call opens it again."""
         try:
@@ -378,23 +382,17 @@ class StatusKeys:
 
     def post(self, note: Any) -> None:
         """Replace this rank's note, a JSON value. Blocks some seconds at most."""
-        self._use(lambda store: store.set(str(self._rank), json.dumps(note)))
+        if self._is_used:
+            self._notes.use(lambda store: store.set(str(self._rank), json.dumps(note)))
 
     def read(self) -> dict[int, Any]:
         """Return the notes of those other ranks that have posted one. Blocks some seconds at most."""
-        notes: dict[int, Any] = {}
+        notes = self._notes.read(lambda _: self._others) if self._is_used else {}
+        return {int(rank): note for rank, note in notes.items()}
 
-        def collect(store: Store) -> None:
-            for rank, text in read_present(store, self._others, self._notes.known).items():
-                with suppress(ValueError):  # a note that is not JSON must not hide the others
-                    notes[int(rank)] = json.loads(text)
-
-        self._use(collect)
-        return notes
-
-    def _use(self, act: Callable[[Store], None]) -> None:
-        if self._others and self._notes.num_failures < _MAX_FAILURES:
-            self._notes.use(act)
+    @property
+    def _is_used(self) -> bool:
+        return bool(self._others) and self._notes.num_failures < _MAX_FAILURES
 
 
 DEFAULT_STORE_PORT = 29400  # torch elastic's
@@ -441,19 +439,15 @@ class InterNodeStore:
         notes = self._notes
         return notes.use(write)
 
-    def others(self, topic: str) -> list[Any]:
-        """Return the notes of the other machines on ``topic``. Only one launcher should read, as there may be many."""
-        found: list[Any] = []
-
-        def read(store: Store) -> None:
-            numbers = set(range(1, store.add(f"{topic}/count", 0) + 1)) - {notes.numbers.get(topic)}
-            for text in read_present(store, [f"{topic}/{number}" for number in sorted(numbers)], notes.known).values():
-                with suppress(ValueError):
-                    found.append(json.loads(text))
-
+    def others(self, topic: str) -> dict[str, Any]:
+        """Return the other machines' notes on ``topic``, by key. If there are many, only one launcher should read."""
         notes = self._notes
-        notes.use(read)
-        return found
+
+        def keys(store: Store) -> list[str]:
+            numbers = set(range(1, store.add(f"{topic}/count", 0) + 1)) - {notes.numbers.get(topic)}
+            return [f"{topic}/{number}" for number in sorted(numbers)]
+
+        return notes.read(keys)
 
     def count(self, topic: str, amount: int = 0) -> int:
         """Add to the count that all machines share on ``topic``, and return it; 0 if the store does not answer."""

@@ -158,8 +158,6 @@ def form_group(
     device: torch.device,
     timeout_s: float,
     undo: ExitStack,
-    *,
-    may_use_gloo: bool = False,
 ) -> dist.ProcessGroup:
     """Create the default process group of the ranks that have met in ``store``, and return it.
 
@@ -172,17 +170,11 @@ def form_group(
         device: Of this rank.
         timeout_s: How long to wait for a connection.
         undo: Gets what to undo when the world is closed.
-        may_use_gloo: Whether Gloo is used where ranks cannot share memory.
 
     Raises:
         CollectiveError: The ranks cannot be connected.
     """
     one_machine = env.local_world_size == env.world_size
-    if may_use_gloo and backend == "shm":
-        serves, reason = hierarchy.serves(PrefixStore("shm", store), env.rank, env.world_size)
-        if reason and env.rank == 0 and env.world_size > 1:
-            print(f"lockstep: this job uses Gloo, which is slower than shared memory: {reason}.", file=sys.stderr)
-        backend = backend if serves else "gloo"
     interface = gloo_interface(env.master_addr, one_machine=one_machine)
     if interface is not None and GLOO_INTERFACE not in os.environ:  # the user's choice is never changed
         os.environ[GLOO_INTERFACE] = interface
@@ -196,7 +188,7 @@ def form_group(
     limit, group = default_timeout(dist.Backend(backend)), dist.group.WORLD
     assert group is not None
     if isinstance(group, CpuProcessGroup):
-        group.set_timeout(limit)  # torch's function knows its own backends only
+        group._set_default_timeout(limit)  # torch's function knows its own backends only
     elif not _keeps_timeout(backend):
         set_timeout(limit)
     return group
@@ -267,9 +259,9 @@ class World:
         group: The process group of all ranks.
     """
 
-    # What `init` opened, and the backend that it chose; whether the ranks use Gloo if that cannot serve them.
+    # What `init` opened, and the backend that it chose.
     owned: Owned | None
-    wanted_backend = ("gloo", True)
+    wanted_backend = "gloo"
     # Returns whether a rank was lost and another generation of the world has begun.
     is_cut: Callable[[], bool] = bool
 
@@ -277,7 +269,7 @@ class World:
         make_forks_safe()
         if device.type == "cpu":
             keep_freed_memory()
-        activity.now.failure = None  # may be left from an earlier world
+        activity.now.failure = ""  # may be left from an earlier world
         self.device = device
         self.enter(env, group, owned)
 
@@ -523,12 +515,12 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         is_late = JOINS in os.environ
         store: dist.Store = HashStore() if is_late else PrefixStore(met.prefix, met.store)
         place = alone if is_late else env
-        group = form_group(place, store, name, chosen, timeout_s, stack, may_use_gloo=backend is None)
+        group = form_group(place, store, name, chosen, timeout_s, stack)
         undo = stack.pop_all()
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))
-    world.wanted_backend = name, backend is None
+    world.wanted_backend = name
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world

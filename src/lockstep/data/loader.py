@@ -219,9 +219,7 @@ class GlobalOrder:
         together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return together[start - first * _BLOCK_SIZE : stop - first * _BLOCK_SIZE]
 
-    def load(
-        self, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Mapping[str, Any] | None
-    ) -> Iterator[MicroBatch]:
+    def load(self, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
         return load(samples, train_requests(self, split, step), how, seed=self.seed)
 
@@ -283,7 +281,6 @@ _ADVICE = (
     "Repair or remove what cannot be read, or go on without such samples and have them counted: "
     'bad_samples="skip" (--bad-samples skip).'
 )
-_TOO_MANY_FILES = "Raise the limit with `ulimit -n 65536`, or close files in the data set when a sample has been read."
 
 
 class BadSample(NamedTuple):
@@ -344,7 +341,7 @@ def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> Data
         more = f"{len(bad) - 1} more cannot be read either: {_first_few([sample.sample for sample in bad[1:]])}.\n" * (
             len(bad) > 1
         )
-        tail = f"{more}{_TOO_MANY_FILES if 'Too many open files' in first.cause else _ADVICE}"
+        tail = f"{more}{_ADVICE}"
     text = f"{head}\n{first.cause}\n{tail}"
     error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
     if first.trace is not None:
@@ -609,19 +606,16 @@ class Movable(Protocol):
         """Return it on ``device``."""
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=tensor.is_pinned())
-
-
 def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=value.is_pinned())
     return value.to(device) if isinstance(value, Movable) and not isinstance(value, type) else value
 
 
 def to_device(batch: MicroBatch, devices: Mapping[int, torch.device]) -> MicroBatch:
     """Return ``batch`` with each share on the device of its number; pinned memory is copied without blocking."""
-    pairs = _on_devices(batch, devices)
-    moved = [map_tensors(each, partial(_to, device=device), partial(_move, device=device)) for each, device in pairs]
-    return batch._replace(batches=moved)
+    moves = [(each, partial(_move, device=device)) for each, device in _on_devices(batch, devices)]
+    return batch._replace(batches=[map_tensors(each, move, move) for each, move in moves])
 
 
 def _on_devices(batch: MicroBatch, devices: Mapping[int, torch.device]) -> Iterator[tuple[Any, torch.device]]:
@@ -677,7 +671,7 @@ class Prefetcher:
             is_timed = self._copies is not None and not shares
             with self._streams[device]:
                 began = recorded_event(device, timing=True) if is_timed else None
-                shares.append(map_tensors(share, partial(_to, device=device)))
+                shares.append(map_tensors(share, partial(_move, device=device)))
                 if self._copies is not None and began is not None:
                     self._copies.append((began, recorded_event(device, timing=True)))
         return batch._replace(batches=shares)

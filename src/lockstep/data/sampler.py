@@ -1,12 +1,11 @@
 """`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset, Sampler
-from typing_extensions import TypeVar
+from torch.utils.data import Dataset
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+from typing_extensions import TypeVar, override
 
 from lockstep.comm.collectives import default_group
 from lockstep.errors import ConfigurationError
@@ -15,7 +14,7 @@ from lockstep.errors import ConfigurationError
 _Index = TypeVar("_Index", covariant=True, default=int)
 
 
-class DistributedSampler(Sampler[_Index]):
+class DistributedSampler(TorchDistributedSampler[_Index]):
     """Returns each rank's share of the indices of a data set, in an order that is the same on all ranks.
 
     A drop-in for ``torch.utils.data.distributed.DistributedSampler``: the same arguments, attributes and, for each
@@ -43,6 +42,8 @@ class DistributedSampler(Sampler[_Index]):
         ConfigurationError: ``rank`` is not one of the replicas, or there is no process group.
     """
 
+    _is_epoch_begun = False
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -54,47 +55,26 @@ class DistributedSampler(Sampler[_Index]):
         *,
         pad: bool = True,
     ) -> None:
-        self.num_replicas = default_group().size() if num_replicas is None else num_replicas
-        self.rank = default_group().rank() if rank is None else rank
-        if not 0 <= self.rank < self.num_replicas:
+        num_replicas = default_group().size() if num_replicas is None else num_replicas
+        rank = default_group().rank() if rank is None else rank
+        if not 0 <= rank < num_replicas:
             raise ConfigurationError(
-                f"Invalid rank {self.rank}, rank should be in the interval [0, {self.num_replicas - 1}]\n"
+                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]\n"
                 "Leave rank and num_replicas out to take them from the process group."
             )
-        self.dataset = dataset
-        self.shuffle, self.seed, self.drop_last, self.pad = shuffle, seed, drop_last, pad
-        self._epoch, self._is_epoch_begun = 0, False
-        size: int = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
-        if drop_last:
-            self.num_samples = size // self.num_replicas
-        elif pad:
-            self.num_samples = math.ceil(size / self.num_replicas)
-        else:
-            self.num_samples = len(range(self.rank, size, self.num_replicas))
-        self.total_size = self.num_samples * self.num_replicas if drop_last or pad else size
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.pad = pad
+        if not pad and not drop_last:
+            self.total_size: int = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
+            self.num_samples = len(range(rank, self.total_size, num_replicas))
 
+    @override
     def __iter__(self) -> Iterator[_Index]:
         """Return this rank's indices of the epoch; a new epoch unless `set_epoch` named this one."""
         if self._is_epoch_begun:
             self._epoch += 1
         self._is_epoch_begun = True
-        indices = list(range(len(self.dataset)))  # type: ignore[arg-type]  # torch's Dataset declares no length
-        if self.shuffle:
-            # The same generator and seed as in torch, so that a script that replaces the sampler keeps its order.
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            indices = torch.randperm(len(indices), generator=generator).tolist()
-        missing = self.total_size - len(indices)
-        if missing > 0:
-            indices += (indices * math.ceil(missing / len(indices)))[:missing]
-        return iter(indices[self.rank : self.total_size : self.num_replicas])  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        """Return the number of indices that this rank gets."""
-        return self.num_samples
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the epoch of the next iteration."""
-        self.epoch = epoch
+        return super().__iter__()
 
     @property
     def epoch(self) -> int:

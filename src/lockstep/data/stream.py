@@ -42,11 +42,6 @@ def first_not_serializable(value: Any) -> type | None:
 # --- The check that every process has the same samples, which the split requires
 
 
-def is_checked(num_steps: int) -> bool:
-    """Return whether the batch after ``num_steps`` steps of this run is compared: 0, 1, 2, 4, 8, and so on."""
-    return num_steps & (num_steps - 1) == 0
-
-
 def checksum(samples: list[Any]) -> str:
     """Return a checksum that is equal for equal samples.
 
@@ -178,9 +173,7 @@ class StreamOrder:
     num_samples: None = None
     steps_per_epoch: None = None
 
-    def load(
-        self, stream: Iterable[Any], split: BatchSplit, how: LoadOptions, step: int, state: dict[str, Any] | None
-    ) -> Iterator[MicroBatch]:
+    def load(self, stream: Any, split: BatchSplit, how: LoadOptions, step: int, state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory.
 
         Without the ``state`` after the step before, earlier samples are read and dropped.
@@ -204,9 +197,7 @@ class StreamReader:
         problem: Why the stream's states cannot be used, if it has states and the test failed.
     """
 
-    def __init__(
-        self, stream: Iterable[Any], order: StreamOrder, first_step: int = 0, state: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, stream: Iterable[Any], order: StreamOrder, first_step: int = 0, state: Any = None) -> None:
         self._stream, self._order, self._first_step = stream, order, first_step
         self._start = state if isinstance(stream, Stateful) else None
         self._is_tried = self._start is not None  # it was tested before it was kept
@@ -338,13 +329,19 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
     def __iter__(self) -> Iterator[list[MicroBatch] | LockstepError]:
         worker = get_worker_info()
         index, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        stream = self.stream if worker is None else _apart(self.stream)
+        stream = self.stream
+        if worker is not None:
+            # In a loader process, which reads all of it, streams usually check their worker number and skip samples.
+            # Hugging Face's share their epoch between processes, which end an epoch at different times.
+            hide_worker_info()
+            stream = copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
         reader = StreamReader(stream, self.order, self.first_step, self.state)
         try:
             for step, samples in reader:
                 num_steps = step - self.first_step
                 if num_steps % num_workers == index:  # the loader polls its processes in turn, from the first
-                    compared = checksum(samples) if is_checked(num_steps) else None
+                    # The batches after 0, 1, 2, 4, 8, ... steps of this run are compared.
+                    compared = checksum(samples) if num_steps & (num_steps - 1) == 0 else None
                     why = reader.problem and f"state_dict() of {type(self.stream).__name__} {reader.problem}"
                     yield self._divide(step, samples, StreamNote(reader.state(), compared, why))
         except LockstepError as error:
@@ -363,13 +360,3 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
             )
             for index, shares in enumerate(self.split.micro_batches(torch.arange(len(samples))))
         ]
-
-
-def _apart(stream: Iterable[Any]) -> Iterable[Any]:
-    """Return ``stream`` for a loader process, which reads all of it.
-
-    In a loader process, streams usually check their worker number and skip samples, so that number is hidden from them.
-    Hugging Face's share their epoch between processes, which end an epoch at different times, so each gets a copy.
-    """
-    hide_worker_info()
-    return copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream

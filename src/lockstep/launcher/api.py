@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -28,7 +28,7 @@ from lockstep.errors import CollectiveError, ConfigurationError, LaunchTimeout, 
 from lockstep.launcher.node_rendezvous import LOCAL_BACKEND
 from lockstep.launcher.output import LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import supervise
+from lockstep.launcher.supervise import Job, supervise
 from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
 
 # Ranks write to the terminal themselves.
@@ -97,7 +97,7 @@ def launch_with(
         max_restarts: How often all ranks are started again after one has failed.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         logs: Settings for the ranks' output.
-        watchdog_s: How long ranks may wait for each other; see `supervise`.
+        watchdog_s: How long ranks may wait for each other; see `lockstep.launcher.supervise.Job`.
         watchdog_action: The watchdog's action after that time.
 
     Raises:
@@ -122,32 +122,17 @@ def launch_with(
             logs_specs=DefaultLogsSpecs(log_dir=str(reaper.run_dir / "elastic")),
         )
         is_merged = logs.need_launcher(num_ranks) or not _shares_output_with_children()
-        is_over = threading.Event()
-
-        def end() -> None:
-            is_over.set()  # first: the ranks that are killed are an error of the time limit
-            reaper.kill_ranks()
-
-        timer = threading.Timer(timeout_s or 0.0, end)
+        timer = threading.Timer(timeout_s or 0.0, reaper.kill_ranks)
         timer.daemon = True
         try:
             with LogTail(reaper.run_dir, num_ranks, logs) if is_merged else nullcontext() as log_tail:
                 if timeout_s is not None:
                     timer.start()
-                supervise(
-                    config,
-                    reaper,
-                    "call",
-                    str(reaper.run_dir),
-                    python=sys.executable,
-                    min_ranks=min_ranks,
-                    watchdog_s=watchdog_s,
-                    watchdog_action=watchdog_action,
-                    log_tail=log_tail,
-                )
+                job = Job(reaper, log_tail, min_ranks, watchdog_s, watchdog_action)
+                supervise(job, config, "call", str(reaper.run_dir))
             return _results(reaper.run_dir)
         except RankFailed as error:
-            if is_over.is_set():
+            if timer.finished.is_set():
                 raise LaunchTimeout(
                     f"The {num_ranks} ranks did not finish within {timeout_s:g} s and were ended.\n"
                     "Pass a longer timeout_s, or look for a rank that waits for another."
@@ -200,10 +185,9 @@ def _refuse_inside_a_rank() -> None:
 
 def _shares_output_with_children() -> bool:
     """Return whether output of child processes appears where our own prints do; in a notebook it does not."""
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):
-        return False
+    return False
 
 
 # The number of ranks, and of threads per rank.
@@ -255,10 +239,9 @@ def _send_call(run_dir: Path, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
     # The source of code typed into a notebook or a console, for the tracebacks of the ranks.
     typed = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
     # The ranks use the import path of this process, such as the folder of a notebook.
-    origin = {"path": sys.path, "sources": {name: list(entry[2]) for name, entry in typed.items()}}
-    (run_dir / "origin.json").write_text(json.dumps(origin))
+    origin = sys.path, {name: list(entry[2]) for name, entry in typed.items()}
     try:
-        (run_dir / "call").write_bytes(cloudpickle.dumps((fn, args)))
+        (run_dir / "call").write_bytes(pickle.dumps(origin) + cloudpickle.dumps((fn, args)))
     except Exception as error:
         raise ConfigurationError(
             f"The function or one of its arguments cannot be sent to the ranks: {error}\n"

@@ -22,12 +22,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from pkgutil import resolve_name
+from types import ModuleType, TracebackType
 
 from lockstep import activity
-from lockstep.errors import RESUME_EXIT_CODE
+from lockstep.errors import RESUME_EXIT_CODE, LockstepError
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, FailureRecord, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
@@ -71,12 +71,13 @@ def main(argv: list[str]) -> None:
         heartbeat.write()  # peers are released at once, not at the next beat
 
     activity.now.on_failure = on_failure
-    runners: dict[str, Callable[[str], None]] = {"script": run_script, "module": run_module, "call": run_call}
 
     def program() -> None:
         heartbeat.start()
-        set_up_rank(run_dir)
-        runners[mode](target)
+        keep_sockets_in(run_dir)
+        for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
+            resolve_name(name)(*arguments)
+        {"script": run_script, "module": run_module, "call": run_call}[mode](target)
 
     run_recorded(program)
 
@@ -129,17 +130,6 @@ def redirect_output(run_dir: str) -> None:
         os.close(pipe)
 
 
-# Setting up the rank, before the program.
-
-
-def set_up_rank(run_dir: str) -> None:
-    """Call the functions in `RANK_SETUP`."""
-    keep_sockets_in(run_dir)
-    for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
-        module, _, function = name.partition(":")
-        getattr(import_module(module), function)(*arguments)
-
-
 def keep_sockets_in(run_dir: str) -> None:
     """Make `multiprocessing` create its folder for sockets, ``pymp-...``, in the run's folder, which is removed later.
 
@@ -170,11 +160,9 @@ def run_script(path: str) -> None:
     full_path = os.path.abspath(path)
     module = _fresh_main()
     module.__file__ = full_path
-    module.__loader__ = SourceFileLoader("__main__", full_path)
-    with open(path, "rb") as file:
-        code: CodeType = compile(file.read(), full_path, "exec", dont_inherit=True)
+    loader = module.__loader__ = SourceFileLoader("__main__", full_path)
     # Not runpy.run_path, which clears the module after the script: threads and exit handlers still need it.
-    exec(code, module.__dict__)
+    exec(loader.source_to_code(loader.get_data(path), full_path), module.__dict__)
 
 
 def run_module(name: str) -> None:
@@ -186,20 +174,21 @@ def run_module(name: str) -> None:
 
 def run_call(run_dir: str) -> None:
     """Run the call that `lockstep.launch` wrote to ``run_dir``, and write the result, or the exception, there."""
+    import pickle
+
     _fresh_main()
     rank = int(os.environ["RANK"])
-    with open(os.path.join(run_dir, "origin.json")) as file:
-        origin = json.load(file)
-    sys.path[:] = origin["path"]
-    for name, lines in origin["sources"].items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    import cloudpickle
+    with open(os.path.join(run_dir, "call"), "rb") as sent:
+        sys.path[:], sources = pickle.load(sent)
+        for name, lines in sources.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        import cloudpickle
+
+        fn, args = cloudpickle.load(sent)
 
     def leave(kind: str, value: object) -> None:
         rank_file(run_dir, kind, rank).write_bytes(cloudpickle.dumps(value))
 
-    with open(os.path.join(run_dir, "call"), "rb") as sent:
-        fn, args = cloudpickle.load(sent)
     try:
         result = fn(*args)
     except Exception as error:
@@ -210,8 +199,6 @@ def run_call(run_dir: str) -> None:
     try:
         leave(RESULT, result)
     except Exception as error:
-        from lockstep.errors import LockstepError
-
         raise LockstepError(
             f"What {getattr(fn, '__name__', 'the function')} returned on rank {rank} cannot be sent back: {error}\n"
             "Return numbers, CPU tensors or other data that can be pickled."
@@ -236,8 +223,8 @@ def _replace_first_path(path: str) -> None:
 
 # Recording how the program ended, before peers notice: failure_report.py turns it into the launcher's message.
 
-# The exceptions that were recorded, and when each was raised, in nanoseconds.
-_recorded: list[tuple[BaseException, int]] = []
+# The exceptions that were recorded, by `id`, and when each was raised, in nanoseconds.
+_recorded: dict[int, tuple[BaseException, int]] = {}
 _exit_codes: list[int] = []
 
 # In the names of files that are not the user's; and those of the frames that start the program.
@@ -275,6 +262,8 @@ def run_recorded(program: Callable[[], None]) -> None:
 
 def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
     """Write where the program ended, and by which exception, into the run's folder, for the launcher's report."""
+    # The user's traceback begins with the user's file.
+    trace = None if error is None else own_frames_removed(error.__traceback__)
     ended = FailureRecord(
         time_ns=time.time_ns(),
         step=activity.now.step,
@@ -282,15 +271,11 @@ def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
         num_steps=activity.now.num_steps,
         pid=os.getpid(),
         has_joined=has_joined(),
+        where=user_line(traceback.extract_tb(trace)),
     )
-    if error is not None:
-        trace = own_frames_removed(error.__traceback__)  # the user's traceback begins with the user's file
-        ended = replace(ended, where=user_line(traceback.extract_tb(trace)))
     if error is not None and is_failure:
         # This may be called twice: at the end of the block of `lockstep.init`, and at the top. The first time counts.
-        raised_at_ns = next((at_ns for seen, at_ns in _recorded if seen is error), ended.time_ns)
-        if raised_at_ns == ended.time_ns:
-            _recorded.append((error, raised_at_ns))
+        _, raised_at_ns = _recorded.setdefault(id(error), (error, ended.time_ns))
         ended = replace(
             ended,
             message=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
@@ -306,7 +291,7 @@ def print_unless_recorded(kind: type[BaseException], error: BaseException, trace
 
     Hooks of the user or of a library replace or wrap this one, and still run.
     """
-    if not any(error is seen for seen, _ in _recorded):
+    if id(error) not in _recorded:
         sys.__excepthook__(kind, error, trace)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from click import UsageError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
@@ -23,16 +24,16 @@ from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
 from lockstep.launcher.reaper import Reaper
-from lockstep.launcher.supervise import supervise
-from lockstep.run_folder import ENDED, FailureRecord, rank_files
+from lockstep.launcher.supervise import Job, supervise
+from lockstep.run_folder import ENDED, FailureRecord
 from lockstep.telemetry.record import RANK_FILES
 
 # What `lockstep train` takes from a file: a Task, or a function that returns one.
 _TASK = re.compile(r"^(def task\(|task\s*[:=])", re.MULTILINE)
 
 
-class UsageError(Exception):
-    """The arguments are invalid; the message is argparse's own."""
+# What each rank calls for ``--adopt`` and ``--monitor``: ranks load them by name, as the launcher stands below both.
+_ADOPT, _ATTACH = "lockstep.adoption:adopt", "lockstep.observe.monitor:attach"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +63,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         unknown = message.partition("unrecognized arguments: ")[2].split()
         near = next(filter(None, map(self.nearest, unknown)), None)
-        raise UsageError(f"{message}\nDid you mean {near}?" if near else message)
+        hint = f"Did you mean {near}?\n" if near else ""
+        raise UsageError(f"{message}\n{hint}Try 'lockstep run --help'.")
 
     def nearest(self, flag: str) -> str | None:
         """Return the flag that ``flag`` resembles, or is."""
@@ -133,22 +135,20 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
         if behind[0].startswith("--devices") and found.nproc_per_node is not None:
             break
         if takes_value and len(behind) < 2:
-            raise UsageError("argument --devices: expected one argument")
+            parser.error("argument --devices: expected one argument")
         flags, behind = behind[: 1 + takes_value], behind[1 + takes_value :]
         parser.parse_args([*flags, found.training_script], namespace=found)
     found.training_script_args = behind
     return found
 
 
-def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
+def run(argv: Sequence[str]) -> None:
     """Run the command ``lockstep run`` with ``argv``, and wait for its end.
 
     Blocks as long as the ranks run. All checks are done before the first process is started.
 
     Args:
         argv: The arguments.
-        adopt: The function that each rank calls for ``--adopt``, as "module:function".
-        attach: The function that each rank calls for ``--monitor``, with the folder.
 
     Raises:
         UsageError: The arguments are invalid.
@@ -168,9 +168,9 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
     # The code below sets variables of this process for the ranks to inherit.
     with environment_restored(), _monitoring(args), Reaper() as reaper:
         setups = json.loads(os.environ.get(RANK_SETUP, "[]"))  # `lockstep rehearse` has some
-        setups += [[adopt]] if args.adopt else []
+        setups += [[_ADOPT]] if args.adopt else []
         if args.monitor is not None:
-            setups.append([attach, os.path.abspath(args.monitor), args.view or "none", args.log_to or ""])
+            setups.append([_ATTACH, os.path.abspath(args.monitor), args.view or "none", args.log_to or ""])
         os.environ[RANK_SETUP] = json.dumps(setups)
         _print_choices(args, num_ranks, was_chosen)
         if args.redirects == args.tee == "0":
@@ -178,20 +178,9 @@ def run(argv: Sequence[str], *, adopt: str, attach: str) -> None:
             args.log_dir = str(reaper.run_dir / "elastic")
         config, python = _config(args)
         wait_for_host(config)
-        python = sys.executable if args.no_python else python
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
-            supervise(
-                config,
-                reaper,
-                mode,
-                args.training_script,
-                args.training_script_args,
-                python=python,
-                min_ranks=args.min_devices,
-                watchdog_s=args.watchdog,
-                watchdog_action=args.watchdog_action,
-                log_tail=log_tail,
-            )
+            job = Job(reaper, log_tail, args.min_devices, args.watchdog, args.watchdog_action)
+            supervise(job, config, mode, args.training_script, args.training_script_args, python)
         if mode == "script":
             _refuse_unused_task(args, reaper.run_dir)
 
@@ -208,8 +197,8 @@ def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
         ConfigurationError: It does, and no rank trained or joined a process group.
     """
     path = Path(args.training_script)
-    ends = [FailureRecord.read(run_dir, rank, ENDED) for rank in rank_files(run_dir, ENDED)]
-    has_trained = any(end is None or end.has_joined or end.num_steps for end in ends)
+    ends = FailureRecord.read_all(run_dir, ENDED).values()
+    has_trained = any(end.has_joined or end.num_steps for end in ends)
     if path.is_file() and ends and not has_trained and defines_task(path.read_text("latin-1")):
         raise ConfigurationError(
             f"{path} only defines a task, which `lockstep run` does not train.\n"
@@ -218,14 +207,22 @@ def _refuse_unused_task(args: argparse.Namespace, run_dir: Path) -> None:
 
 
 def _check_target(args: argparse.Namespace) -> str:
-    """Check the program that each rank will run; return its mode."""
+    """Check the program that each rank will run, and flags that need others; return its mode."""
     if args.min_devices is not None and (args.min_devices < 1 or max_nodes(args) > 1):
         raise ConfigurationError(
             f"--min-devices {args.min_devices} is not possible: it must be at least 1, and the job on one machine.\n"
             "For machines that may be lost, pass a range such as --nnodes 1:4."
         )
-    if args.min_devices is not None and not args.max_restarts:
-        raise ConfigurationError("--min-devices needs --max-restarts.\nAdd --max-restarts N, or omit --min-devices.")
+    if args.monitor is not None and args.no_python:
+        raise ConfigurationError(
+            "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
+        )
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    needs = {"--min-devices": "--max-restarts N", "--view": "--monitor DIR", "--log-to": "--monitor DIR"}
+    for flag, needed in needs.items():
+        other = needed.partition(" ")[0]
+        if given[flag] is not None and not given[other]:
+            raise ConfigurationError(f"{flag} needs {other}.\nAdd {needed}, or omit {flag}.")
     target = args.training_script
     mode = "command" if args.no_python else "module" if args.module else "script"
     if mode == "command" and shutil.which(target) is None:
@@ -239,21 +236,16 @@ def _check_target(args: argparse.Namespace) -> str:
 
 def _log_settings(args: argparse.Namespace) -> LogSettings:
     has_torchruns = args.redirects != "0" or args.tee != "0"
-    excluding = {
-        "--redirects and --tee": has_torchruns,
-        # With it every rank has local rank 0, so their logs cannot be distinguished.
-        "--virtual-local-rank": args.virtual_local_rank,
-        "--logs raw": args.logs == "raw",
-    }
+    # With a virtual local rank every rank has local rank 0, so their logs cannot be distinguished.
+    is_virtual, is_raw = args.virtual_local_rank, args.logs == "raw"
+    excluding = {"--redirects and --tee": has_torchruns, "--virtual-local-rank": is_virtual, "--logs raw": is_raw}
     excluded_by = next((flag for flag, is_given in excluding.items() if is_given), "")
     folder = None if has_torchruns else args.log_dir
     return LogSettings(folder=folder, level=args.log_level, excluded_by=excluded_by, num_nodes=max_nodes(args))
 
 
 def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -> None:
-    notes = []
-    if not was_chosen:
-        notes.append(f"{num_ranks} ranks, one per device; choose with --devices")
+    notes = [] if was_chosen else [f"{num_ranks} ranks, one per device; choose with --devices"]
     if num_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = threads_for(num_ranks)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -288,27 +280,18 @@ def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:
         config, python, _ = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
         raise ConfigurationError(f"torchrun's options do not fit together: {error}") from None
-    assert isinstance(python, str)
-    return config, python
+    return config, sys.executable if args.no_python else str(python)
 
 
 @contextmanager
 def _monitoring(args: argparse.Namespace) -> Iterator[None]:
     """Print at the end where ``--monitor``, if given, recorded the run; the ranks write the record."""
     if args.monitor is None:
-        for name in ("view", "log-to"):
-            if getattr(args, name.replace("-", "_")) is not None:
-                raise ConfigurationError(f"--{name} needs --monitor.\nAdd --monitor DIR, or omit --{name}.")
         yield
         return
-    if args.log_to is not None:
-        from lockstep.telemetry.sinks import parse_targets  # imports torch
+    from lockstep.telemetry.sinks import parse_targets  # not for runs without a record
 
-        parse_targets(args.log_to)
-    if args.no_python:
-        raise ConfigurationError(
-            "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
-        )
+    parse_targets(args.log_to or ())
     folder, began_s = Path(args.monitor), time.time()
     try:
         yield

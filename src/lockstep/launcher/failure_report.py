@@ -19,8 +19,8 @@ from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.errors import OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_a_lost_rank
-from lockstep.run_folder import CRASH, ENDED, FAILURE, FailureRecord, rank_file, rank_files
-from lockstep.telemetry.heartbeat import read_heartbeat, read_step_counter
+from lockstep.run_folder import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
+from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
 from lockstep.telemetry.resources import Resources, says_out_of_memory
 
@@ -54,7 +54,7 @@ class RankExit:
         """A sentence with the step, the line, the machine and the process."""
         where = f"at {self.record.where}" if self.record.where else ""
         process = f"PID {self.record.pid}" if self.record.pid else ""
-        step = "" if self.is_normal else _step(self.record)  # then the headline has it
+        step = "" if self.is_normal else self.record.in_step  # then the headline has it
         text = ", ".join(filter(None, (step, where, f"on {socket.gethostname()}", process)))
         is_known = self.is_normal or self.record.message
         return f"{text[0].upper()}{text[1:]}." if is_known else f"Last seen {text}."
@@ -120,9 +120,8 @@ def rank_exits(
         resources: The memory that ranks used.
     """
     # A rank that caught the exception which ended `lockstep.init` has both, and the others waited for it.
-    failed = {rank: FailureRecord.read(folder, rank) for rank in rank_files(folder, FAILURE)}
-    ended = {rank: FailureRecord.read(folder, rank, ENDED) for rank in rank_files(folder, ENDED)}
-    exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items() if record is not None}
+    failed, ended = FailureRecord.read_all(folder), FailureRecord.read_all(folder, ENDED)
+    exits = {rank: RankExit(rank, 0, record) for rank, record in (ended | failed).items()}
     for rank, failure in failures.items():
         pid, code = failure.pid, failure.exitcode
         ended_ns = ended_at_ns.get(pid, time.time_ns())  # not recorded yet: it was the last
@@ -134,11 +133,8 @@ def rank_exits(
         elif rank not in ended or not was_stopped:  # else its interpreter was still on its way out
             known = RankExit(rank, code, FailureRecord(time_ns=ended_ns, pid=pid), was_stopped=was_stopped)
             exits[rank] = _with_signs(known, folder, resources)
-    return [replace(exit, facts=resources.of_each()) if _is_short(exit.record) else exit for exit in exits.values()]
-
-
-def _is_short(record: FailureRecord) -> bool:
-    return record.error_type.endswith(("MemoryError", "OutOfMemory")) or says_out_of_memory(record.message)
+    short = [rank for rank, exit in exits.items() if says_out_of_memory(exit.record.message)]
+    return list((exits | {rank: replace(exits[rank], facts=resources.of_each()) for rank in short}).values())
 
 
 def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit:
@@ -150,7 +146,7 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
         facts = resources.of_each()
     elif number == signal.SIGBUS:
         facts = resources.of_shm()
-    heartbeat = read_heartbeat(folder, known.rank)
+    heartbeat = read_object(rank_file(folder, HEARTBEAT, known.rank))
     # The step counter is current at the end; the heartbeat, with its phase, is up to half a second older.
     step, num_steps = read_step_counter(folder, known.rank)
     phase = heartbeat.get("phase", "") if step == heartbeat.get("step") else ""
@@ -164,13 +160,6 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
         facts = f"The collective in torch's record: {call}." if call else ""
     record = replace(known.record, trace=trace, where=where, step=step, phase=phase, num_steps=num_steps)
     return replace(known, record=replace(record, error_type=error_type), facts=facts, likely=likely)
-
-
-def _step(record: FailureRecord) -> str:
-    """Return the step in which a rank ended, as far as it is known."""
-    if record.step is not None:
-        return f"in step {record.step + 1}{f' ({record.phase})' if record.phase else ''}"
-    return f"after {record.num_steps} optimizer step{'s' * (record.num_steps != 1)}" if record.num_steps else ""
 
 
 def tidy_crash(stack: str, *, own_folder: str) -> str:
@@ -295,18 +284,19 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1) -
     return "\n\n".join(filter(None, ("\n".join(filter(None, top)), trace, hint, lines, elsewhere)))
 
 
-def restart_report(first: RankExit, step: int | None, restart: str) -> str:
+def restart_report(first: RankExit, restart: str) -> str:
     """Return the traceback and the line of the first failed rank, printed before the ranks are started again."""
     how = f"failed: {_in_a_line(first)}" if first.record.message else _in_a_line(first)
-    where = "" if step is None or first.is_normal else f" in step {step}"
+    # Our loops count a step from 0 while it runs; other loops count the steps that are done.
+    step = first.record.step if first.record.step is not None else first.record.num_steps or None
+    where = "" if step is None or first.is_normal else f" in step {step + 1}"
     trace = "" if first.record.error_type == "SystemExit" else first.record.trace.rstrip()
     return "\n".join(filter(None, [trace, f"lockstep: rank {first.rank} {how}{where}; {restart}"]))
 
 
 def how_it_ended(exit: RankExit) -> str:
     """Return a line on a rank that is lost, while the others go on."""
-    where = "" if exit.is_normal else _step(exit.record)
-    return " ".join(filter(None, (f"rank {exit.rank}", _in_a_line(exit), where)))
+    return " ".join(filter(None, (f"rank {exit.rank}", _in_a_line(exit), exit.record.in_step)))
 
 
 def rank_lines(exits: list[RankExit], ranks: Iterable[int]) -> str:
@@ -344,7 +334,7 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
     if exit.is_normal:
         missed = min((other for other in exits if not other.is_normal), key=_blame)
         still = f"while rank {missed.rank} was still training ({missed.record.where})"
-        return f"{' '.join(filter(None, (name, 'ended normally', _step(record), still)))}.\n{_LIKELY['normal']}"
+        return f"{' '.join(filter(None, (name, 'ended normally', record.in_step, still)))}.\n{_LIKELY['normal']}"
     if record.error_type == "SystemExit":
         status = f" with exit code {code}" * (code >= 0)  # it may have been killed on its way out
         return f"{name} left{status} ({record.message} at {record.where})."
@@ -360,7 +350,7 @@ def headline(exit: RankExit, exits: Sequence[RankExit] = ()) -> str:
 
 def _in_a_line(exit: RankExit) -> str:
     if exit.is_normal:
-        return f"ended normally {_step(exit.record)}".rstrip()
+        return f"ended normally {exit.record.in_step}".rstrip()
     if exit.record.message:
         text = textwrap.shorten(_first_line(exit.record.message), 200, placeholder=" ...")
         return f"{text} ({exit.record.where})" if exit.record.where else text

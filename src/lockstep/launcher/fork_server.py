@@ -14,9 +14,6 @@ child.
 If a program needs a new interpreter, ranks are not forked (`_needs_interpreters`). All forked ranks have the same
 string hashes, and /proc/PID/environ shows the launcher's variables: their titles have the rank. A forked rank ends like
 any interpreter.
-
-Others, such as tests, can fork any Python program: ``server = fork_here()`` where all is imported and no thread runs,
-then ``server.fork(["script.py", "--flag"], os.environ, [0, 1, 2])``, which returns a child of this process to poll.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import itertools
 import json
 import math
 import os
@@ -40,7 +38,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from lockstep.env import usable_cores
@@ -84,10 +81,10 @@ class ForkedProcess:
     def wait(self, timeout: float = math.inf) -> int:
         """Block until it has ended, at most ``timeout`` seconds; return its exit status."""
         end_s = time.monotonic() + timeout
-        while (code := self.poll()) is None and time.monotonic() < end_s:
+        while (code := self.poll()) is None:
+            if time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(_POLL_S)
-        if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return code
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
@@ -114,30 +111,26 @@ class ForkServer:
         with contextlib.suppress(OSError):  # the server is gone: `fork` will notice
             self._connection.send(json.dumps(names).encode())
 
-    def fork(
-        self, args: Sequence[str], environ: Mapping[str, str], files: Sequence[int], *, new_session: bool = True
-    ) -> ForkedProcess | None:
+    def fork(self, args: Sequence[str], environ: Mapping[str, str], files: Sequence[int]) -> ForkedProcess | None:
         """Start a process that runs as ``python ARGS``; return ``None`` if this needs a new interpreter.
 
         Args:
             args: The arguments of the interpreter.
             environ: Its whole environment.
             files: The descriptors of its standard input, output and error.
-            new_session: Whether it leads a new session, or stays in the group of this process.
         """
         if self._has_read_others(environ):
             return None
         libc, before = ctypes.CDLL(None), ctypes.c_int()
         with self._lock, contextlib.suppress(OSError, ValueError):
-            place = {"environ": dict(environ), "cwd": os.getcwd(), "new_session": new_session}
-            request = json.dumps({"args": args, "parent": os.getpid(), **place}).encode()
+            request = {"args": args, "parent": os.getpid(), "environ": dict(environ), "cwd": os.getcwd()}
             reply, theirs = map(open, os.pipe(), "rw")
             libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
                 with reply:
                     with theirs:
-                        socket.send_fds(self._connection, [request], [*files, theirs.fileno()])
+                        socket.send_fds(self._connection, [json.dumps(request).encode()], [*files, theirs.fileno()])
                     # The reply has no number if the server, or its child, is gone.
                     return ForkedProcess(int(reply.read()))
             finally:
@@ -161,23 +154,17 @@ class ForkServer:
 
 _server: ForkServer | None = None
 
-_Handler = signal.Handlers | Callable[[int, FrameType | None], None]
+_Handler = signal.Handlers | Callable[[int, object], None]
 
 
 @contextmanager
 def signal_handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
     """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        for number in before:
+    with contextlib.ExitStack() as stack:
+        for number in numbers if threading.current_thread() is threading.main_thread() else ():
+            stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
             signal.signal(number, handler)
         yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
 
 def start() -> None:
@@ -188,12 +175,8 @@ def start() -> None:
     global _server
     if re.search(r"\blockstep(/__main__\.py)?$", sys.argv[0]) is None:
         return  # programs that call it from Python use the server of `launch`
-    gc.disable()  # a collection would visit all of torch's objects for nothing
     with signal_handlers((signal.SIGINT,), signal.SIG_DFL):  # Ctrl-C ends this process at once, not after the import
-        import torch  # noqa: F401
-
-    gc.freeze()  # collections no longer write to these objects, so they stay shared; and this process ends sooner
-    gc.enable()
+        import_modules(["torch"])
     if _server is None and _can_fork() and threading.active_count() == 1:
         _server = fork_here()
 
@@ -216,17 +199,13 @@ def server_for(mode: str, target: str, num_ranks: int) -> Iterator[ForkServer | 
     if not _can_fork() or _needs_interpreters(mode, target) or (_server is None and num_ranks == 1):
         yield None
         return
-    server = _server or _interpreter()
     # A script's first line would have to wait for that import, two seconds. With a core for each rank, the first step
     # comes nearly as early if each rank imports it, for 1.5 times the processor time and 64 MiB more per rank; eight
     # ranks on two cores would take 13 seconds instead of 5. A command's call (`fit`) has no such line.
-    if mode == "call" or num_ranks > usable_cores():
-        server.preload(["torch.distributed", OPTIMIZER])
-    try:
+    with contextlib.nullcontext(_server) if _server is not None else contextlib.closing(_interpreter()) as server:
+        if mode == "call" or num_ranks > usable_cores():
+            server.preload(["torch.distributed", OPTIMIZER])
         yield server
-    finally:
-        if server is not _server:
-            server.close()
 
 
 def _interpreter() -> ForkServer:
@@ -320,8 +299,11 @@ def _is_bound_to_device() -> bool:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import those modules that exist; the garbage collector ignores their objects from now on."""
-    gc.disable()
+    """Import those modules that exist; the garbage collector ignores their objects from now on.
+
+    Collections do not write to these objects, so they stay shared with forked processes; and this process ends sooner.
+    """
+    gc.disable()  # a collection would visit all of torch's objects for nothing
     for name in names:
         with contextlib.suppress(Exception):  # the rank that needs it will report the error
             import_module(name)
@@ -331,10 +313,7 @@ def import_modules(names: Sequence[str]) -> None:
 
 def take_place(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Give this process its own session, environment, folder, random numbers, and streams as with ``python -u``."""
-    if place["new_session"]:
-        os.setsid()
-    else:
-        os.setpgid(0, os.getpgid(os.getppid()))
+    os.setsid()
     os.environ.clear()
     os.environ.update(place["environ"])
     os.chdir(place["cwd"])
@@ -365,24 +344,16 @@ def _set_num_threads(text: str) -> None:
     torch.set_num_threads(int(number))
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "openblas" in line}  # numpy's
-    for path in paths:
-        library = ctypes.CDLL(path)
-        for prefix in ("", "scipy_"):
-            for suffix in ("", "64_"):
-                with contextlib.suppress(AttributeError):
-                    getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
+    for library, prefix, suffix in itertools.product(map(ctypes.CDLL, paths), ("", "scipy_"), ("", "64_")):
+        with contextlib.suppress(AttributeError):
+            getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))
 
 
 def become(words: Sequence[str]) -> NoReturn:
-    """Run as ``python WORDS``: a rank, a script, or a module after ``-m``; leaves with `SystemExit`."""
+    """Be the rank ``python -u bootstrap.py ...``, whose arguments are ``words``; leaves with `SystemExit`."""
     sys.orig_argv = [sys.executable, *words]
-    sys.argv = list(words[1:] if words[0] in ("-u", "-m") else words)
-    if sys.argv[0] == bootstrap.__file__:
-        bootstrap.main(sys.argv)
-    elif words[0] == "-m":
-        bootstrap.run_module(sys.argv[0])
-    else:
-        bootstrap.run_script(sys.argv[0])
+    sys.argv = list(words[1:])
+    bootstrap.main(sys.argv)
     sys.exit()
 
 

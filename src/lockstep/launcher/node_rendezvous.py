@@ -8,16 +8,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -36,7 +29,7 @@ LOCAL_BACKEND = "lockstep-local"
 # torch's own variable: ranks do not use the store of a launcher, so launchers do not keep its address.
 _NO_SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
-_LOCAL = RendezvousStoreInfo(LOOPBACK, 0)
+_LOCAL = rendezvous.RendezvousStoreInfo(LOOPBACK, 0)
 _STORE_TIMEOUT_S = 600.0
 # torchrun's default for how long a machine waits for the others.
 _RENDEZVOUS_TIMEOUT_S = 900.0
@@ -46,7 +39,7 @@ _DEFAULT_ETCD_PORT = 2379  # torch elastic's
 _TRY_PERIOD_S, _TRY_S = 2.0, 0.3
 
 
-class RendezvousPerRestart(RendezvousHandler):
+class RendezvousPerRestart(rendezvous.RendezvousHandler):
     """Runs the rendezvous with a handler of torch's, and creates a new store for the ranks each time.
 
     [Note: a store for each restart]
@@ -78,16 +71,14 @@ class RendezvousPerRestart(RendezvousHandler):
     """
 
     def __init__(
-        self,
-        config: LaunchConfig,
-        inner: RendezvousHandler | None = None,
-        is_ending: Callable[[], bool] = lambda: False,
+        self, config: LaunchConfig, inner: rendezvous.RendezvousHandler | None, is_ending: Callable[[], bool]
     ) -> None:
         self._config, self._inner, self._is_ending = config, inner, is_ending
-        self._current = RendezvousInfo(HashStore(), 0, 1, _LOCAL)
         # Of the store for the ranks that are started now, and that store, if it is hosted here.
         self.store_address = LOOPBACK, 0
         self._hosted: object = None
+        # How often the ranks of the job have been started again, for any reason; the same on all machines.
+        self.num_restarts = -1
         self._is_lost, self._next_try_s = False, 0.0
 
     def get_backend(self) -> str:
@@ -99,39 +90,36 @@ class RendezvousPerRestart(RendezvousHandler):
         """The ranks use a launcher's store."""
         return True
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Run a new rendezvous, and agree on a new store for the ranks. Blocks until the other machines have come."""
-        found = RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        """Run a new rendezvous; agree on a new store for the ranks, and on the number of restarts: the largest of any.
+
+        Blocks until the other machines have come.
+        """
+        found = rendezvous.RendezvousInfo(HashStore(), 0, 1, _LOCAL) if self._inner is None else self._meet(self._inner)
         assert found.bootstrap_store_info is not None
-        host = found.bootstrap_store_info.master_addr
+        host, store = found.bootstrap_store_info.master_addr, found.store
         self._hosted = None  # the previous store, whose ranks have ended
+        store.set(f"lockstep/restarts/{found.rank}", str(self.num_restarts + 1))
         if found.rank == 0:
             self._hosted, port = start_store_server(host, _STORE_TIMEOUT_S)
-            found.store.set("lockstep/port", str(port))
-        self.store_address = host, int(found.store.get("lockstep/port"))
-        self._current = RendezvousInfo(
-            found.store, found.rank, found.world_size, RendezvousStoreInfo(*self.store_address)
-        )
-        return self._current
+            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(found.world_size)])
+            store.set("lockstep/start", f"{port} {max(map(int, numbers))}")
+        port, self.num_restarts = map(int, store.get("lockstep/start").split())
+        self.store_address = host, port
+        address = rendezvous.RendezvousStoreInfo(host, port)
+        return rendezvous.RendezvousInfo(store, found.rank, found.world_size, address)
 
-    def _meet(self, inner: RendezvousHandler) -> RendezvousInfo:
+    def _meet(self, inner: rendezvous.RendezvousHandler) -> rendezvous.RendezvousInfo:
         try:
             if not self._is_lost:
                 return inner.next_rendezvous()
-        except RendezvousConnectionError:
+        except rendezvous.RendezvousConnectionError:
             self._note_loss()
-        self._inner = _reopen(self._config)
+        # Once a store answers at the address of the lost one.
+        _await_host(self._config, may_be_here=False)
+        self._inner = _new_handler(self._config)
         self._is_lost = False
         return self._inner.next_rendezvous()
-
-    def agree_on_restarts(self, number: int) -> int:
-        """Return the largest ``number`` of any machine. Blocks until all of this rendezvous have written one."""
-        store, size = self._current.store, self._current.world_size
-        store.set(f"lockstep/restarts/{self._current.rank}", str(number))
-        if self._current.rank == 0:
-            numbers = store.multi_get([f"lockstep/restarts/{rank}" for rank in range(size)])
-            store.set("lockstep/restarts", str(max(map(int, numbers))))
-        return int(store.get("lockstep/restarts"))
 
     def num_nodes_waiting(self) -> int:
         """Return how many machines wait to join, including this one if it needs a new rendezvous."""
@@ -141,25 +129,21 @@ class RendezvousPerRestart(RendezvousHandler):
             if not self._is_lost:
                 # The others remove this machine if its keepalives did not arrive in time.
                 return self._inner.num_nodes_waiting() or int(torch_internals.is_removed(self._inner))
-        except RendezvousConnectionError:
+        except rendezvous.RendezvousConnectionError:
             if self._inner.get_backend() != "c10d":  # its store keeps its contents, and may answer again
                 return 0
             self._note_loss()
-        return int(self._is_back())
+        if time.monotonic() >= self._next_try_s:
+            self._next_try_s = time.monotonic() + _TRY_PERIOD_S
+            with contextlib.suppress(OSError), socket.create_connection(_address(self._config), timeout=_TRY_S):
+                return 1
+        return 0
 
     def _note_loss(self) -> None:
         self._is_lost = True
         torch_internals.stop_heartbeats(self._inner)  # torch's client would log every heartbeat that fails
         where = f"the store at {self._config.rdzv_endpoint}, where the machines meet,"
         print(f"lockstep: {where} does not respond any more", file=sys.stderr, flush=True)
-
-    def _is_back(self) -> bool:
-        if time.monotonic() < self._next_try_s:
-            return False
-        self._next_try_s = time.monotonic() + _TRY_PERIOD_S
-        with contextlib.suppress(OSError), socket.create_connection(_address(self._config), timeout=_TRY_S):
-            return True
-        return False
 
     def is_closed(self) -> bool:
         """Return whether the job is over."""
@@ -179,10 +163,10 @@ class RendezvousPerRestart(RendezvousHandler):
         return self._inner is None or self._is_ending() or self._inner.shutdown()
 
 
-def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> RendezvousHandler:
+def rendezvous_of(config: LaunchConfig, is_ending: Callable[[], bool]) -> rendezvous.RendezvousHandler:
     """Return torch's handler for ``config``, in a `RendezvousPerRestart` if machines may come and go."""
     if config.rdzv_backend == LOCAL_BACKEND:
-        return RendezvousPerRestart(config)
+        return RendezvousPerRestart(config, None, is_ending)
     handler = _new_handler(config)
     if not isinstance(handler, DynamicRendezvousHandler):
         return handler
@@ -196,20 +180,10 @@ def _address(config: LaunchConfig) -> tuple[str, int]:
     return host, port
 
 
-def _reopen(config: LaunchConfig) -> RendezvousHandler:
-    """Return a new handler, once a store answers at the address of the lost one.
-
-    Raises:
-        LockstepError: No store answered in time.
-    """
-    _await_host(*_address(config), config.rdzv_configs, may_be_here=False)
-    return _new_handler(config)
-
-
-def _new_handler(config: LaunchConfig) -> RendezvousHandler:
+def _new_handler(config: LaunchConfig) -> rendezvous.RendezvousHandler:
     where = config.rdzv_backend, config.rdzv_endpoint, config.run_id
-    sizes = config.min_nodes, config.max_nodes
-    return get_rendezvous_handler(RendezvousParameters(*where, *sizes, config.local_addr, **config.rdzv_configs))
+    sizes = config.min_nodes, config.max_nodes, config.local_addr
+    return get_rendezvous_handler(rendezvous.RendezvousParameters(*where, *sizes, **config.rdzv_configs))
 
 
 # The settings of the command line.
@@ -261,10 +235,9 @@ def choose_rendezvous(args: argparse.Namespace) -> None:
     if args.rdzv_backend == "c10d" and port and "is_host" not in args.rdzv_conf:
         # torch compares the host with the addresses of this machine's name, which may not be all of its addresses.
         is_host = is_local(host) and _why_not_bindable(port) is None
-        try:
+        is_chosen = False
+        with contextlib.suppress(socket.gaierror):  # this name does not resolve: torch would raise the same error
             is_chosen = torch_internals.matches_machine_hostname(host) or not is_host
-        except socket.gaierror:  # this name does not resolve: torch would raise the same error
-            is_chosen = False
         if not is_chosen:
             args.rdzv_conf = f"{args.rdzv_conf},is_host={int(is_host)}".lstrip(",")
 
@@ -298,10 +271,11 @@ def wait_for_host(config: LaunchConfig) -> None:
     """
     is_first = config.rdzv_backend == "static" and config.rdzv_configs["rank"] == 0
     if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d") and not is_first:
-        _await_host(*_address(config), config.rdzv_configs, may_be_here=True)
+        _await_host(config, may_be_here=True)
 
 
-def _await_host(host: str, port: int, conf: Mapping[str, Any], *, may_be_here: bool) -> None:
+def _await_host(config: LaunchConfig, *, may_be_here: bool) -> None:
+    (host, port), conf = _address(config), config.rdzv_configs
     timeout_s = float(conf.get("join_timeout") or conf.get("timeout") or _RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + timeout_s
     # Resolved again each time: the name of a machine that has just started may not be known yet.
@@ -348,9 +322,7 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
 def _why_not_bindable(port: int) -> str | None:
     try:
         socket.create_server(("", port)).close()
-    except PermissionError:
-        return "may only be used by root"
     except OSError as error:
         # Other errors come from binding all addresses, which only this check does; elastic reports its own errors.
-        return "is already in use" if error.errno == errno.EADDRINUSE else None
+        return {errno.EADDRINUSE: "is already in use", errno.EACCES: "may only be used by root"}.get(error.errno or 0)
     return None

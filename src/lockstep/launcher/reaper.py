@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 # Orders: end the ranks now, and keep running; or: the job is over, and processes left behind on purpose may stay.
 _KILL, _RELEASE = b"k", b"r"
@@ -66,9 +65,7 @@ class Reaper:
     def __enter__(self) -> Reaper:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._orders, _RELEASE)
@@ -77,36 +74,6 @@ class Reaper:
             self._process.wait(_EXIT_S)
         os.close(self._alive)
         shutil.rmtree(self.run_dir, ignore_errors=True)  # in case the reaper itself was killed
-
-
-class _Ranks:
-    """The registered ranks of one run; each leads a session that contains it and its children."""
-
-    def __init__(self, sign_in: socket.socket) -> None:
-        self._sign_in = sign_in
-        self._is_killing = False
-        self._start_times: dict[int, str | None] = {}
-        self._alive: list[int] = []
-
-    def take_in(self) -> None:
-        """Register the rank whose message has arrived."""
-        message, descriptors, _, _ = socket.recv_fds(self._sign_in, 64, 1)
-        pid = int(message)
-        self._alive += descriptors
-        self._start_times[pid] = start_time(pid)  # with the pid it identifies a process uniquely
-        if self._is_killing:  # it was being started when the order arrived
-            kill_sessions([pid])
-
-    def kill_all(self) -> None:
-        """End every rank and all processes in its session, including ranks that sign in later."""
-        self._is_killing = True
-        # A different start time: the pid now belongs to another process.
-        kill_sessions([pid for pid, at in self._start_times.items() if start_time(pid) in (at, None)])
-
-    def release(self) -> None:
-        """Keep processes that ranks left behind: they no longer end with the launcher."""
-        for descriptor in self._alive:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
 
 def kill_sessions(leaders: Iterable[int]) -> None:
@@ -126,20 +93,17 @@ def kill_sessions(leaders: Iterable[int]) -> None:
         time.sleep(0.02)
 
 
+def _stat_fields(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on."""
+    with contextlib.suppress(OSError):  # the name before them may contain spaces and parentheses
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None
+
+
 def start_time(pid: int) -> str | None:
     """Return when a process started, in the system's format, or ``None`` if it is gone or unknown."""
     fields = _stat_fields(pid)
     return fields[19] if fields else None
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            # The name before them may contain spaces and parentheses.
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 def main(argv: list[str]) -> None:
@@ -148,7 +112,27 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     run_dir, launcher_pid, orders, sign_in = argv[1], int(argv[2]), int(argv[3]), socket.socket(fileno=int(argv[4]))
-    ranks, order = _Ranks(sign_in), b""
+    is_killing, order = False, b""
+    # Each rank leads a session that contains it and its children. With its start time, a pid identifies it uniquely.
+    start_times: dict[int, str | None] = {}
+    alive: list[int] = []
+
+    def take_in() -> None:
+        """Register the rank whose message has arrived."""
+        message, descriptors, _, _ = socket.recv_fds(sign_in, 64, 1)
+        pid = int(message)
+        start_times[pid] = start_time(pid)
+        alive.extend(descriptors)
+        if is_killing:  # it was being started when the order arrived
+            kill_sessions([pid])
+
+    def kill_all() -> None:
+        """End every rank and all processes in its session, including ranks that sign in later."""
+        nonlocal is_killing
+        is_killing = True
+        # A different start time: the pid now belongs to another process.
+        kill_sessions([pid for pid, at in start_times.items() if start_time(pid) in (at, None)])
+
     descriptors = [orders, sign_in.fileno()]
     # Another child of the launcher may have inherited the pipe, which then stays open.
     with contextlib.suppress(OSError):  # the launcher may be gone already
@@ -161,18 +145,19 @@ def main(argv: list[str]) -> None:
                 order = os.read(orders, 1)
                 if order != _KILL:
                     break
-                ranks.kill_all()
+                kill_all()
             elif sign_in.fileno() in ready:
-                ranks.take_in()
+                take_in()
             else:
                 break
     finally:
         if order == _RELEASE:
-            ranks.release()
+            for descriptor in alive:  # processes that ranks left behind no longer end with the launcher
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
         else:
-            ranks.kill_all()
+            kill_all()
             while select.select([sign_in], [], [], 0)[0]:  # ranks that signed in while the launcher ended
-                ranks.take_in()
+                take_in()
         shutil.rmtree(run_dir, ignore_errors=True)
 
 

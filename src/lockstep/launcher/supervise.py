@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
-import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
-from string import Template
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
@@ -46,7 +44,6 @@ from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_o
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.launcher.recovery import Recovery
-from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
@@ -58,35 +55,20 @@ _FILES_PER_RANK = 8
 
 
 def supervise(
-    config: LaunchConfig,
-    reaper: Reaper,
-    mode: str,
-    target: str,
-    args: Sequence[str] = (),
-    *,
-    python: str,
-    min_ranks: int | None = None,
-    watchdog_s: float | None = None,
-    watchdog_action: str | None = None,
-    log_tail: LogTail | None = None,
+    job: Job, config: LaunchConfig, mode: str, target: str, args: Sequence[str] = (), python: str = sys.executable
 ) -> None:
     """Start the ranks of this machine and wait until all have ended without errors.
 
     Blocks as long as they run. Restores signal handlers and logging.
 
     Args:
+        job: What to do with the ranks.
         config: Of torch elastic: the number of ranks, and the rendezvous of the machines.
-        reaper: Removes the ranks.
         mode: What each rank runs: ``script``, ``module``, ``command`` (any executable) or ``call`` (a pickled
             function).
         target: The path, the name, or for a call the folder with the function.
         args: Its ``sys.argv[1:]``.
         python: The interpreter of the ranks.
-        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this.
-        watchdog_s: How long ranks may wait for one that does nothing; zero: no watchdog. If it or the action is set,
-            the watchdog also covers ranks that compute: they may keep the others waiting five times as long.
-        watchdog_action: The action after that time: ``end`` the job, or ``warn`` only.
-        log_tail: Reads the pipes with the ranks' output, if they do not write to the terminal themselves.
 
     Raises:
         JobHangs: Ranks waited for each other for too long.
@@ -95,90 +77,51 @@ def supervise(
         Stopped: This process was requested to end, and has ended the ranks, or all of them have stopped gracefully.
     """
     allow_open_files(_FILES_PER_RANK * config.nproc_per_node, f"The launcher of {config.nproc_per_node} ranks")
-    patience_s = _PATIENCE_S if watchdog_s is None else watchdog_s
+    patience_s = _PATIENCE_S if job.watchdog_s is None else job.watchdog_s
     # For the ranks' titles. A call has the name of the program that made it, or of the file that its command names.
     files = [word for word in sys.argv if word.endswith(".py")] if mode == "call" else [target]
     orders = {
         "program": os.path.basename((files or ["launch"])[-1]),
         "launcher_pid": os.getpid(),
-        "run_dir": str(reaper.run_dir),
+        "run_dir": str(job.folder),
         "mode": mode,
         "watchdog_s": patience_s,
-        "has_pipes": log_tail is not None,
+        "has_pipes": job.log_tail is not None,
     }
-    command = ("-u", bootstrap.__file__, json.dumps(orders), target, *args)
-    # With other backends, there is no store of torch's that all launchers can reach.
-    has_store = config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2")
-    store = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_store else None
-    job = Job(reaper, range(config.nproc_per_node), log_tail, min_ranks, config.min_nodes < config.max_nodes, store)
+    command = (python, "-u", bootstrap.__file__, json.dumps(orders), target, *args)
     job.is_command = mode != "call"
-    on_hang = _HangPolicy(job, watchdog_action)
+    job.ranks = range(config.nproc_per_node)
+    # With other backends, there is no store of torch's that all launchers can reach.
+    if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2"):
+        job.store = InterNodeStore(config.rdzv_endpoint, config.run_id)
     watchdog = Watchdog(
-        reaper.run_dir,
+        job.folder,
         patience_s,
-        is_strict=watchdog_action == "end" or (watchdog_s is not None and watchdog_action is None),
+        is_strict=job.watchdog_action == "end" or (job.watchdog_s is not None and job.watchdog_action is None),
         num_nodes=config.max_nodes,
-        store=store,
+        store=job.store,
         resources=job.resources,
-        on_report=on_hang.act,
+        on_report=job.on_hang,
     )
-    stop = GracefulShutdown(job)
-    with stop.handling(config):
+    with job.handling_signals(config.signals_to_handle):
         try:
-            with server_for(mode, target, config.nproc_per_node) as server, elastic_quiet(), watchdog:
+            with server_for(mode, target, config.nproc_per_node) as job.server, elastic_quiet(), watchdog:
                 # Kept to the end of this function: it has the store, in which `job_error` meets the other launchers.
-                agent = _Agent(job, config, (python, *command), server)
+                agent = _Agent(job, config, command)
                 failures = agent.run().failures
         except SignalException as error:
             # If a signal arrived while the ranks stopped for another machine, they have already stopped and saved.
-            stopped = stop.outcome({0}) if isinstance(error, StoppedWhileRestarting) else None
+            stopped = job.stopped({0}) if isinstance(error, StoppedWhileRestarting) else None
             name = "Ctrl-C" if error.sigval == signal.SIGINT else error.sigval.name
             raise stopped or Stopped(f"Stopped by {name}; all ranks have ended.", signal=error.sigval) from None
         except (RuntimeError, OSError, ValueError, rendezvous.RendezvousError) as error:
             raise _not_met(error, config) from error
     # Ranks that stop gracefully exit with a special code, which is not a failure; ranks that hung were killed.
-    stopped = None if on_hang.reports else stop.outcome({failure.exitcode for failure in failures.values()} or {0})
+    stopped = None if job.hang else job.stopped({failure.exitcode for failure in failures.values()} or {0})
     if stopped is not None:
         raise stopped
     if failures:
-        hang = "\n".join(on_hang.reports)
-        raise job_error(job.exits(failures), job.ranks, hang=hang, store=store, num_nodes=config.max_nodes)
-
-
-@dataclass
-class _HangPolicy:
-    """Decides what happens to ranks that hang.
-
-    Attributes:
-        job: The ranks of this machine.
-        action: What the user chose: ``end`` the job, or ``warn`` only.
-        reports: Of the watchdog, if the ranks were killed: then these are the cause, not the ranks' exit codes.
-    """
-
-    job: Job
-    action: str | None
-    reports: list[str] = field(default_factory=list)
-
-    def act(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
-        """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
-        if self.action == "warn":
-            log(f"{text}\nThe job continues, because of --watchdog-action warn.")
-        elif verdict is not Verdict.HANGS:
-            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
-        elif self.job.num_restarts_left and awaited:
-            log(f"{text}\nThe ranks are started again.")
-            # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
-            message = "JobHangs: it kept the others waiting; the report is above"
-            for rank, pid in awaited.items():
-                failure = run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid)
-                failure.write(self.job.folder, rank)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        else:
-            self.reports.append(text)
-            self.job.reaper.kill_ranks()
-            return False
-        return True
+        raise job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, num_nodes=config.max_nodes)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -206,24 +149,23 @@ def log(text: str) -> None:
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def elastic_quiet() -> Iterator[None]:
-    """Suppress the agent's warnings unless the user enabled its log: our report replaces them."""
+def elastic_quiet() -> ExitStack:
+    """Suppress the agent's warnings, until the end of its block, unless the user enabled its log.
+
+    Our report replaces them.
+    """
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
     names = [name for name in list(logging.Logger.manager.loggerDict) if name.startswith(prefixes)]
-    # The last logger is created later, with its own level; so loggers are disabled here, instead of setting a level.
-    loggers = [logging.getLogger(name) for name in (*names, "torchelastic-events-null")]
     is_quiet = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
-    for logger in loggers:
-        logger.disabled = is_quiet
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False
+    stack = ExitStack()
+    # The last logger is created later, with its own level; so loggers are disabled, instead of setting a level.
+    for logger in map(logging.getLogger, (*names, "torchelastic-events-null") if is_quiet else ()):
+        logger.disabled = True
+        stack.callback(setattr, logger, "disabled", False)
+    return stack
 
 
-# The launcher's state of the ranks; and signals.
+# The launcher's state of the ranks; hangs, and signals.
 
 
 def stop_timeout_s() -> float:
@@ -231,39 +173,56 @@ def stop_timeout_s() -> float:
     return float(os.environ.get("LOCKSTEP_STOP_TIMEOUT_S", 120.0))
 
 
+# Those that torch elastic handles; and its environment variable for those that it handles itself.
+_SIGNALS = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
+_LEFT_TO_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
 @dataclass
 class Job:
-    """The launcher's state of the ranks of this machine.
+    """The launcher's state of the ranks of this machine, and what it does when they hang, end, or a signal arrives.
 
     Attributes:
         reaper: Kills them; has the folder of the run, in which they are requested to stop.
-        ranks: Their numbers, which may change after a restart.
         log_tail: Reads the pipes with their output, if they do not write to the terminal themselves.
-        min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
-        may_shrink: Whether the job can go on with fewer machines.
+        min_ranks: After a rank was killed, a restart goes on with one fewer, but no fewer than this; with as many as
+            before if ``None``.
+        watchdog_s: How long ranks may wait for one that does nothing; zero: no watchdog. If it or the action is set,
+            the watchdog also covers ranks that compute: they may keep the others waiting five times as long.
+        watchdog_action: The action after that time: ``end`` the job, or ``warn`` only.
+        ranks: Their numbers, which may change after a restart.
         store: The store in which the launchers of several machines exchange notes.
+        server: Forks the ranks, if they need not be new interpreters.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
         is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
         has_started: Whether ranks were started.
-        stop_by: Until when they must have stopped gracefully, and the signal for which they were requested to.
+        hang: The watchdog's report, if the ranks were killed: then this is the cause, not the ranks' exit codes.
+        requested_for: The signal for which they were requested to stop gracefully.
+        stop_by_s: Until when they must have stopped then.
+        num_signals: How many signals have arrived.
         stopped_at_ns: When the launcher began to stop each process that still ran, in nanoseconds since the epoch.
         ended_at_ns: When each process ended.
     """
 
     reaper: Reaper
-    ranks: range
     log_tail: LogTail | None = None
     min_ranks: int | None = None
-    may_shrink: bool = False
+    watchdog_s: float | None = None
+    watchdog_action: str | None = None
+    ranks: range = range(0)
     store: InterNodeStore | None = None
+    server: ForkServer | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
     is_command: bool = False
     has_started: bool = False
-    stop_by: tuple[float, signal.Signals] | None = None
+    hang: str = ""
+    requested_for: signal.Signals | None = None
+    stop_by_s: float = math.inf
+    num_signals: int = 0
     stopped_at_ns: dict[int, int] = field(default_factory=dict)
-    ended_at_ns: Mapping[int, int] = field(default_factory=dict)
+    ended_at_ns: dict[int, int] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -277,67 +236,69 @@ class Job:
             self.log_tail.settle({exit.rank: exit.record.trace for exit in exits})
         return exits
 
+    def on_hang(self, text: str, verdict: Verdict, awaited: dict[int, int]) -> bool:
+        """Act on the watchdog's report about the ranks ``awaited``, with their processes; return whether to go on."""
+        if self.watchdog_action == "warn":
+            log(f"{text}\nThe job continues, because of --watchdog-action warn.")
+        elif verdict is not Verdict.HANGS:
+            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
+        elif self.num_restarts_left and awaited:
+            log(f"{text}\nThe ranks are started again.")
+            # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
+            message = "JobHangs: it kept the others waiting; the report is above"
+            for rank, pid in awaited.items():
+                failure = run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid)
+                failure.write(self.folder, rank)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            self.hang = text
+            self.reaper.kill_ranks()
+            return False
+        return True
 
-# torch elastic's default, to which SIGUSR1 is added; and the environment variable for those that it handles itself.
-_SIGNALS_OF_ELASTIC, _LEFT_TO_ELASTIC = "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_SIGNALS = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
-
-
-class GracefulShutdown:
-    """Requests the ranks to stop at the first signal, if all of them can; ends them at the next or when the time is up.
-
-    Ranks that cannot stop gracefully get the signal at once, as under torch elastic, which waits for half a minute; a
-    further signal kills them.
-
-    Args:
-        job: The ranks of this machine.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._num_signals = 0
-        self._requested_for: signal.Signals | None = None
-
-    def handling(self, config: LaunchConfig) -> AbstractContextManager[None]:
+    def handling_signals(self, names: str) -> AbstractContextManager[None]:
         """Handle the signals that torch elastic would, inside the block. Works in the main thread only."""
-        names = config.signals_to_handle + ",SIGUSR1" * (config.signals_to_handle == _SIGNALS_OF_ELASTIC)
+        names += ",SIGUSR1" * (names == "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # torch elastic's default
         return signal_handlers([signal.Signals[name.strip()] for name in names.split(",")], self._on_signal)
 
-    def outcome(self, exit_codes: set[int]) -> Stopped | None:
-        """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
-        reports = run_folder.stop_reports(self._job.folder)
-        if self._requested_for is None and exit_codes != {RESUME_EXIT_CODE}:
-            return None  # ranks of other machines may have been requested to
-        if not reports or not exit_codes <= {0, RESUME_EXIT_CODE}:
-            return None
-        return Stopped(reports[0], signal=self._requested_for or signal.SIGTERM, saved=True)
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """Request the ranks to stop at the first signal, if all of them can; end them at the next.
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        Ranks that cannot stop gracefully get the signal at once, as under torch elastic, which waits for half a minute;
+        a further signal kills them.
+        """
         sigval = signal.Signals(number)
         # Interrupts the main thread, possibly while it prints: so this function must not print.
-        self._num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
-        if self._job.is_command and not self._job.has_started:
+        self.num_signals += sigval != signal.SIGUSR1  # sent before SIGTERM
+        if self.is_command and not self.has_started:
             # An exception could be lost: what torch does at a start catches some. The reaper removes what is left.
             signal.signal(sigval, signal.SIG_DFL)
             signal.raise_signal(sigval)
-        if self._requested_for is None and number in run_folder.STOP_SIGNALS and self._can_stop():
-            self._requested_for = sigval
-            if sigval is signal.SIGINT and self._job.log_tail is not None:
-                self._job.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
+        # Ranks that have stopped already count as those that can.
+        counts = run_folder.num_graceful_ranks(self.folder), len(run_folder.stop_reports(self.folder))
+        if self.requested_for is None and number in run_folder.STOP_SIGNALS and len(self.ranks) in counts:
+            self.requested_for = sigval
+            if sigval is signal.SIGINT and self.log_tail is not None:
+                self.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
             elif sigval is signal.SIGINT:
                 os.write(2, run_folder.FIRST_CTRL_C_MESSAGE)  # print() may have been interrupted within a line
-            run_folder.request_stop(self._job.folder, sigval.name)
-            self._job.stop_by = time.monotonic() + stop_timeout_s(), sigval
-        elif self._requested_for is None or self._num_signals > 1:
-            run_folder.request_stop(self._job.folder, sigval.name)  # so that ranks know that none has failed
-            if self._num_signals > 1:
-                self._job.reaper.kill_ranks()  # torch's agent would wait for half a minute
+            run_folder.request_stop(self.folder, sigval.name)
+            self.stop_by_s = time.monotonic() + stop_timeout_s()
+        elif self.requested_for is None or self.num_signals > 1:
+            run_folder.request_stop(self.folder, sigval.name)  # so that ranks know that none has failed
+            if self.num_signals > 1:
+                self.reaper.kill_ranks()  # torch's agent would wait for half a minute
             raise SignalException(f"Process {os.getpid()} got signal: {sigval}", sigval=sigval)
 
-    def _can_stop(self) -> bool:
-        """Return whether all ranks of this machine stop gracefully if requested, or have done so already."""
-        counts = run_folder.num_graceful_ranks(self._job.folder), len(run_folder.stop_reports(self._job.folder))
-        return len(self._job.ranks) in counts
+    def stopped(self, exit_codes: set[int]) -> Stopped | None:
+        """Return the error to raise after ranks ended with ``exit_codes``; ``None`` if they did not stop gracefully."""
+        reports = run_folder.stop_reports(self.folder)
+        # Ranks of other machines may have been requested to.
+        is_requested = self.requested_for is not None or exit_codes == {RESUME_EXIT_CODE}
+        if not is_requested or not reports or not exit_codes <= {0, RESUME_EXIT_CODE}:
+            return None
+        return Stopped(reports[0], signal=self.requested_for or signal.SIGTERM, saved=True)
 
 
 # torch elastic's agent, extended.
@@ -367,10 +328,10 @@ class _Agent(LocalElasticAgent):
       the cause.
     """
 
-    def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...], server: ForkServer | None) -> None:
-        self.job, self.server, self.config = job, server, config
-        # How often the ranks of the job have been started again, for any reason, the same on all machines; and how
-        # often because a rank of this machine failed.
+    def __init__(self, job: Job, config: LaunchConfig, command: tuple[str, ...]) -> None:
+        self.job, self.config = job, config
+        # How often the ranks of the job have been started again, for any reason; and how often because a rank of this
+        # machine failed.
         self.num_restarts, self.num_failures = -1, 0
         self._recovery: Recovery | None = None
         with self._ending_at_once():
@@ -408,7 +369,7 @@ class _Agent(LocalElasticAgent):
                     super()._rendezvous(worker_group)
                     self.num_restarts += 1
                     if isinstance(handler, RendezvousPerRestart):
-                        self.num_restarts = handler.agree_on_restarts(self.num_restarts)
+                        self.num_restarts = handler.num_restarts
                         if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
                             self.job.store.move_to(handler.store_address)
                 return
@@ -417,50 +378,39 @@ class _Agent(LocalElasticAgent):
                     raise
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks as torch does, but as `_RankProcesses`."""
-        spec, workers, envs = worker_group.spec, worker_group.workers, self._environments(worker_group)
+        """Start the ranks with the variables of torchrun, as `_RankProcesses`."""
+        spec = worker_group.spec
+        of_all = {
+            "GROUP_RANK": worker_group.group_rank,
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_WORLD_SIZE": worker_group.group_world_size,
+            "MASTER_ADDR": worker_group.master_addr,
+            "MASTER_PORT": worker_group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self.num_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        envs: dict[int, dict[str, str]] = {}
+        args = {}
+        for worker in worker_group.workers:
+            number = worker.local_rank
+            own = {"RANK": worker.global_rank, "WORLD_SIZE": worker.world_size}
+            own |= {"ROLE_RANK": worker.role_rank, "ROLE_WORLD_SIZE": worker.role_world_size}
+            envs[number] = {name: str(value) for name, value in (of_all | own).items()}
+            args[number] = tuple(macros.substitute(list(spec.args), str(number)))  # torchrun's ${local_rank}
         torch_internals.prepare_elastic_ranks(self, envs)
         # elastic would install its own handlers at each start of the ranks, and never remove them.
         os.environ[_LEFT_TO_ELASTIC] = ""
-        # Before the lines of each rank, with --tee.
-        prefix = Template(self.config.log_line_prefix_template or "[${role_name}${local_rank}]:")
-        names = {"role_name": spec.role, "hostname": socket.gethostname()}
-        numbers = {each.local_rank: {"rank": each.global_rank, "local_rank": each.local_rank} for each in workers}
-        prefixes = {rank: prefix.safe_substitute(names, **numbers[rank]) for rank in envs}
-        # torchrun's placeholder in arguments: ${local_rank}.
-        args = {rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs}
-        where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), prefixes
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
+        where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), None
         ranks = self._pcontext = _RankProcesses(*where, spec.numa_options, *filters)
-        ranks.job, ranks.server, ranks.numa_options = self.job, self.server, spec.numa_options
+        ranks.job, ranks.numa_options = self.job, spec.numa_options
         self.job.has_started = True
         ranks.start()
         return ranks.pids()
-
-    def _environments(self, worker_group: WorkerGroup) -> dict[int, dict[str, str]]:
-        """Return the variables that torchrun sets for each rank, by its number on this machine."""
-        spec = worker_group.spec
-        envs = {}
-        for worker in worker_group.workers:
-            variables = {
-                "RANK": worker.global_rank,
-                "GROUP_RANK": worker_group.group_rank,
-                "ROLE_RANK": worker.role_rank,
-                "ROLE_NAME": spec.role,
-                "LOCAL_WORLD_SIZE": spec.local_world_size,
-                "WORLD_SIZE": worker.world_size,
-                "GROUP_WORLD_SIZE": worker_group.group_world_size,
-                "ROLE_WORLD_SIZE": worker.role_world_size,
-                "MASTER_ADDR": worker_group.master_addr,
-                "MASTER_PORT": worker_group.master_port,
-                "TORCHELASTIC_RESTART_COUNT": self.num_restarts,
-                "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-                "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            }
-            envs[worker.local_rank] = {name: str(value) for name, value in variables.items()}
-        return envs
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         super()._initialize_workers(worker_group)
@@ -503,15 +453,15 @@ class _Agent(LocalElasticAgent):
         for local, worker in workers.items():
             process = ranks.subprocess_handlers[local] = new[worker.global_rank]
             worker.id = process.proc.pid
-        ranks.note_ends()
+        ranks.watch(worker.id for worker in workers.values())
         self.num_failures += len(lost)
         self.job.num_restarts_left -= len(lost)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._recover(worker_group)
-        if self.job.stop_by is not None and time.monotonic() > self.job.stop_by[0]:
+        if time.monotonic() > self.job.stop_by_s:
             self.job.reaper.kill_ranks()
-            raise SignalException("the ranks have not stopped in time", sigval=self.job.stop_by[1])
+            raise SignalException("the ranks have not stopped in time", sigval=self.job.requested_for or signal.SIGTERM)
         self._last = cast(RunResult, super()._monitor_workers(worker_group))
         codes = {failure.exitcode for failure in self._last.failures.values()}
         # Users' scripts exit with this code after `fit` has stopped; torch may have stopped the others.
@@ -525,10 +475,10 @@ class _Agent(LocalElasticAgent):
         if not isinstance(handler, RendezvousPerRestart) or not run_folder.stop_reports(self.job.folder):
             return
         # A signal may have been sent to all machines, and arrive here a moment later.
-        is_signalled = partial(run_folder.is_stopped_by_signal, self.job.folder)
-        poll_until(lambda: is_signalled() or handler.num_nodes_waiting() > 0, _NOTICED_S, _POLL_S)
+        is_stopped = run_folder.is_stopped_by_signal
+        poll_until(lambda: is_stopped(self.job.folder) or handler.num_nodes_waiting() > 0, _NOTICED_S, _POLL_S)
         self._raise_if_signalled()
-        if self.job.may_shrink or handler.num_nodes_waiting() > 0:
+        if self.config.min_nodes < self.config.max_nodes or handler.num_nodes_waiting() > 0:
             self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
             self._restart_workers(worker_group)
 
@@ -541,24 +491,17 @@ class _Agent(LocalElasticAgent):
             # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
         exits = self.job.exits(failures)
-        first = first_failure(exits) if failures else None
-        was_killed = first is not None and first.exit_code < 0
-        # A rank that raised would raise again on any number of devices; one that was killed may have lost its device.
-        min_ranks = self.job.min_ranks
-        is_fewer = min_ranks is not None and was_killed and spec.local_world_size > min_ranks
-        if is_fewer:
-            assert first is not None
-            _hide_device(failures[first.rank].local_rank, spec.local_world_size)
-            spec.local_world_size -= 1
-        fewer = f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}" if is_fewer else ""
-        self.num_failures += bool(failures)
         text = "lockstep: machines joined or left; the ranks start again"
-        if first is not None:
-            # Our loops count a step from 0 while it runs; other loops count the steps that are done.
-            step, num_steps = read_step_counter(self.job.folder, first.rank)
-            step = step if step is not None else num_steps or None
-            restart = f"restart {self.num_failures} of {spec.max_restarts}{fewer}"
-            text = restart_report(first, None if step is None else step + 1, restart)
+        if failures:
+            first = first_failure(exits)
+            self.num_failures += 1
+            restart = f"restart {self.num_failures} of {spec.max_restarts}"
+            # A rank that raised would raise again on any number of devices; one that was killed may have lost its own.
+            if first.exit_code < 0 and spec.local_world_size > (self.job.min_ranks or math.inf):
+                _hide_device(failures[first.rank].local_rank, spec.local_world_size)
+                spec.local_world_size -= 1
+                restart += f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}"
+            text = restart_report(first, restart)
         run_folder.forget_ranks(self.job.folder)
         print(text, file=sys.stderr, flush=True)
         super()._restart_workers(worker_group)
@@ -591,40 +534,52 @@ class _RankProcesses(SubprocessContext):
     """
 
     job: Job
-    server: ForkServer | None
     numa_options: NumaOptions | None
     watcher: threading.Thread | None = None
 
     def _start(self) -> None:
         for rank in self.envs:
             # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
-            self.subprocess_handlers[rank] = self._fork(rank) or self._start_interpreter(rank)
-        self.note_ends()
+            self.subprocess_handlers[rank] = self._start_rank(rank)
+        self.job.ended_at_ns.clear()  # pids may be reused
+        self.watch(self.pids().values())
 
-    def note_ends(self) -> None:
-        """Note the times at which the processes end from now on."""
-        self.job.ended_at_ns, self.watcher = _note_ends(self.pids().values())
+    def watch(self, pids: Iterable[int]) -> None:
+        """Record when these processes end."""
+        # No exit status has been read yet, so no pid can belong to another process.
+        running = {os.pidfd_open(pid): pid for pid in pids}
+        self.watcher = threading.Thread(target=self._note_ends, args=(running,), name="lockstep-rank-ends", daemon=True)
+        self.watcher.start()
+
+    def _note_ends(self, running: dict[int, int]) -> None:
+        """Record when each process ends: torch notices it at its next poll, in the order of the ranks."""
+        while running:
+            for descriptor in cast(list[int], connection.wait(running)):  # the kernel makes it readable at the end
+                self.job.ended_at_ns[running.pop(descriptor)] = time.time_ns()
+                os.close(descriptor)
 
     def start_late(self, rank: int, *, first: int) -> SubprocessHandler:
         """Start a process for the place of a rank in a running job; ``first`` is the first rank of this machine."""
         local = rank - first
         self.envs[local] = self.envs[local] | {JOINS: "1"}
-        return self._fork(local) or self._start_interpreter(local)
+        return self._start_rank(local)
+
+    def _start_rank(self, rank: int) -> SubprocessHandler:
+        streams = self.stdouts[rank], self.stderrs[rank]
+        own = cast(str, self.entrypoint), self.args[rank], self.envs[rank], *streams, rank, self.numa_options
+        return self._fork(rank) or get_subprocess_handler(*own)
 
     def _fork(self, rank: int) -> SubprocessHandler | None:
+        server = self.job.server
         # Others are wrapped in numactl, or run an interpreter that the user chose.
-        if self.server is None or self.entrypoint != sys.executable or self.numa_options is not None:
+        if server is None or self.entrypoint != sys.executable or self.numa_options is not None:
             return None
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             # The path is empty for the launcher's own stream.
             paths = ((1, self.stdouts[rank]), (2, self.stderrs[rank]))
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
             environ = {**os.environ, **self.envs[rank]}
-            return cast(SubprocessHandler | None, self.server.fork(self.args[rank], environ, [0, *files]))
-
-    def _start_interpreter(self, rank: int) -> SubprocessHandler:
-        command = cast(str, self.entrypoint), self.args[rank], self.envs[rank]
-        return get_subprocess_handler(*command, self.stdouts[rank], self.stderrs[rank], rank, self.numa_options)
+            return cast(SubprocessHandler | None, server.fork(self.args[rank], environ, [0, *files]))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks, as torch does; without a signal it does so because one of them has failed.
@@ -633,35 +588,11 @@ class _RankProcesses(SubprocessContext):
         distinguished from ranks that are stopped because of the failure.
         """
         for pid in self.pids().values():
-            if process_state(pid)[0] not in ("", "Z", "X"):
+            if process_state(pid)[0]:
                 self.job.stopped_at_ns[pid] = time.time_ns()
         super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
         if self.watcher is not None:
             self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
-
-
-def _note_ends(pids: Iterable[int]) -> tuple[Mapping[int, int], threading.Thread]:
-    """Return a mapping to which a thread adds each process with the time of its end, in nanoseconds since the epoch.
-
-    torch notices an end only at its next poll, in whole seconds and in the order of the ranks, not of their ends.
-    """
-    ended_at_ns: dict[int, int] = {}
-    selector = selectors.DefaultSelector()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # its exit status was read, and it is known when it ended
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-
-    def watch() -> None:
-        with selector:
-            while selector.get_map():
-                for key, _ in selector.select():  # the kernel makes it readable when the process ends
-                    ended_at_ns[key.data] = time.time_ns()
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-
-    watcher = threading.Thread(target=watch, name="lockstep-rank-ends", daemon=True)
-    watcher.start()
-    return ended_at_ns, watcher
 
 
 def _hide_device(index: int, num_ranks: int) -> None:

@@ -10,9 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.comm.clocks import ClockOffset
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
-from lockstep.comm.store import StatusKeys
 from lockstep.containers import find_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Steps, num_samples, updates
@@ -33,13 +31,12 @@ from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward, learning_rate_of
+from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import Event, EventName, num_restarts
-from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
-from lockstep.telemetry.sinks import open_sinks, parse_targets, run_info
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of, moment
 from lockstep.telemetry.step_times import Number, StepMarks
-from lockstep.train.settings import ViewName
+from lockstep.train.settings import FitSettings, ViewName
 
 # --- `monitor`: one line in a script ----------------------------------------------------------------------------------
 
@@ -112,23 +109,18 @@ def monitor(
             )
     if not isinstance(first_step, int) or first_step < 0:
         raise ConfigurationError(f"first_step is {first_step!r}.\nGive the number of steps done before, at least 0.")
-    if "://" in str(run_dir):
-        raise ConfigurationError(f"run_dir={run_dir} is in an object store.\nName a folder on this machine.")
-    folder = Path("runs") / (Path(sys.argv[0]).stem or "script")
+    folder: Any = Path("runs") / (Path(sys.argv[0]).stem or "script")
     if _attached is not None:
         _attached.stop()
-        folder = _attached.folder
+        folder = _attached.settings.run_dir
+    settings = FitSettings(run_dir=run_dir or folder, view=view, log_to=log_to or None)
     global _last
     if _last is not None and not _last.is_closed:
         raise ConfigurationError(
             f"This process is already being recorded, into {_last.run_dir}.\n"
             "Call close() on the result of monitor(), or give all models and optimizers in one call."
         )
-    if view not in get_args(ViewName):
-        raise ConfigurationError(f"view={view!r} is not allowed.\nChoose from: {', '.join(get_args(ViewName))}.")
-    targets, place, folder = parse_targets(log_to or ()), find_place(), Path(run_dir or folder)
-    ours = models, optimizers or None, loaders or None
-    _last = Watch(*ours, run_dir=folder, place=place, first_step=first_step, view=view, log_to=targets)
+    _last = Watch(models, settings, find_place(), optimizers or None, loaders or None, first_step=first_step)
     return _last
 
 
@@ -168,17 +160,15 @@ class Watch:
     def __init__(
         self,
         models: list[nn.Module],
+        settings: FitSettings,
+        place: Place,
         optimizers: Sequence[Optimizer] | None = None,
         loaders: Sequence[DataLoader[Any]] | None = None,
         *,
-        run_dir: Path,
-        place: Place,
         first_step: int = 0,
         provenance: Provenance | None = None,
-        view: ViewName = "none",
-        log_to: Sequence[str] = (),
     ) -> None:
-        self.run_dir, self.models, self._loaders, self._place = run_dir, models, loaders, place
+        self.run_dir, self.models, self._loaders, self._place = Path(settings.run_dir or ""), models, loaders, place
         self.is_closed, self._provenance = False, provenance
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
         self._device = next(each.device for each in trained_parameters(models))
@@ -186,27 +176,27 @@ class Watch:
             # The step at which the script resumes is unknown: the earlier record is renamed.
             name = f"rank-{place.rank}.jsonl"
             with suppress(OSError):
-                os.replace(run_dir / name, run_dir / f"before-restart-{num_restarts()}.{name}")
-        run, facts = Snapshot(world_size=place.num_ranks), self._facts
-        self._recorder = Recorder(place, [self._device], run, first_step=first_step, run_dir=run_dir, facts=facts)
-        fresh = self._recorder.is_fresh
-        sinks = open_sinks(log_to, lambda: run_info(facts(), run_dir, first_step, is_fresh=fresh), place)
-        shown: list[Subscriber] = [*sinks]
-        if view != "none" and place.rank == 0:
+                os.replace(self.run_dir / name, self.run_dir / f"before-restart-{num_restarts()}.{name}")
+        run, log_to = Snapshot(world_size=place.num_ranks), settings.log_to or ()
+        self._recorder = Recorder(
+            place, [self._device], run, first_step=first_step, run_dir=self.run_dir, log_to=log_to, facts=self._facts
+        )
+        display = None
+        if settings.view != "none" and place.rank == 0:
             from lockstep.telemetry.live_view import Display  # imports rich
 
-            shown.append(display := Display(view, silent=False))
-            for sink in sinks:
+            display = Display(settings.view, silent=False)
+            for sink in self._recorder.sinks:
                 display.log(sink.where)
-        has_keys = (view != "none" or bool(log_to)) and is_initialized()
-        self._recorder.subscribe(shown, StatusKeys(place.rank, place.num_ranks) if has_keys else None)
+        if settings.view != "none" or log_to:
+            self._recorder.subscribe(display)
         self._recorder.start()
-        self._batch_size = self._num_inputs = self._num_updates = 0
-        self._trains = self._is_within = False
+        self._batch_size = self._num_updates = 0
+        self._is_within = False
         self.steps = steps = Steps(self._device, self._record, self._record_evaluation, first_step)
         self._instrument = instrument = Instrument(self._fail)
         self._on_gradient = instrument.backward(
-            self._backward_begins, steps.own_work_done, self._backward_ends, is_watching=lambda: steps.is_watching
+            steps.backward_begins, steps.own_work_done, self._backward_ends, is_watching=steps.is_watching
         )
         self.observe(models)
         # Weak references, so that optimizers end as without hooks.
@@ -233,8 +223,7 @@ class Watch:
         Raises:
             ConfigurationError: It has more than one element.
         """
-        step = self._step_for(value)
-        if step is not None and len(step.losses) < _MOST_LOSSES:
+        if (step := self._step_for(value)) is not None and len(step.losses) < _MOST_LOSSES:
             step.losses.append(_number(value))
 
     def grad_norm(self, value: Tensor | float) -> None:
@@ -246,8 +235,7 @@ class Watch:
         Raises:
             ConfigurationError: It has more than one element.
         """
-        step = self._step_for(value)
-        if step is not None:
+        if (step := self._step_for(value)) is not None:
             step.grad_norm = _number(value)
 
     def _step_for(self, value: Tensor | float) -> StepMarks | None:
@@ -256,7 +244,7 @@ class Watch:
                 f"The value to record has {value.numel()} elements.\nGive one number, such as the mean."
             )
         # While a graph is captured, no step is recorded, and a copy would become a part of the graph.
-        return self.steps.current if self.steps.is_watching else None
+        return self.steps.current if self.steps.is_watching() else None
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of an iterable that is not a DataLoader, and record the waiting for them."""
@@ -299,31 +287,16 @@ class Watch:
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.steps.is_mine or in_backward():
-            return
-        self._trains = torch.is_grad_enabled() and (model.training or self.steps.trains_in_eval)
-        if self._trains:
-            self.steps.forward_begins()
-        else:
-            self.steps.idle_forward(is_over=False, is_training=model.training)
+        if self.steps.is_mine():
+            self.steps.forward_begins(is_training=model.training)
 
     def _forward_ends(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self.steps.is_mine or in_backward():
-            return
-        if torch.is_grad_enabled():
-            self._num_inputs = max(self._num_inputs, num_samples(args) or num_samples(kwargs))
+        if self.steps.is_mine():
             # Backward may start from any output: the first gradient of any of them counts.
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._on_gradient)
-        if self._trains:
-            self.steps.forward_ends()
-        else:
-            self.steps.idle_forward(is_over=True, is_training=model.training)
-
-    def _backward_begins(self) -> None:
-        self.steps.backward_begins(self._num_inputs)
-        self._num_inputs = 0
+            self.steps.forward_ends(num_samples(args) or num_samples(kwargs))
 
     def _backward_ends(self) -> None:
         taken = [each.take() for each in self._stamps.values()]
@@ -336,9 +309,9 @@ class Watch:
 
         Calls that raise, and calls inside others, are not reported.
         """
-        if self._is_within or not self.steps.is_mine:
+        if self._is_within or not self.steps.is_mine():
             return fetch()  # the loop waits for the outer of two nested loaders
-        asked = self.steps.moment()
+        asked = moment(self._device)
         self._is_within = True
         try:
             batch = fetch()
@@ -358,22 +331,21 @@ class Watch:
         return result
 
     def _optimizer_begins(self, optimizer: Optimizer, *_: Any) -> None:
-        if not in_backward() and self.steps.is_mine and self._is_ours(optimizer):
+        if self.steps.is_mine() and self._is_ours(optimizer):
             self.steps.optimizer_begins(id(optimizer))
 
     def _optimizer_ends(self, optimizer: Optimizer, *_: Any, is_skipped: bool = False) -> None:
         if in_backward():  # in any thread
             if not self.steps.is_over and self._is_ours(optimizer):
                 self.steps.optimizer_within(learning_rate_of(optimizer))
-        elif self.steps.is_mine and self._is_ours(optimizer):
+        elif self.steps.is_mine() and self._is_ours(optimizer):
             self._num_updates += 1
             self.steps.optimizer_ends(id(optimizer), learning_rate_of(optimizer), is_skipped=is_skipped)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        known = self._are_ours.get(optimizer)
-        if known is None:
-            known = self._are_ours[optimizer] = updates(optimizer, self._updated)
-        return known
+        if optimizer not in self._are_ours:
+            self._are_ours[optimizer] = updates(optimizer, self._updated)
+        return self._are_ours[optimizer]
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -418,8 +390,8 @@ class Watch:
             self._event("end", f"{num_done} steps done", num_done)
         else:
             self._event("error", activity.one_line(failure), num_done)
-        known = {"global_batch_size": self._batch_size} if self._batch_size else {}
-        self._recorder.finish(offsets, waits=failure is None, num_steps=num_done, **known)
+        known = {"num_steps": num_done, "global_batch_size": self._batch_size or None}
+        self._recorder.finish(offsets, waits=failure is None, **known)
         self._recorder.close()
 
     def _at_exit(self) -> None:
@@ -443,14 +415,11 @@ class Watch:
         if self._loaders:
             settings |= {"workers": self._loaders[0].num_workers, "pin_memory": self._loaders[0].pin_memory}
         return {
-            "num_steps": None,
             "recorded_by": "monitor",
             "task": Path(sys.argv[0]).name or "a script",
             "settings": settings,
             "num_parameters": sum(each.numel() for each in parameters),
             "gradient_bytes": sum(each.numel() * each.element_size() for each in parameters),
-            "world_size": self._place.num_ranks,
-            "device": str(self._device),
             "backend": backend_name(default_group()) if is_initialized() else None,
             "provenance": asdict(self._provenance or gather(Path(sys.argv[0]) if sys.argv[0] else None)),
         }
@@ -530,22 +499,20 @@ _MOST_CALLS = 20_000
 def attach(folder: str, view: ViewName = "none", log_to: str = "") -> None:
     """Record this process into ``folder`` as soon as it trains; called before the script starts."""
     global _attached
-    _attached = Attached(Path(folder), view, parse_targets(log_to or ()))
+    _attached = Attached(FitSettings(run_dir=folder, view=view, log_to=log_to or None))
 
 
 class Attached:
     """Finds the training loop of this process, and records it.
 
     Args:
-        folder: The folder for the record.
-        view, log_to: As for `monitor`.
+        settings: The folder for the record, the view and the sinks.
     """
 
-    def __init__(self, folder: Path, view: ViewName, log_to: Sequence[str]) -> None:
-        self.folder, self._rank = folder, int(os.environ.get("RANK") or 0)
+    def __init__(self, settings: FitSettings) -> None:
+        self.settings, self._rank = settings, int(os.environ.get("RANK") or 0)
         # Now, as the script may change the working directory, or initialize CUDA, after which git should not be forked.
-        provenance = gather(Path(sys.argv[0])) if self._rank == 0 else None
-        self._begin = partial(Watch, run_dir=folder, provenance=provenance, view=view, log_to=log_to)
+        self._provenance = gather(Path(sys.argv[0])) if self._rank == 0 else None
         self._watch: Watch | None = None
         self._num_calls = 0
         self._is_searching = True
@@ -572,7 +539,7 @@ class Attached:
             self._stop_searching()
             return
         is_elsewhere = threading.current_thread() is not threading.main_thread() or in_backward()
-        is_known = watch is not None and (watch.steps.in_forward or module in watch.models)
+        is_known = watch is not None and (watch.steps.phase == "forward" or module in watch.models)
         if is_elsewhere or is_known or not trained_parameters([module]):
             return
         if activity.now.step is not None:
@@ -581,12 +548,10 @@ class Attached:
             # No group: the ranks may be at different places in the script, so collectives are not possible.
             name = f"{os.environ.get('TORCHELASTIC_RUN_ID') or 'run'}-{num_restarts()}"
             place = Place(self._rank, int(os.environ.get("WORLD_SIZE") or 1), name=name)
-            self._watch = watch = self._begin([module], place=place)
+            self._watch = watch = Watch([module], self.settings, place, provenance=self._provenance)
         else:
             watch.models.append(module)
             watch.observe([module])
-        if watch.steps.current is None:  # the batch arrived before the loaders were observed
-            watch.steps.unclaimed += num_samples(args) or num_samples(kwargs)
         dynamo = sys.modules.get("torch._dynamo.eval_frame")
         compiled = () if dynamo is None else dynamo.OptimizedModule
         if any(compiled_call(part) is not None or isinstance(part, compiled) for part in module.modules()):

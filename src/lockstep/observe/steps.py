@@ -15,7 +15,6 @@ batch that is then used for training.
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from threading import get_ident
 from typing import Any
 
@@ -25,22 +24,15 @@ from torch.optim import Optimizer
 
 from lockstep.accelerator import is_capturing
 from lockstep.containers import find_tensors
+from lockstep.telemetry.instrument import in_backward
+from lockstep.telemetry.recorder import Moment, add_span, moment
 from lockstep.telemetry.step_times import Mark, Reduction, StepMarks
-from lockstep.telemetry.timer import Moment, add_span, moment
 
 # Batches that are kept until a forward shows whether they are for training.
 _MOST_BATCHES = 256
 
 # An optimizer is no longer the lead after so many steps of others without its own.
 _SILENT = 8
-
-
-class _Now(Enum):
-    OUTSIDE = "other code of the script"
-    FORWARD = "forward"
-    LOSS = "between a forward and its backward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
 
 
 class Steps:
@@ -54,9 +46,10 @@ class Steps:
 
     Attributes:
         num_done: Number of steps done.
-        unclaimed: Number of samples in batches that no forward has used yet.
         trains_in_eval: Whether a model in evaluation mode has been trained.
         is_over: Whether hooks no longer report.
+        phase: What runs: ``forward``, ``loss`` (from there to its backward), ``backward``, ``optimizer``; None is other
+            code of the script.
     """
 
     def __init__(
@@ -64,18 +57,20 @@ class Steps:
     ) -> None:
         self._device, self._report_done, self._report_evaluated = device, done, evaluated
         self.num_done = first_step
-        self.unclaimed = 0
-        self.trains_in_eval = False
-        self._sees_batches = self.is_over = False
+        self._unclaimed = 0  # samples in batches that no forward has used yet
+        self.is_over = self.trains_in_eval = self._trains = self._sees_batches = False
         # Threads of a forked process have the same numbers.
         self._thread = os.getpid(), get_ident()
-        self._now, self._since = _Now.OUTSIDE, self.moment()
+        self.phase: str | None = None
+        self._since = moment(device)
         self._own_done: Mark | None = None
         self._open: StepMarks | None = None
         self._done: StepMarks | None = None
         # Batches since the last step: those of the next one, or of an evaluation.
         self._batches: list[tuple[Moment, Moment]] = []
-        self._num_inputs = 0  # samples given to forwards of the step, for a script without an observed loader
+        # Samples given to forwards since the last backward, and before it in this step; for a script whose loader is
+        # not observed.
+        self._num_inputs = self._num_used = 0
         self._evaluation: tuple[float, float] | None = None
         self._borrowed: tuple[list[tuple[Moment, Moment]], int] | None = None
         self._lead: int | None = None
@@ -84,108 +79,100 @@ class Steps:
 
     # --- the state --------------------------------------------------------------------------------------------------
 
-    @property
     def is_watching(self) -> bool:
-        """Whether hooks report."""
+        """Return whether hooks report."""
         # No event can be recorded while a CUDA graph is captured.
         return not self.is_over and not is_capturing(self._device)
 
-    @property
     def is_mine(self) -> bool:
-        """Whether hooks report, and this is the training thread."""
-        return (os.getpid(), get_ident()) == self._thread and self.is_watching
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a training forward runs."""
-        return self._now is _Now.FORWARD
+        """Return whether hooks report, and this is the training thread, outside of a backward."""
+        return (os.getpid(), get_ident()) == self._thread and not in_backward() and self.is_watching()
 
     @property
     def current(self) -> StepMarks | None:
         """The step to which a loss given now belongs: the open one, or else the last."""
         return self._open or self._done
 
-    def moment(self) -> Moment:
-        """Return the present moment."""
-        return moment(self._device)
-
-    def _enter(self, state: _Now, now: Moment, phase: str | None) -> None:
-        """End a ``phase`` of the step, if one is given, and begin a state."""
-        if phase is not None and self.current is not None:
-            add_span(self.current, phase, self._since, now)
-        self._now, self._since = state, now
+    def _enter(self, phase: str | None, now: Moment) -> None:
+        """End the phase before, and begin ``phase``."""
+        if self.phase is not None and self.current is not None:
+            # The loss is computed between a forward and its backward.
+            add_span(self.current, "forward" if self.phase == "loss" else self.phase, self._since, now)
+        self.phase, self._since = phase, now
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def batch(self, asked: Moment, num_samples: int) -> None:
         """Report a batch that was requested and has now arrived; without samples if a loader was only started."""
-        came = self.moment()
+        came = moment(self._device)
         self._depth, self._sees_batches = 0, True
-        self.unclaimed += num_samples
+        self._unclaimed += num_samples
         if self._open is None:
             self._batches.append((asked, came))
             del self._batches[:-_MOST_BATCHES]
             return
-        self._enter(self._now, asked, "forward" if self._now is _Now.LOSS else None)
-        self._enter(self._now, came, "data_wait")
+        then = "loss" if self.phase == "loss" else None
+        self._enter("data_wait", asked)
+        self._enter(then, came)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """Report the begin of a training forward."""
-        now = self.moment()
-        step = self._open or self._begin(now)
-        step.samples += self.unclaimed
-        self.unclaimed = 0
-        # In an optimizer's step, it is in its closure.
-        self._enter(_Now.FORWARD, now, self._now.value if self._now in (_Now.FORWARD, _Now.OPTIMIZER) else None)
-
-    def forward_ends(self) -> None:
-        """Report the end of a training forward."""
-        if self._open is not None and self._now in (_Now.FORWARD, _Now.LOSS):
-            self._enter(_Now.LOSS, self.moment(), "forward")
-
-    def idle_forward(self, *, is_over: bool, is_training: bool) -> None:
-        """Report the begin or the end of a forward that does not train."""
-        if self._open is not None:
-            self.unclaimed = self.unclaimed if is_training else 0
-            return
-        now = time.perf_counter()
-        if self._evaluation is None:
-            began_at = self._batches[0][0][1] if self._batches else now
-            self._pass_on(began_at)
-            self._borrowed = self._batches, self.unclaimed
+    def forward_begins(self, *, is_training: bool) -> None:
+        """Report the begin of a forward of a model that is in training mode or not."""
+        now = moment(self._device)
+        self._trains = torch.is_grad_enabled() and (is_training or self.trains_in_eval)
+        if self._trains:
+            step = self._open or self._begin(now)
+            step.samples += self._unclaimed
+            self._unclaimed = 0
+            self._enter("forward", now)
+        elif self._open is not None:
+            self._unclaimed = self._unclaimed if is_training else 0
         else:
-            began_at, _ = self._evaluation
-            # With a second forward, it is an evaluation that uses the batches.
-            self._borrowed = self._borrowed if is_over else None
-        self._evaluation = (began_at, now)
-        self._batches, self.unclaimed = [], 0
+            if self._evaluation is None:
+                began_at = self._batches[0][0][1] if self._batches else now[1]
+                self._pass_on(began_at)
+                self._borrowed = self._batches, self._unclaimed
+            else:
+                began_at, _ = self._evaluation
+                self._borrowed = None  # with a second forward, it is an evaluation that uses the batches
+            self._evaluation = began_at, now[1]
+            self._batches, self._unclaimed = [], 0
 
-    def backward_begins(self, num_samples: int) -> None:
-        """Report the begin of the backward of a forward with so many samples."""
-        now = self.moment()
+    def forward_ends(self, num_inputs: int) -> None:
+        """Report the end of a forward with so many samples."""
+        now = moment(self._device)
+        if torch.is_grad_enabled():
+            self._num_inputs = max(self._num_inputs, num_inputs)
+        if self._trains and self._open is not None and self.phase in ("forward", "loss"):
+            self._enter("loss", now)
+        elif self._open is None and self._evaluation is not None:
+            self._evaluation = self._evaluation[0], now[1]
+
+    def backward_begins(self) -> None:
+        """Report the begin of a backward."""
+        now = moment(self._device)
         if self._open is None:
             self.trains_in_eval, self._evaluation = True, None
             self._begin(now)
-        self._num_inputs += num_samples
-        self._enter(_Now.BACKWARD, now, "forward" if self._now in (_Now.FORWARD, _Now.LOSS) else None)
+        self._num_used, self._num_inputs = self._num_used + self._num_inputs, 0
+        self._enter("backward", now)
         self._own_done = None
 
     def own_work_done(self) -> None:
         """Report the end of this rank's own work in backward."""
-        self._own_done = self.moment()[0]
+        self._own_done = moment(self._device)[0]
 
     def backward_ends(self, reductions: Sequence[Reduction] | None) -> None:
         """Report the end of backward, with reduced gradients; None: of an engine that does not measure its waits."""
-        if self._open is None or self._now is not _Now.BACKWARD:
+        if self._open is None or self.phase != "backward":
             return
-        now = self.moment()
+        now = moment(self._device)
         if reductions is None:
             reductions = [] if self._own_done is None else [Reduction(waited=(self._own_done, now[0]))]
         # Several if all micro-batches are synchronised; their waits are added.
         self._open.reductions += reductions
-        self._enter(_Now.OPTIMIZER if self._depth else _Now.OUTSIDE, now, "backward")
+        self._enter("optimizer" if self._depth else None, now)
         if self._has_stepped_within:
             self._finish(now)
 
@@ -197,18 +184,20 @@ class Steps:
         # A wrapper calls the inner optimizer, and both have hooks.
         if self._depth > 1:
             return
-        now = self.moment()
+        now = moment(self._device)
+        if self.phase == "loss":
+            self.phase = None  # its backward was not seen
         if self._open is None and (self._done is None or key == self._lead or self._batches):
             self._begin(now)
-        self._enter(_Now.OPTIMIZER, now, None)
+        self._enter("optimizer", now)
 
     def optimizer_ends(self, key: int, learning_rate: float | None, *, is_skipped: bool = False) -> None:
         """Report the end of an optimizer step, or that it was skipped as the gradient was not finite."""
         self._depth = max(0, self._depth - 1)
         if self._depth or self.current is None:
             return
-        now = self.moment()
-        self._enter(_Now.OUTSIDE, now, "optimizer" if self._now is _Now.OPTIMIZER else None)
+        now = moment(self._device)
+        self._enter(None, now)
         self._num_silent = 0 if key == self._lead else self._num_silent + 1
         if self._lead is None or self._num_silent > _SILENT:
             self._lead, self._num_silent = key, 0
@@ -222,7 +211,7 @@ class Steps:
 
     def optimizer_within(self, learning_rate: float | None) -> None:
         """Report an optimizer step within a backward, whose end then ends the step."""
-        if self._open is not None and self._now is _Now.BACKWARD:
+        if self._open is not None and self.phase == "backward":
             self._has_stepped_within, self._open.learning_rate = True, learning_rate
 
     # --- from one step to the next ----------------------------------------------------------------------------------
@@ -230,14 +219,14 @@ class Steps:
     def _begin(self, now: Moment) -> StepMarks:
         # A single forward is not an evaluation.
         if self._borrowed is not None and self._borrowed[0] and not self._batches:
-            (self._batches, self.unclaimed), self._evaluation = self._borrowed, None
+            (self._batches, self._unclaimed), self._evaluation = self._borrowed, None
         self._borrowed = None
         mark, at, *_ = self._batches[0][0] if self._batches else now
         self._pass_on(at)
         self._open = step = StepMarks(self.num_done, mark, at, _wall_s(at), mark)
         for asked, came in self._batches:
             add_span(step, "data_wait", asked, came)
-        self._batches, self._now = [], _Now.OUTSIDE
+        self._batches, self.phase = [], None
         return step
 
     def _finish(self, now: Moment) -> None:
@@ -245,10 +234,10 @@ class Steps:
         assert self._open is not None
         self._done, self._open, self._has_stepped_within = self._open, None, False
         step = self._done
-        seen = {"data_wait"} if self._sees_batches else set()
-        step.unseen = frozenset(("data_wait", "forward", "backward")) - seen.union(phase for phase, *_ in step.spans)
-        step.samples = step.samples or self.unclaimed or self._num_inputs
-        self.unclaimed, self._num_inputs = 0 if "forward" in step.unseen else self.unclaimed, 0
+        seen = {phase for phase, *_ in step.spans} | ({"data_wait"} if self._sees_batches else set())
+        step.unseen = frozenset(("data_wait", "forward", "backward")) - seen
+        step.samples = step.samples or self._unclaimed or self._num_used
+        self._unclaimed, self._num_used = 0 if "forward" in step.unseen else self._unclaimed, 0
         step.end = now[0]
         self.num_done += 1
 

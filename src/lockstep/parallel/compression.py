@@ -43,10 +43,9 @@ import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -56,12 +55,13 @@ from typing_extensions import override
 from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Work, cpu_group, is_native, wait_for
-from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels, start_exchange
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
-from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_compressible
+from lockstep.parallel.flat import cut_views
 
 # A tensor within a flat one: a key that is the same in every step, and its shape.
 Member = tuple[int, torch.Size]
@@ -217,13 +217,10 @@ class Blocks(SliceCodec):
         self._decode(address, address + self._scale_bytes(count), count, self.bits, self.block, to.data_ptr(), adds)
 
 
-@dataclass
-class _Matrix:
+class _Matrix(NamedTuple):
     key: int
     values: Tensor
     result: Tensor
-    left: Tensor = _NOTHING
-    right: Tensor = _NOTHING
 
 
 @final
@@ -252,27 +249,25 @@ class PowerSGD(Codec):
     @override
     def mean(self, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members) -> Iterator[None]:
         matrices, others = self._sort(values, result, members)
-        for each in matrices:
-            each.left = each.values @ self._basis(each)
-        sums = yield from self._sum(peers, [each.left for each in matrices] + [mine for mine, _ in others], exact)
+        lefts = [each.values @ self._basis(each) for each in matrices]
+        sums = yield from self._sum(peers, lefts + [mine for mine, _ in others], exact)
 
         for (mine, to), total in zip(others, sums[len(matrices) :], strict=True):
             to.copy_(total)
             mine.zero_()
         # All ranks have the same sums, so they agree on which are not finite.
         finite = [bool(total.isfinite().all()) for total in sums[: len(matrices)]]
-        for each, total, is_finite in zip(matrices, sums, finite, strict=False):
-            each.left = torch.linalg.qr(total).Q if is_finite else total.zero_()
-            each.right = each.values.t() @ each.left
-        rights = yield from self._sum(peers, [each.right for each in matrices], _NOTHING.clone())
+        lefts = [torch.linalg.qr(total).Q if ok else total.zero_() for total, ok in zip(sums, finite, strict=False)]
+        rights = [each.values.t() @ left for each, left in zip(matrices, lefts, strict=True)]
+        totals = yield from self._sum(peers, rights, _NOTHING.clone())
 
-        for each, total, is_finite in zip(matrices, rights, finite, strict=True):
+        for each, left, right, total, is_finite in zip(matrices, lefts, rights, totals, finite, strict=True):
             if not is_finite:  # see [Note: what is not finite]
                 each.result.fill_(torch.nan)
                 each.values.zero_()
                 continue
-            each.result.copy_(each.left @ total.t())
-            each.values.addmm_(each.left, each.right.t(), alpha=-1)
+            each.result.copy_(left @ total.t())
+            each.values.addmm_(left, right.t(), alpha=-1)
             if bool(total.any()):  # otherwise no rank used the parameter, and the basis does not change
                 self.bases[each.key] = total
 
@@ -322,16 +317,13 @@ def check_method(method: Any) -> int | None:
         ConfigurationError: There is no such method.
     """
     text = method if isinstance(method, str) else ""
-    found = re.fullmatch(r"powersgd:(\d+)", text)
-    if found is not None and int(found[1]) > 0:
-        return int(found[1])
-    if text in _DTYPES or text in _BLOCKS:
-        return None
-    if text.startswith("powersgd"):
-        cause, advice = "needs a rank of at least 1", "Give powersgd:4, or a higher rank for a smaller error"
-    else:
-        cause, advice = "is not a compression method", f"Give one of {', '.join(METHODS)}, or None"
-    raise ConfigurationError(f"compression={method!r} {cause}.\n{advice}.")
+    found = re.fullmatch(r"powersgd:0*([1-9]\d*)", text)
+    if found is None and text not in _DTYPES and text not in _BLOCKS:
+        raise ConfigurationError(
+            f"compression={method!r} is not a compression method.\n"
+            f"Give one of {', '.join(METHODS)} with a rank of at least 1, or None."
+        )
+    return None if found is None else int(found[1])
 
 
 def make(method: str) -> Codec:
@@ -365,13 +357,9 @@ class _Peers:
 
     def post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Start a round: send to ranks and receive from ranks, by rank. Empty tensors are skipped."""
-        group, tag = self._group, self._tag
-        self._tag += 1
         self._tensors = [*sent.values(), *received.values()]  # kept alive: not every backend does that
-        receive = partial(collectives.receive_async, tag=tag, group=group)
-        send = partial(collectives.send_async, tag=tag, group=group)
-        self._works = [(peer, receive(each, src=peer)) for peer, each in received.items() if each.numel()]
-        self._works += [(peer, send(each, to=peer)) for peer, each in sent.items() if each.numel()]
+        self._works = start_exchange(self._group, sent, received, self.rank, self._tag)
+        self._tag += 1
 
     def wait(self) -> None:
         """Block until the round is complete.
@@ -439,17 +427,6 @@ def _drive(queue: SimpleQueue[Any], following: SimpleQueue[Any] | None) -> None:
         following.put(None)
 
 
-def _mean_of(
-    codec: Codec, peers: _Peers, values: Tensor, result: Tensor, exact: Tensor, members: Members
-) -> Iterator[None]:
-    """Like `Codec.mean`, but a single rank does not round."""
-    if peers.size > 1:
-        yield from codec.mean(peers, values, result, exact, members)
-    elif values is not result:
-        result.copy_(values)
-        values.zero_()
-
-
 def compressed_all_reduce(
     flat: Tensor, *, group: Group, codec: Codec, residual: Tensor | None = None, shapes: Sequence[torch.Size] = ()
 ) -> Future[Any]:
@@ -476,7 +453,11 @@ def compressed_all_reduce(
     def exchange(peers: _Peers) -> Exchange:
         share = 1 / peers.size
         values = flat.mul_(share) if kept is None else kept.add_(flat, alpha=share)
-        yield from _mean_of(codec, peers, values, flat, _NOTHING.clone(), members)
+        if peers.size > 1:
+            yield from codec.mean(peers, values, flat, _NOTHING.clone(), members)
+        elif kept is not None:  # a single rank does not round
+            flat.copy_(kept)
+            kept.zero_()
 
     return _Pipeline.start(group, exchange, flat.device)
 
@@ -546,7 +527,7 @@ class CompressedMean(BucketReduction):
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not is_compressible(bucket):
-            return collectives.all_reduce_async(bucket.payload, group=self._group)
+            return collectives.all_reduce_work(bucket.payload, group=self._group).get_future()
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)
@@ -596,7 +577,7 @@ class CompressedMean(BucketReduction):
                     view.zero_()
             values = residual[part]
             values += result
-        yield from _mean_of(self._codec, peers, values, result, tail, mine)
+        yield from self._codec.mean(peers, values, result, tail, mine)
         for place, view, before in held_back:
             if tail[place]:
                 view += before

@@ -1,9 +1,9 @@
 """Consistency checks between ranks: the same layout when a model is wrapped, the same bits later."""
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import AnyDevice, Group, all_gather, all_gather_different, all_gather_object, broadcast
 from lockstep.comm.fully_shard import is_sharded
+from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten_like
 from lockstep.torch_internals import NormBase, own_buffers, own_parameters
@@ -114,11 +115,8 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     # 2^64. A change of one number changes one product, and so the sum: an odd factor times a nonzero difference below
     # 2^32 is never 0 modulo 2^64. Swapped elements are found because their factors differ. Changes of several numbers
     # cancel each other about once in 2^32 times. The sums of chunks are weighted in the same way.
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_device[tensor.device].append(tensor)
     total = 0
-    for place, (device, group) in enumerate(by_device.items()):
+    for place, (device, group) in enumerate(grouped(tensors, attrgetter("device")).items()):
         on_cpu = device.type == "cpu"
         size = _CHUNK_CPU if on_cpu else _CHUNK
         factors = _factors(size, device)
@@ -273,9 +271,7 @@ def refuse_difference(replica: Replica, *, group: Group, device: torch.device, n
 
 def sides_of(values: Sequence[str]) -> Sides:
     """Return the ranks with equal values, the largest side first; among equals, the one with the lowest rank first."""
-    sides: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        sides.setdefault(value, []).append(rank)
+    sides = grouped(range(len(values)), values.__getitem__)
     return tuple(sorted(map(tuple, sides.values()), key=lambda side: (-len(side), side[0])))
 
 

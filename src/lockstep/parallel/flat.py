@@ -1,13 +1,13 @@
 """Flat gradients: views like a parameter, norms and factors in few kernels, the same bits on any number of threads."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import Tensor
 
+from lockstep.containers import grouped
 from lockstep.torch_internals import foreach_mul_
 
 # What vectorised loads need of an address, and some libraries require. Torch's allocators align memory to more. Tensors
@@ -33,6 +33,12 @@ def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
         return piece.view(parameter.shape)
     # autograd accumulates fastest, and without a warning, into gradients with the strides of their parameter.
     return piece.as_strided(parameter.shape, parameter.stride())
+
+
+def cut_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Split ``flat`` into views like the parameters; see `view_like`."""
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 def flatten_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -103,14 +109,13 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply all gradients in place by a 0-dimensional tensor; do nothing if it is known to be 1."""
     if factor.device.type == "cpu" and factor.item() == 1:  # on CUDA this check would make the host wait
         return
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        if grad.is_sparse:
-            grad.mul_(factor.to(grad.device))
+    for (device, dtype, is_sparse), alike in grouped(grads, attrgetter("device", "dtype", "is_sparse")).items():
+        local = factor.to(device, dtype)
+        if is_sparse:
+            for grad in alike:
+                grad.mul_(local)
         else:
-            groups[grad.device, grad.dtype].append(grad)
-    for (device, dtype), group in groups.items():
-        foreach_mul_(group, factor.to(device, dtype))
+            foreach_mul_(alike, local)
 
 
 def are_finite(grads: Iterable[Tensor], norm: Tensor) -> bool:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, Self, final
 
 import torch
@@ -28,11 +30,12 @@ from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, cpu_group, default_group, wait_for
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
+from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
-from lockstep.parallel.flat import total, view_like
+from lockstep.parallel.flat import cut_views, total
 
 # Creates the optimizer of the outer parameters, such as ``functools.partial(torch.optim.Adam, lr=0.01)``.
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -103,15 +106,12 @@ def cut_fragments(sizes: Sequence[int], count: int) -> list[range]:
         sizes: Elements of each parameter.
         count: At most as many as there are parameters.
     """
-    parts, start, done = [], 0, 0
+    ends, cuts = list(accumulate(sizes, initial=0)), [0]
     for part in range(1, count + 1):
-        goal, latest = sum(sizes) * part / count, len(sizes) - (count - part)
-        stop, done = start + 1, done + sizes[start]
-        while stop < latest and abs(done + sizes[stop] - goal) <= abs(done - goal):
-            stop, done = stop + 1, done + sizes[stop]
-        parts.append(range(start, stop))
-        start = stop
-    return parts
+        goal, latest = ends[-1] * part / count, len(sizes) - (count - part)
+        # The nearest one; of equally near ones the last.
+        cuts.append(min(range(latest, cuts[-1], -1), key=lambda stop: abs(ends[stop] - goal)))
+    return [range(*each) for each in pairwise(cuts)]
 
 
 class Fragment:
@@ -132,21 +132,17 @@ class Fragment:
         self.names, self.local, self.outer, self._group = list(trained), list(trained.values()), outer, group
         self._is_offloaded = outer[0].device != self.local[0].device
         self.compressed: list[CompressedSum] = []
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in outer:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self.flats: list[Tensor] = []
         views: dict[nn.Parameter, Tensor] = {}
-        for (dtype, device), parameters in kinds.items():
-            sizes = [parameter.numel() for parameter in parameters]
-            flat = collectives.empty_buffer(sum(sizes), dtype=dtype, device=device, group=group)
+        for (dtype, device), parameters in grouped(outer, attrgetter("dtype", "device")).items():
+            numel = sum(parameter.numel() for parameter in parameters)
+            flat = collectives.empty_buffer(numel, dtype=dtype, device=device, group=group)
             flat = flat.pin_memory() if self._is_offloaded else flat
             self.flats.append(flat)
             if compression is not None:
                 shapes = [parameter.shape for parameter in parameters]
                 self.compressed.append(CompressedSum(flat, shapes, compression, group))
-            for piece, parameter in zip(flat.split(sizes), parameters, strict=True):
-                views[parameter] = view_like(piece, parameter)
+            views.update(zip(parameters, cut_views(flat, parameters), strict=True))
         self.gradients = [views[parameter] for parameter in outer]
 
     def gather(self) -> None:

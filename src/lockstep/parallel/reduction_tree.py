@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.collectives import Group, Work, all_gather_flat, all_to_all_async, wait_for
+from lockstep.containers import in_chunks
 from lockstep.parallel.flat import view_like
 from lockstep.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 
@@ -96,9 +96,6 @@ class LeafPlacement:
 
     ranges: tuple[range, ...]
 
-    def __post_init__(self) -> None:
-        assert self.ranges[0].start == 0 and all(left.stop == right.start for left, right in pairwise(self.ranges))
-
     @property
     def tree(self) -> ReductionTree:
         """The tree over all leaves."""
@@ -122,19 +119,16 @@ class GradientLayout:
         self.parameters = list(parameters)
         self._places: dict[int, tuple[int, int]] = {}  # by parameter, its chunk and where it begins there
         self._chunks: list[tuple[int, torch.dtype]] = []
-        open_chunks: dict[torch.dtype, int] = {}
-        for index in reversed(range(len(self.parameters))):  # backward fills the last ones first
-            parameter = self.parameters[index]
-            dtype, padded = parameter.dtype, _round_up(parameter.numel(), _ALIGNMENT_BYTES // parameter.itemsize)
-            chunk = open_chunks.get(dtype)
-            if chunk is None or (self._chunks[chunk][0] + padded) * parameter.itemsize > _CHUNK_BYTES:
-                chunk = open_chunks[dtype] = len(self._chunks)
-                self._chunks.append((0, dtype))
-            start = self._chunks[chunk][0]
-            self._places[index] = (chunk, start)
-            self._chunks[chunk] = (start + padded, dtype)
-        # Every rank reduces an equal slice of each chunk.
-        self._chunks = [(_round_up(numel, multiple_of), dtype) for numel, dtype in self._chunks]
+        dtypes = [each.dtype for each in self.parameters]
+        padded_bytes = [_round_up(each.nbytes, _ALIGNMENT_BYTES) for each in self.parameters]
+        last_first = reversed(range(len(dtypes)))  # as backward fills them
+        for members in in_chunks(last_first, dtypes.__getitem__, padded_bytes.__getitem__, _CHUNK_BYTES):
+            dtype, start = dtypes[members[0]], 0
+            for index in members:
+                self._places[index] = len(self._chunks), start
+                start += padded_bytes[index] // dtype.itemsize
+            # Every rank reduces an equal slice of each chunk.
+            self._chunks.append((_round_up(start, multiple_of), dtype))
 
     def new_row(self, device: torch.device) -> GradientRow:
         """Return zeros for every gradient."""
@@ -153,33 +147,23 @@ class GradientRow:
     flats: list[Tensor]
     views: list[Tensor]
 
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Set the gradients of a leaf; None is zero."""
-        views, given, missing = self._sort(gradients)
-        if views:
-            foreach_copy_(views, given)
-        if missing:
-            foreach_zero_(missing)
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a leaf; None is zero."""
-        views, given, missing = self._sort(gradients)
-        if views:
-            foreach_add_(views, given)
-        if missing:
+    def put(self, gradients: Sequence[Tensor | None], *, adds: bool) -> None:
+        """Set the gradients of a leaf, or add them; None is zero."""
+        pairs = [(view, each) for view, each in zip(self.views, gradients, strict=True) if each is not None]
+        missing = [view for view, each in zip(self.views, gradients, strict=True) if each is None]
+        if pairs:
+            put = foreach_add_ if adds else foreach_copy_
+            put([view for view, _ in pairs], [each for _, each in pairs])
+        if missing and adds:
             # -0 + 0 is 0. Without this addition, the sign of a zero would depend on whether the leaf was the first.
             foreach_add_(missing, 0)
+        elif missing:
+            foreach_zero_(missing)
 
     def add_row(self, other: GradientRow) -> None:
         """Add ``other``, which is on the same device."""
         for flat, addend in zip(self.flats, other.flats, strict=True):
             flat.add_(addend)
-
-    def _sort(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the views that have a gradient, those gradients, and the views that have none."""
-        pairs = list(zip(self.views, gradients, strict=True))
-        given = [(view, each) for view, each in pairs if each is not None]
-        return [view for view, _ in given], [each for _, each in given], [view for view, each in pairs if each is None]
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -213,10 +197,10 @@ class PairwiseAccumulator:
         if parent is None:
             # Overwritten without zeroing first: a reused row costs one pass.
             row = self._free.pop() if self._free else self._layout.new_row(self._device)
-            row.fill(gradients)
+            row.put(gradients, adds=False)
         else:  # a right leaf needs no separate row
             _, row = self._pending.pop()
-            row.add(gradients)
+            row.put(gradients, adds=True)
             node = parent
         while self._pending and (parent := self._tree.parent(self._pending[-1][0], node)) is not None:
             _, left = self._pending.pop()

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich import box
 from rich import table as rich_table
 from rich.console import Console, RenderableType
@@ -203,6 +204,12 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
         ValueError: The two do not have the same number of rounds.
     """
     return Spread.of([n / d for n, d in zip(numerators, denominators, strict=True)])
+
+
+def measure_busy_cores() -> float:
+    """Return how many cores other programs keep busy. Blocks for half a second."""
+    # A load average would include programs of the last minute.
+    return float(psutil.cpu_percent(0.5)) / 100 * (psutil.cpu_count() or 1)
 
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,11 +18,11 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from lockstep.accelerator import mark_on
-from lockstep.comm.collectives import all_reduce, broadcast_object
+from lockstep.comm.collectives import all_reduce
 from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
 from lockstep.env import usable_cores
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
 from lockstep.parallel.ddp.reducer import Event
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
@@ -113,24 +113,14 @@ def measure(
         world: The ranks.
 
     Raises:
-        Exception: What training a step raised, on rank zero; on the others a LockstepError that says so.
+        Exception: What training a step raised, on rank zero; the launcher ends the others.
     """
     torch.set_num_threads(num_threads)
     task = load(task)
-    failure: Exception | None = None
-    if world.is_rank_zero:
-        try:
-            for share in shares:
-                log(f"measuring a step of {share} samples on one rank")
-                profile = _measure_computing(task, settings, share, world, profile)
-        except Exception as error:
-            failure = error
+    for share in shares if world.is_rank_zero else ():
+        log(f"measuring a step of {share} samples on one rank")
+        profile = _measure_computing(task, settings, share, world, profile)
     world.barrier(TURN_TIMEOUT_S)  # the other ranks sleep meanwhile
-    problem = broadcast_object(str(failure or ""), group=world.group, device=world.device)
-    if failure is not None:
-        raise failure
-    if problem:
-        raise LockstepError(f"Rank 0 could not train a step of the task: {problem}")
     costs: dict[str, Cost] = {}
     link = link or links.probe_link(world)
     if world.device.type == "cpu" and world.world_size > 1:  # on GPUs, the exchange does not slow down computing
@@ -148,20 +138,31 @@ def measure(
 def _measure_computing(task: Task, settings: Settings, num_samples: int, world: World, profile: Profile) -> Profile:
     """Train some steps in this process; return ``profile`` with times, buckets, and the number of cores in use."""
     alone = replace(settings, epochs=None, steps=_MANY_STEPS, global_batch_size=num_samples)
+    arrivals: dict[Tensor, Mark] = {}  # of the gradients of a step
+
+    def arrive(parameter: Tensor) -> None:
+        arrivals[parameter] = mark_on(world.device)
+
     with contextlib.closing(Trainer(task, alone, world, strategy="single", devices=[world.device])) as trainer:
-        arrivals = _Arrivals(trainer.model, world.device)
+        parameters = [each for each in trainer.model.parameters() if each.requires_grad]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(arrive)
         first_s = min(time_steps(trainer, 1)[0] for _ in range(_NUM_WARMUP))
         parts, ready, cpu_s, wall_s = [], [], 0.0, 0.0
         for _ in range(min(max(math.ceil(_TURN_S / first_s), _FEWEST), _MOST)):
+            arrivals.clear()
             began_s = time.process_time()
             seconds, (record,) = time_steps(trainer, 1)
             cpu_s, wall_s = cpu_s + time.process_time() - began_s, wall_s + seconds
             times = record.times
             before_s, backward_s = times.part("data_wait") + times.part("forward"), times.part("backward")
             parts.append(Computing(before_s, backward_s, max(0.0, seconds - before_s - backward_s)))
-            ready.append(arrivals.take(record.timer.marks.spans))
+            begin, end = next(span[1:3] for span in record.timer.marks.spans if span[0] == "backward")
+            whole_s = seconds_between(begin, end) or 1.0
+            # Without a gradient, at the end.
+            ready.append([seconds_between(begin, arrivals.get(each, end)) / whole_s for each in parameters])
         order = [median(each) for each in zip(*ready, strict=True)]
-        buckets = [_ready_buckets(trainer.model, order, is_compressed=each) for each in (False, True)]
+        buckets = [_ready_buckets(parameters, order, is_compressed=each) for each in (False, True)]
     return replace(
         profile,
         computing={**profile.computing, num_samples: Computing(*map(median, zip(*map(astuple, parts), strict=True)))},
@@ -171,32 +172,10 @@ def _measure_computing(task: Task, settings: Settings, num_samples: int, world: 
     )
 
 
-@final
-class _Arrivals:
-    """Records when the gradient of each parameter is ready."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._marks: dict[int, Mark] = {}
-        self._parameters = [each for each in model.parameters() if each.requires_grad]
-
-        def hook_for(index: int) -> Callable[[Tensor], None]:
-            return lambda _: self._marks.__setitem__(index, mark_on(device))
-
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(hook_for(index))
-
-    def take(self, spans: Sequence[tuple[str, Mark, Mark, float]]) -> list[float]:
-        """Return the fraction of backward at which each gradient of the last step was ready; 1 without a gradient."""
-        begin, end = next((begin, end) for phase, begin, end, _ in spans if phase == "backward")
-        whole_s = seconds_between(begin, end) or 1.0
-        marks, self._marks = self._marks, {}
-        places = range(len(self._parameters))
-        return [seconds_between(begin, marks[place]) / whole_s if place in marks else 1.0 for place in places]
-
-
-def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: bool) -> Sequence[ReadyBucket]:
-    """Return the buckets that the engine would create, and when each is ready."""
-    parameters = [each for each in model.parameters() if each.requires_grad]
+def _ready_buckets(
+    parameters: Sequence[Tensor], ready: Sequence[float], *, is_compressed: bool
+) -> Sequence[ReadyBucket]:
+    """Return the buckets that the engine would create, and when each is ready, as a fraction of backward."""
     specs = [ParameterSpec(each.numel(), each.dtype, each.device) for each in parameters]
     order = sorted(range(len(specs)), key=ready.__getitem__)
     buckets, latest = [], 0.0
@@ -211,7 +190,7 @@ def _ready_buckets(model: nn.Module, ready: Sequence[float], *, is_compressed: b
 # --- measured between ranks: the cost of an exchange without the link, and the link -----------------------------------
 
 # Bytes of gradients; the cost for larger models is proportional.
-_MOST_COST_BYTES, _LEAST_COST_BYTES = 32 * MIB, 2**14
+_MOST_COST_BYTES = 32 * MIB
 _NUM_COST_STEPS, _NUM_COST_BUCKETS = 5, 4
 
 
@@ -262,8 +241,13 @@ def measure_cost(
         world: At least two ranks.
         most_bytes: The maximum size of the gradients that are exchanged.
     """
-    chosen = list(_at_most(shapes, most_bytes)) or [torch.Size([_LEAST_COST_BYTES // 4])]
-    size_bytes = sum(4 * shape.numel() for shape in chosen)
+    # The smallest, and more as far as there is room.
+    chosen: list[torch.Size] = []
+    size_bytes = 0
+    for shape in sorted(shapes, key=torch.Size.numel):
+        if not chosen or size_bytes + 4 * shape.numel() <= most_bytes:
+            chosen.append(shape)
+            size_bytes += 4 * shape.numel()
     cap_mb = max(size_bytes / _NUM_COST_BUCKETS / MIB, 1e-3)
     engine = DistributedDataParallel(
         _Gradients(chosen), process_group=world.group, bucket_cap_mb=cap_mb, compression=compression
@@ -293,18 +277,6 @@ def measure_cost(
     cost = Cost(*map(median, zip(*map(astuple, found[1:]), strict=True)))
     # The nominal value if the kernel does not count the bytes sent.
     return cost if cost.sent else replace(cost, sent=COMPRESSIONS[compression][1] or 1.0 if compression else 1.0)
-
-
-def _at_most(shapes: Sequence[torch.Size], most_bytes: int) -> Iterator[torch.Size]:
-    """Yield shapes of gradients up to so many bytes; the last one may have fewer rows."""
-    for shape in shapes:
-        size = 4 * shape.numel()
-        if size > most_bytes:
-            rows = most_bytes * shape[0] // size if shape else 0
-            yield from [torch.Size([rows, *shape[1:]])] if rows else []
-            return
-        yield shape
-        most_bytes -= size
 
 
 def _sent_bytes() -> int:
@@ -437,8 +409,7 @@ def predict_run(
         ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
     """
     run = read_run(folder)
-    figures = find_figures(run)
-    known = None if figures is None else find_network(run, figures)
+    known = find_network(run, find_figures(run))
     if known is None:
         raise ConfigurationError(
             f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
@@ -523,10 +494,8 @@ def table(found: Forecast) -> Table:
     counts = list(found.rows[0].steps)
     profile, link = found.profile, found.link
     ranks = f", {profile.ranks_per_machine} ranks each" if profile.ranks_per_machine > 1 else ""
-    gradients = links.format_megabytes(profile.gradient_bytes)
-    title = (
-        f"{found.task}: global batch {profile.global_batch_size}, {gradients} of gradients{ranks}; link {link.source}"
-    )
+    size = links.format_megabytes(profile.gradient_bytes)
+    title = f"{found.task}: global batch {profile.global_batch_size}, {size} of gradients{ranks}; link {link.source}"
     columns = [f"{count} machine{'s' * (count > 1)}" for count in counts]
     rows = []
     for row in found.rows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -23,11 +21,10 @@ from typing_extensions import override
 from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LockstepError, OutOfMemory, RankFailed
-from lockstep.study.common import MIB, Shown, Spread, Table, load, log, paired_ratio, run_ranks
+from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.study.common import Shown, Spread, Table, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
-from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import PER_PROCESS, check_batch
 from lockstep.train.settings import FitSettings, check_engine, toml_line
 from lockstep.train.task import Task
@@ -52,12 +49,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 5, 9
 
 # Steps: buckets are rebuilt after the first step, in which the optimizer also creates its state.
 _NUM_WARMUP, _NUM_PROBED = 4, 2
-
-# The fraction of the memory that is free at the start; the rest is for other programs.
-_USABLE = 0.8
-
-# Room for the stacks of threads that torch starts later: they count as data, though little of them is used.
-_STACKS_BYTES = 2**29
 
 # More steps than a sweep ever runs: a stream needs a number of steps, and a schedule is spread over it.
 _MANY_STEPS = 1_000_000
@@ -99,32 +90,29 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
     """Return the changes that are worth trying in a stage, given the best settings so far."""
     base, strategy, num_cores = sweep.found, sweep.found.strategy, sweep.num_cores
     found: list[Changes] = []
-    if stage == "loading" and (base.workers or sweep.known.wait_share >= 0.02):
+    if stage == "loading" and (base.workers or sweep.wait_share >= 0.02):
         # Twice and half of the current number; without workers, one, two, and the cores per rank.
         now = base.workers
         counts = {now // 2, 2 * now} if now else {1, 2, max(4, num_cores // sweep.num_devices)}
         found = [{"workers": min(count, 16)} for count in sorted(counts)]
     elif stage == "strategy" and sweep.num_devices > 1:
-        # As in `compare`: with the same number of micro-batches, if these fit.
+        # As in `compare`: with the same number of micro-batches.
         names = [each for each in sweep.strategies if base.reproducible is None or each in ("single", "dp", "ddp")]
         for name in names:
-            pieces = sweep.fewest_pieces(name)
-            changes: Changes = {"strategy": name} | ({"accumulate": pieces} if base.accumulate < pieces else {})
-            found += [changes] if name != strategy else []
+            found += [{"strategy": name}] if name != strategy else []
             if name == "single" and base.threads is None and default_device().type == "cpu":
-                found.append({**changes, "threads": 1})  # a small model is often faster with one thread
-    elif stage == "micro-batch" and not _sets_sizes(base):
-        now, share, fewest = base.accumulate, sweep.share(strategy), sweep.fewest_pieces(strategy)
-        # Fewer pieces do not fit, and batch norm does not accept a single sample.
-        counts = {each for each in (fewest, now // 2, 2 * now, 4 * now) if each >= fewest and share % each == 0}
-        found = [{"accumulate": each} for each in sorted(counts - {now}) if share // each > 1]
+                found.append({"strategy": name, "threads": 1})  # a small model is often faster with one thread
+    elif stage == "micro-batch" and base.reproducible is None and base.shares is None:  # which set their sizes
+        now, share = base.accumulate, math.ceil(sweep.global_batch_size / num_shares(strategy, sweep.num_devices))
+        pieces = [each for each in (now // 2, 2 * now, 4 * now) if each and share % each == 0]
+        found = [{"accumulate": each} for each in pieces if share // each > 1]  # batch norm does not accept one sample
     elif stage == "threads" and default_device().type == "cpu" and base.reproducible is None:
         now = base.threads or sweep.threads(base)
         counts = {1, now // 2, 2 * now, num_cores} - {0, now}
         found = [{"threads": count} for count in sorted(counts) if count <= num_cores]
     elif stage == "precision":
         found = [{"precision": "bf16"}] if base.precision == "fp32" else []
-        if sweep.num_devices > 1 and sweep.known.gradient_bytes > MIB and base.compression is None:
+        if sweep.num_devices > 1 and base.compression is None:
             found.append({"compression": "bf16"})
     possible = []
     for changes in found:
@@ -134,63 +122,20 @@ def candidates(stage: str, sweep: Sweep) -> list[Changes]:
     return possible
 
 
-def _sets_sizes(settings: FitSettings) -> bool:
-    """Return whether the sizes of micro-batches follow from other settings."""
-    return settings.reproducible is not None or settings.shares is not None
-
-
 # The work of the ranks.
 
 
-@dataclass(frozen=True)
-class Known:
-    """The findings of the first processes about the task.
-
-    Attributes:
-        largest: Samples of the largest micro-batch that fits; None if it was not searched for.
-        largest_bytes: The memory that it needs.
-        layers: Kinds of layer whose result depends on how a batch is divided.
-        gradient_bytes: Bytes of all gradients.
-        wait_share: The fraction of a step that waits for data.
-    """
-
-    largest: int | None = None
-    largest_bytes: int = 0
-    layers: Sequence[str] = ()
-    gradient_bytes: int = 0
-    wait_share: float = 0.0
-
-
-def probe(sweep: Sweep, size: int, world: World) -> Known:
-    """Train from the start with micro-batches of ``size``, or as it is if 0, and return what is known then.
+def probe(sweep: Sweep, world: World) -> tuple[Sequence[str], float]:
+    """Train some steps with the initial settings; return `Sweep.layers` and `Sweep.wait_share`.
 
     Collective: every rank.
-
-    Raises:
-        Exception: It does not fit, or the task fails.
     """
-    if world.device.type == "cpu":
-        # The host overcommits memory, and then kills any process. With a limit on its data, this process gets an error
-        # instead, as from a GPU.
-        limit = sweep.limit_bytes // world.world_size + psutil.Process().memory_info().data + _STACKS_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    base = sweep.start
-    torch.set_num_threads(sweep.threads(base))
-    if size:
-        batch = size * num_shares(base.strategy, sweep.num_devices)
-        base = replace(base, accumulate=1, workers=0, prefetch=None, global_batch_size=batch)
-    peaks = benchmark.watch_memory(world)
-    with contextlib.closing(sweep.entrant(base, world)) as entrant:
+    torch.set_num_threads(sweep.threads(sweep.start))
+    with contextlib.closing(sweep.entrant(sweep.start, world)) as entrant:
         assert entrant.trainer is not None
         seconds, records = benchmark.time_steps(entrant.trainer, _NUM_PROBED)
-        model = entrant.trainer.model
-    return Known(
-        largest=size or None,
-        largest_bytes=peaks([world.device])[0],
-        layers=benchmark.split_layers(model),
-        gradient_bytes=sum(weight.nbytes for weight in model.parameters() if weight.requires_grad),
-        wait_share=sum(record.times.part("data_wait") for record in records) / seconds,
-    )
+        layers = benchmark.split_layers(entrant.trainer.model)
+    return layers, sum(record.times.part("data_wait") for record in records) / seconds
 
 
 def rounds_of(sweep: Sweep, tried: dict[str, FitSettings], until: float, world: World) -> dict[str, list[float]]:
@@ -268,7 +213,6 @@ def tune(
     strategies: Sequence[str] = STRATEGIES,
     allow_precision: bool = False,
     allow_division: bool = False,
-    began_at: float | None = None,
 ) -> Sweep:
     """Try settings on ``task`` for some minutes, and return the fastest, with the gain of each change.
 
@@ -283,7 +227,6 @@ def tune(
         strategies: The strategies to try.
         allow_precision: Whether lower precision may be used: bf16 in computation or communication.
         allow_division: Whether a batch may be divided differently if that affects layers such as batch norm.
-        began_at: The start of the time limit, in Unix time; None: now.
 
     Raises:
         ConfigurationError: Task, settings and devices do not fit together; says what to change.
@@ -308,8 +251,7 @@ def tune(
         global_batch_size=settings.global_batch_size or found.global_batch_size,
         strategies=tuple(strategies),
         seconds=60 * minutes,
-        until=(began_at or time.time()) + 60 * minutes,
-        limit_bytes=_usable_bytes(devices, default_device()),
+        until=time.time() + 60 * minutes,
         start=settings,
         found=settings,
     )
@@ -322,22 +264,12 @@ def tune(
     return sweep
 
 
-def _usable_bytes(num_devices: int, device: torch.device) -> int:
-    """Return the memory that all processes together may use, or one GPU."""
-    if device.type != "cpu":
-        # Not `get_memory_info`: that would create a context of this process on each device.
-        properties = map(torch.get_device_module(device).get_device_properties, range(num_devices))
-        return int(_USABLE * min(each.total_memory for each in properties))
-    return int(_USABLE * free_and_total_bytes()[0])
-
-
 @dataclass(repr=False)
 class Sweep(Shown):
     """Runs the stages; its attributes always hold the results so far.
 
-    First it searches for the largest micro-batch that fits, in separate processes. Then it tries one kind of setting
-    after the other: the current settings and each change to them take turns in rounds, as in `compare`, and the best
-    change that is faster beyond the noise is kept.
+    It tries one kind of setting after the other: the current settings and each change to them take turns in rounds, as
+    in `compare`, and the best change that is faster beyond the noise is kept.
 
     Attributes:
         name: Of the task, and on which devices.
@@ -348,11 +280,11 @@ class Sweep(Shown):
         strategies: The strategies to try.
         seconds: How long it may take.
         until: When it ends, in Unix time.
-        limit_bytes: Memory that all processes of this machine, or one GPU, may use.
         start: The initial settings.
         found: The best settings so far.
         allowed: The effects on the training that are allowed.
-        known: The findings of the first processes.
+        layers: Kinds of layer whose result depends on how a batch is divided.
+        wait_share: The fraction of a step that waits for data, with the initial settings.
         results: The results of all changes, in the order in which they were tried.
         total: The speed-up of all kept changes together; None if that was not measured.
         notes: Further remarks.
@@ -367,11 +299,11 @@ class Sweep(Shown):
     strategies: tuple[str, ...]
     seconds: float
     until: float
-    limit_bytes: int
     start: FitSettings
     found: FitSettings
     allowed: tuple[Effect, ...] = (Effect.BITS, Effect.ROUNDING)
-    known: Known = field(default_factory=Known)
+    layers: Sequence[str] = ()
+    wait_share: float = 0.0
     results: list[Result] = field(default_factory=list)
     total: Spread | None = None
     notes: list[str] = field(default_factory=list)
@@ -403,14 +335,6 @@ class Sweep(Shown):
             return "The total gain was not measured: time was up."
         return f"All changes together: {_times(self.total)} of the settings at the start."
 
-    def share(self, strategy: str) -> int:
-        """Return the samples of a device in a global batch, rounded up."""
-        return math.ceil(self.global_batch_size / num_shares(strategy, self.num_devices))
-
-    def fewest_pieces(self, strategy: str) -> int:
-        """Return the smallest number of micro-batches per device that fits into memory."""
-        return math.ceil(self.share(strategy) / (self.known.largest or math.inf)) or 1
-
     def threads(self, settings: FitSettings) -> int:
         """Return the number of threads of one process in a run with these settings."""
         return benchmark.threads_of(settings.strategy, self.num_cores, self.num_devices)
@@ -425,13 +349,13 @@ class Sweep(Shown):
 
         def division(settings: FitSettings) -> tuple[int, int, bool]:
             # The replicas of dp draw dropout from one generator on CPUs, so the same division is not enough there.
-            is_threaded = "dropout" in self.known.layers and settings.strategy == "dp"
+            is_threaded = "dropout" in self.layers and settings.strategy == "dp"
             return num_shares(settings.strategy, self.num_devices), settings.accumulate, is_threaded
 
         names = differences(before, after).keys()
         if names & {"precision", "compression"}:
             return Effect.ARITHMETIC
-        if self.known.layers and division(before) != division(after):
+        if self.layers and division(before) != division(after):
             return Effect.DIVISION
         # Samples and random numbers depend only on the position, not on the process that loads them.
         return Effect.ROUNDING if names - {"workers", "prefetch"} else Effect.BITS
@@ -442,8 +366,10 @@ class Sweep(Shown):
         Raises:
             LockstepError: The task cannot be trained with the initial settings.
         """
-        log("memory: looking for the largest micro-batch that fits")
-        self._probe()
+        log("training some steps with the settings at the start")
+        devices = self.num_devices if self.start.strategy in PER_PROCESS else 1
+        limit_s = max(_PATIENCE_S, 0.4 * (self.until - time.time()))
+        self.layers, self.wait_share = run_ranks(probe, self, devices=devices, timeout_s=limit_s)[0]
         # For the last stage, which measures all changes together.
         reserve_s = min(20.0, 0.2 * self.seconds)
         for index, stage in enumerate(STAGES):
@@ -458,31 +384,6 @@ class Sweep(Shown):
             result = self._try(TOGETHER, [differences(self.start, self.found)], self.start, self.until - time.time())
             if result.num_rounds >= FEWEST_ROUNDS:
                 self.total, self.found = result.ratio, self.start if result.why else self.found
-
-    def _probe(self) -> None:
-        """Find the largest micro-batch that fits, in processes that may be killed, and what else they know then."""
-        base, share = self.start, self.share(self.start.strategy)
-        # Halves of a share; but batch norm does not accept a single sample.
-        sizes = sorted({max(min(2, share), math.ceil(share / 2**power)) for power in range(share.bit_length())})
-        devices = self.num_devices if base.strategy in PER_PROCESS else 1
-        limit_s = max(_PATIENCE_S, 0.4 * (self.until - time.time()))
-        for size in [0] if _sets_sizes(base) else reversed(sizes):
-            try:
-                self.known = run_ranks(probe, self, size, devices=devices, timeout_s=limit_s)[0]
-                break
-            except (OutOfMemory, RankFailed) as error:
-                # A process that was killed has no cause. Smaller micro-batches do not help other errors of the task.
-                if size in (0, sizes[0]) or not isinstance(error.__cause__, RuntimeError | MemoryError | None):
-                    raise
-        largest, needed = self.known.largest, f"{self.known.largest_bytes / MIB:,.0f} MiB"
-        if largest is None:
-            return
-        # Settings that do not fit cannot be measured: begin with the fewest micro-batches that fit.
-        self.start = self.found = replace(base, accumulate=max(base.accumulate, math.ceil(share / largest)))
-        self.notes.append(f"The largest micro-batch that fits has {largest} samples (of {share} per device): {needed}.")
-        if largest >= share:  # no limit was found: activations grow with the number of samples
-            most = largest * self.limit_bytes / self.num_devices / max(1, self.known.largest_bytes)
-            self.known = replace(self.known, largest=max(largest, int(most)))
 
     def _try(self, stage: str, tried: list[Changes], base: FitSettings, seconds: float) -> Result:
         """Measure changes against ``base``, and keep the best allowed one; return its result."""
@@ -516,7 +417,7 @@ class Sweep(Shown):
             effect = self.effect_of(base, entrants[name])
             ratio = paired_ratio(rounds[NOW], rounds[name]) if rounds[NOW] else None
             result = Result(stage, changes, effect, ratio, len(rounds[NOW]))
-            offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.known.layers))
+            offer = "" if effect in self.allowed else _OFFERS[effect].format(" and ".join(self.layers))
             result.why = failure or result.why_no_gain or offer
             results.append(result)
         return results

@@ -48,14 +48,9 @@ class Metric:
     read: Callable[[Any], float | None] = lambda _: None
     scale: float = 1.0
 
-    @property
-    def label(self) -> str:
-        """The word in braces."""
-        return self.name.partition("{")[2].partition("}")[0]
-
     def name_of(self, member: str | int) -> str:
-        """Return the name for one value of the label; characters that a sink does not accept become underscores."""
-        return self.name.replace(f"{{{self.label}}}", _UNUSUAL.sub("_", str(member)))
+        """Return the name for what is in braces; characters that a sink does not accept become underscores."""
+        return re.sub(r"\{\w+\}", _UNUSUAL.sub("_", str(member)), self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +77,6 @@ class RankFigures:
 
     def __getitem__(self, name: str) -> float | None:
         return self.values.get(name)
-
-
-def decode(note: Mapping[str, Any]) -> RankFigures:
-    """Return the figures that a rank posted as a dictionary.
-
-    Raises:
-        TypeError, ValueError: A name or a type is wrong.
-    """
-    figures = RankFigures(**note)
-    # Otherwise a text in place of a number would fail later, in the thread of the live view.
-    values = {name: float(value) for name, value in dict(figures.values).items() if value is not None}
-    numbers = {name: int(getattr(figures, name)) for name in ("rank", "step", "num_steps")}
-    return replace(figures, values=values, **numbers)  # type: ignore[arg-type]
 
 
 def with_waits(ranks: Iterable[RankFigures]) -> tuple[RankFigures, ...]:
@@ -293,7 +275,7 @@ class Straggler:
         lost, step, took, usual = map(milliseconds, (self.lost_s, self.step_s, self.took_s, self.usual_s))
         return (
             f"rank {self.rank} is slow: it loses {lost} in each step of {step}, in {PARTS[self.part].doing} ({took}, "
-            f"usual is {usual}); the others wait for it"
+            f"usual is {usual}), and the others wait for it"
         )
 
 
@@ -347,12 +329,6 @@ class StragglerReporter:
                 self._report(str(straggler))
 
 
-def largest_part(times: StepTimes) -> str:
-    """Return the name of the part in `PARTS` that takes longest."""
-    parts = times.parts()
-    return max(parts, key=parts.__getitem__)
-
-
 # --- the steps of a recorded run --------------------------------------------------------------------------------------
 
 
@@ -404,37 +380,33 @@ class Figures:
     """The figures of a recorded run.
 
     Args:
-        num_steps: The number of steps in the means.
         step_s: From the beginning of a step to that of the next: the median.
         slow_step_s: One step in twenty takes longer than this.
         samples_per_s: Over all steps except the first ones and spikes.
         tokens_per_s: The same for what the loss counts; None if that is samples.
         total_s: From the beginning of the first step to the end of the last.
-        paused_s: The pauses of training for checkpoints and evaluations, by event.
         by_rank: Means over the steps without spikes.
         critical: The same along the critical path; see [Note: the rank that all wait for].
         last_share: By rank, the share of steps in which it came last.
         straggler: A rank that keeps the others waiting in every step, if there is one.
     """
 
-    num_steps: int
-    step_s: float
-    slow_step_s: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    total_s: float
-    paused_s: Mapping[str, float]
-    by_rank: Mapping[int, StepTimes]
-    critical: StepTimes
-    last_share: Mapping[int, float]
-    straggler: Straggler | None
+    step_s: float = 0.0
+    slow_step_s: float = 0.0
+    samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
+    total_s: float = 0.0
+    by_rank: Mapping[int, StepTimes] = field(default_factory=dict)
+    critical: StepTimes = field(default_factory=lambda: StepTimes(total_s=0.0))
+    last_share: Mapping[int, float] = field(default_factory=dict)
+    straggler: Straggler | None = None
 
 
-def find_figures(run: Recorded) -> Figures | None:
-    """Return the figures of the steps that all ranks have recorded; None if there are none."""
+def find_figures(run: Recorded) -> Figures:
+    """Return the figures of the steps that all ranks have recorded; without ranks if there are none."""
     steps = _align_steps(run)
     if not steps:
-        return None
+        return Figures()
     # Without spikes, such as a checkpoint, which would dominate the means.
     steady = steps[NUM_FIRST:] or steps
     lasted_s = sorted(step.lasted_s for step in steady)
@@ -446,21 +418,15 @@ def find_figures(run: Recorded) -> Figures | None:
     lines = [[*step.lines.values()] for step in calm]
     counts = [next((line.counts for line in of_step if line.counts is not None), None) for of_step in lines]
     records = [record.steps for record in run.ranks.values() if record.steps]
-    paused_s = {
-        name: sum(event.seconds or 0.0 for event in run.events if event.event == name)
-        for name in ("checkpoint", "evaluation")
-    }
     critical = combine([step.times[step.last_rank] for step in calm])
     slow = [] if critical.exposed_s is None else find_stragglers({rank: pace_of(each) for rank, each in times.items()})
     ended_s = max(steps[-1].time + steps[-1].times.total_s for steps in records)
     return Figures(
-        num_steps=len(calm),
         step_s=median(lasted_s),
         slow_step_s=lasted_s[math.floor(0.95 * len(lasted_s))],
         samples_per_s=sum(of_step[0].samples for of_step in lines) / trained_s,
         tokens_per_s=None if None in counts else sum(filter(None, counts)) / trained_s,
         total_s=ended_s - min(steps[0].time for steps in records),
-        paused_s=paused_s,
         by_rank={rank: combine(of_rank) for rank, of_rank in times.items()},
         critical=critical,
         last_share={rank: last_ranks[rank] / len(calm) for rank in times},

@@ -12,9 +12,9 @@ import importlib
 import json
 import math
 import mmap
+import multiprocessing.util
 import os
 import signal
-import struct
 import sys
 import threading
 import time
@@ -25,8 +25,8 @@ from typing import Any
 
 from lockstep import activity
 from lockstep.activity import name_of_bucket
-from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, read_object, replace_file
-from lockstep.telemetry.rank_state import STOPPED, format_bytes, process_state
+from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, replace_file
+from lockstep.telemetry.rank_state import format_bytes, process_state
 
 # The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
@@ -35,8 +35,10 @@ _PERIOD_S = 0.5
 _STOP_TIMEOUT_S = 2.0
 _MEMORY_PERIOD_S = 2.0
 _NUM_FRAMES = 120
-# After this share of the patience at one place, a rank reads once which collective torch recorded last.
+# After this share of the patience at one place, a rank reads which collective torch recorded last.
 _RECORDED_AFTER = 0.5
+# What a heartbeat has of `lockstep.activity.now`.
+_REPORTED = ("step", "phase", "num_steps", "collective", "failure")
 # No program trains alone for so many steps before it joins a process group.
 _SURE_STEPS = 100
 _ALONE = (
@@ -60,22 +62,14 @@ def internals() -> Any:
 
 # --- the files --------------------------------------------------------------------------------------------------------
 
-# The step of ``fit``, counted from 1, or 0; and the number of optimizer steps in other loops.
-_COUNTER = struct.Struct("qq")
-
 
 def read_step_counter(run_dir: Path, rank: int) -> tuple[int | None, int]:
     """Return the current or last step of a rank, counted from 0, and the number of its optimizer steps."""
     try:
-        step, num_updates = _COUNTER.unpack(rank_file(run_dir, STEP, rank).read_bytes())
-    except (OSError, struct.error):
+        step, num_updates = memoryview(rank_file(run_dir, STEP, rank).read_bytes()).cast("q")
+    except (OSError, ValueError, TypeError):  # there is none, or it is being created
         return None, 0
     return (step - 1 if step else None), num_updates
-
-
-def read_heartbeat(run_dir: Path, rank: int) -> dict[str, Any]:
-    """Return what a rank wrote last; empty if there is nothing, or nothing that can be read."""
-    return read_object(rank_file(run_dir, HEARTBEAT, rank))
 
 
 class Heartbeat:
@@ -94,26 +88,23 @@ class Heartbeat:
         self._stacks = rank_file(run_dir, STACKS, rank).open("a")
         # Mapped into memory, so that the step of a rank that was killed can be read.
         with rank_file(run_dir, STEP, rank).open("wb+") as file:
-            file.truncate(_COUNTER.size)
-            activity.now.step_counter = memoryview(mmap.mmap(file.fileno(), _COUNTER.size)).cast("q")
-        self._num_bytes = 0
-        self._is_read, self._recorded_after_ns = patience_s > 0, _RECORDED_AFTER * patience_s * 1e9
-        self._counts_steps = False
+            size = file.truncate(activity.now.step_counter.nbytes)
+            activity.now.step_counter = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
+        self._patience_s = patience_s
         self._num_peers, self._has_warned = num_peers, rank != 0 or num_peers == 1
-        self._last: tuple[Any, ...] = ()
-        self._moved_at_ns = time.monotonic_ns()
-        self._devices: list[str] = []
-        self._recorded_call: str | None = None
-        self._pid = os.getpid()
-        self._writing = threading.Lock()
-        self._ends = threading.Event()
+        self._counts_steps = False
+        self._place: tuple[Any, ...] = ()
+        # What a heartbeat has in common with the last one.
+        self._state: dict[str, Any] = {"pid": os.getpid(), "recorded_call": "", "devices": [], "num_bytes": 0}
+        self._writing, self._ends = threading.Lock(), threading.Event()
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
 
     def start(self) -> None:
         """Start the thread, which ends before the interpreter is finalized."""
         self._count_steps()
         atexit.register(self._warn_if_alone)
-        if not self._is_read:
+        atexit.register(end_stopped_children)  # after multiprocessing's own handler, so it runs before that
+        if not self._patience_s:
             return
         self.write()
         thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
@@ -125,51 +116,38 @@ class Heartbeat:
 
     def write(self) -> None:
         """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""
-        if os.getpid() != self._pid or not self._is_read:
+        if os.getpid() != self._state["pid"] or not self._patience_s:
             return  # A forked child is not this rank; the lock may be held there forever.
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         # `walk_stack(None)` would return the frames of this thread.
         walked = () if frame is None else islice(traceback.walk_stack(frame), _NUM_FRAMES)
-        frames = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
-        now, calls = activity.now, _num_calls()
-        place = (now.num_steps, calls, now.step, now.phase, now.collective, frame.f_lasti if frame else 0, frames)
-        now_ns = time.monotonic_ns()
+        content: dict[str, Any] = {name: getattr(activity.now, name) for name in _REPORTED}
+        content["frames"] = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+        if bucket := activity.now.bucket:
+            content["collective"] = f"all_reduce of bucket {bucket[0]} ({name_of_bucket(bucket[1])})"
         # With the last instruction, a loop on one line counts as moving.
-        if place != self._last:
-            self._last, self._moved_at_ns, self._recorded_call = place, now_ns, None
-        elif self._recorded_call is None and now_ns - self._moved_at_ns > self._recorded_after_ns:
-            self._recorded_call = recorded_call()
-        content = {
-            "pid": os.getpid(),
-            "beat_ns": now_ns,
-            "moved_ns": self._moved_at_ns,
-            "frames": frames,
-            **{name: getattr(now, name) for name in ("step", "phase", "num_steps", "collective")},
-            "has_trained": calls > 0 or now.num_steps > 0,
-            "bucket": "" if now.bucket is None else f"bucket {now.bucket[0]} ({name_of_bucket(now.bucket[1])})",
-            "recorded_call": self._recorded_call or "",
-            "failure": now.failure or "",
-            "uses_gpu": uses_gpu(),
-            "devices": self._devices,
-            "num_bytes": self._num_bytes,
-        }
-        text = json.dumps(content)
+        state, calls, now_s = self._state, _num_calls(), time.monotonic()
+        place = (*content.values(), calls, frame.f_lasti if frame else 0)
+        if place != self._place:
+            self._place = place
+            state |= {"moved_s": now_s, "recorded_call": ""}
+        elif not state["recorded_call"] and now_s - state["moved_s"] > _RECORDED_AFTER * self._patience_s:
+            state["recorded_call"] = recorded_call()
+        content |= {"beat_s": now_s, "uses_gpu": uses_gpu(), "has_trained": calls > 0 or activity.now.num_steps > 0}
+        text = json.dumps(content | state)
         # Replaced as a whole, as a mixture of two heartbeats may be valid JSON.
         with contextlib.suppress(OSError), self._writing:
             replace_file(self._path, text)
-            self._num_bytes += len(text)
+            state["num_bytes"] += len(text)
 
     def _run(self) -> None:
-        measured_at, ends_children = 0.0, False
+        measured_at = 0.0
         while not self._ends.wait(_PERIOD_S):
             self._count_steps()
-            if not self._has_warned and activity.now.num_steps >= _SURE_STEPS:
+            if activity.now.num_steps >= _SURE_STEPS:
                 self._warn_if_alone()
-            if not ends_children and imported("multiprocessing.util"):
-                ends_children = True  # registered after multiprocessing's handler, so it runs first
-                atexit.register(end_stopped_children)
             if time.monotonic() - measured_at >= _MEMORY_PERIOD_S:
-                self._devices, measured_at = device_memory(), time.monotonic()
+                self._state["devices"], measured_at = device_memory(), time.monotonic()
                 if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and _process_groups():
                     # Let the kernel probe the connections to other machines. Those of NCCL are opened later than the
                     # group, when a collective first needs them.
@@ -180,7 +158,7 @@ class Heartbeat:
 
     def _warn_if_alone(self) -> None:
         """Print once on rank zero that no rank has joined a process group; without it, the others cannot have."""
-        if self._has_warned or os.getpid() != self._pid or activity.now.failure or has_joined():
+        if self._has_warned or os.getpid() != self._state["pid"] or activity.now.failure or has_joined():
             return
         self._has_warned = True
         print(_ALONE.format(self._num_peers), file=sys.stderr, flush=True)
@@ -214,8 +192,8 @@ def end_stopped_children() -> None:
     The exit handler of multiprocessing sends SIGTERM to daemonic children and joins them without a timeout. A process
     stopped by SIGSTOP does not handle SIGTERM, so the rank would never exit.
     """
-    for child in imported("multiprocessing").active_children():
-        if child.daemon and process_state(child.pid)[0] in STOPPED:
+    for child in multiprocessing.active_children():
+        if child.daemon and process_state(child.pid or 0)[0] == "T":
             child.kill()
 
 

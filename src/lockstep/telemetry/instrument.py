@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -82,10 +81,6 @@ class Instrument(ExitStack):
     def _hook(self, listener: Listener) -> Callable[..., Any]:
         return listener if self._fail is None else Hook(listener, self._fail)
 
-    def _register(self, register: Callable[..., Any], listener: Listener | None) -> None:
-        if listener is not None:
-            self.callback(register(self._hook(listener)).remove)
-
     # --- any attribute ------------------------------------------------------------------------------------------------
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -144,14 +139,14 @@ class Instrument(ExitStack):
             self.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             self.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
 
-    def all_forwards(self, begins: Listener | None = None, ends: Listener | None = None) -> None:
+    def all_forwards(self, begins: Listener, ends: Listener) -> None:
         """Call ``begins(module, args)`` and ``ends(module, args, output)`` at the forwards of all modules.
 
         They are called before hooks of the module itself, so ``ends`` sees the whole parameters of ``fully_shard``.
         torch warns of such hooks when it calls a compiled model; ``before(nn.Module, "__call__", ...)`` avoids that.
         """
-        self._register(register_module_forward_pre_hook, begins)
-        self._register(register_module_forward_hook, ends)
+        self.callback(register_module_forward_pre_hook(self._hook(begins)).remove)
+        self.callback(register_module_forward_hook(self._hook(ends)).remove)
 
     # [Note: the end of backward]
     # A backward begins with the first gradient of an output of the model. Then a callback is queued for its end.
@@ -223,13 +218,13 @@ class Instrument(ExitStack):
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
-    def optimizers(self, begins: Listener, ends: Listener | None = None) -> None:
+    def optimizers(self, begins: Listener, ends: Listener) -> None:
         """Call ``begins(optimizer, args, kwargs)`` and ``ends(...)`` at the steps of all optimizers.
 
         They must not close this: torch iterates over its hooks while it calls them.
         """
-        self._register(register_optimizer_step_pre_hook, begins)
-        self._register(register_optimizer_step_post_hook, ends)
+        self.callback(register_optimizer_step_pre_hook(self._hook(begins)).remove)
+        self.callback(register_optimizer_step_post_hook(self._hook(ends)).remove)
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -253,7 +248,7 @@ class Instrument(ExitStack):
             if is_torchs and not comm_hooks_of(module):
                 module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
 
-        self.all_forwards(hook_torchs)
+        self.callback(register_module_forward_pre_hook(self._hook(hook_torchs)).remove)
 
 
 def in_backward() -> bool:
@@ -264,9 +259,3 @@ def in_backward() -> bool:
 def compiled_call(module: nn.Module) -> Any:
     """Return the function set by ``module.compile()``, which calls module and hooks; None if there is none."""
     return getattr(module, COMPILED_CALL, None)
-
-
-def learning_rate_of(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of the first group; None if there is none, or if it is on the device."""
-    rate = optimizer.param_groups[0].get("lr")
-    return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)

@@ -19,7 +19,7 @@ from lockstep.run_folder import TERMINAL, TerminalRegion, current_run_folder, er
 from lockstep.telemetry.figures import RankFigures, Snapshot, shares
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import Event
-from lockstep.telemetry.recorder import Subscriber
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import PARTS, milliseconds
 
 # --- as text: pure functions of the figures of the ranks --------------------------------------------------------------
@@ -87,8 +87,6 @@ def summary(snapshot: Snapshot) -> str | None:
     if step_s is None:
         return None
     text = f"a step took {milliseconds(step_s)}: {largest(snapshot.ranks)}"
-    if largest(snapshot.ranks, 1).startswith(PARTS["core_wait"].label):
-        text += " (stop other programs, or raise the quota)"
     if len(snapshot.ranks) < 2 or spread is None or not snapshot.known("exposed_s"):
         return text
     slow = f"rank {spread.max_rank} ({milliseconds(spread.max)} of work in a step)"
@@ -116,7 +114,7 @@ MOST_RANKS = 16
 _NUM_SLOWEST = 6
 
 _MOST_EVENTS = 3
-_WIDE, _NARROWEST_BAR = 100, 6
+_WIDE = 100
 _STALE_S = 10.0
 
 
@@ -185,8 +183,6 @@ def _legend(snapshot: Snapshot, width: int) -> list[Text]:
     """Return the legend of the letters, as one or more lines."""
     lines = [Text("  ")]
     for part, share in shares(snapshot.ranks).items():
-        if share < 0.005 and part != "data_wait":
-            continue
         words = f" {name_of(part, snapshot.ranks)} {share:.0%}  "
         if len(lines[-1]) > 2 and len(lines[-1]) + 1 + len(words) > width:
             lines.append(Text("  "))
@@ -201,12 +197,10 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
         shown = sorted(by_work[: max(1, min(room - 1, _NUM_SLOWEST))], key=lambda each: each.rank)
     words = [_rank(each, is_slowest=each.rank == slowest) for each in shown]
     bar_width = min(20, width - max(map(len, words)) - 10)  # the remaining space, equal for all ranks
-    lines = []
-    for each, text in zip(shown, words, strict=True):
-        lines.append(Text(f"rank {each.rank:<3} ", style="bold" if each.rank == slowest else ""))
-        if bar_width >= _NARROWEST_BAR and each["step_s"]:
-            lines[-1].append_text(bar([each], bar_width)).append(" ")
-        lines[-1].append_text(text)
+    lines = [
+        Text.assemble((f"rank {each.rank:<3} ", text.style), bar([each], bar_width), " ", text)
+        for each, text in zip(shown, words, strict=True)
+    ]
     if missing := len(snapshot.ranks) - len(shown):
         lines.append(Text(f"  and {missing} ranks with less work", style="dim"))
     return lines[:room]
@@ -215,7 +209,7 @@ def _ranks(snapshot: Snapshot, width: int, room: int) -> list[Text]:
 def _rank(each: RankFigures, *, is_slowest: bool) -> Text:
     own_s, wait_s, age_s = each["own_s"], each["exposed_s"], each["age_s"] or 0.0
     words = ["no step done yet" if own_s is None else f"works {milliseconds(own_s):>7}"]
-    if own_s is not None and wait_s is not None:
+    if wait_s is not None:
         words.append(f"waits {milliseconds(wait_s):>7}")
     device = "CPU" if each["gpu_percent"] is None else "GPU"
     if (percent := each[f"{device.lower()}_percent"]) is not None:

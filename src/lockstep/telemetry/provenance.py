@@ -39,10 +39,8 @@ class Provenance:
 
 def gather(task_path: Path | None = None) -> Provenance:
     """Describe this machine and these versions; ``task_path`` adds the commit of the task's checkout."""
-    commits = {"lockstep": commit_of(Path(__file__).parent)}
-    if task_path is not None:
-        commits["task"] = commit_of(task_path.resolve().parent)
-    known = {name: commit for name, commit in commits.items() if commit}
+    paths = {"lockstep": Path(__file__), "task": task_path and task_path.resolve()}
+    known = {name: commit for name, path in paths.items() if path and (commit := commit_of(path.parent))}
     return Provenance(datetime.now(UTC).isoformat(timespec="seconds"), versions(), _machine(), known)
 
 

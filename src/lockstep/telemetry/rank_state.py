@@ -9,33 +9,32 @@ import os
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lockstep.activity import DEVICE
+from lockstep.activity import CLOSE, DEVICE
+from lockstep.run_folder import Progress
 
 # --- activity of a rank whose main thread stays at one place ----------------------------------------------------------
 
-# States of a process that is stopped by a signal such as SIGSTOP, or by a debugger.
-STOPPED = ("T", "t")
-
-# A rank that uses more than this share of a core computes.
-BUSY = 0.2
-
+# What a rank does although its main thread stays at one place; others, which mean that it may only be slow, are below.
+ENDED, STOPPED, COMPUTES = "it has ended", "it is stopped by a signal", "it computes"
+DEBUGGED = "it waits for a person at a debugger"
 # As a process does that polls for a file, or that waits in our shared memory.
 WAKES_UP = "it wakes up repeatedly"
 
-# Idle threads of torch and its backends use far less than this share of a core.
-_STIRS = 0.02
+# A rank that uses more than this share of a core computes; idle threads of torch and its backends use far less than
+# the second one.
+_BUSY, _STIRS = 0.2, 0.02
 _MIN_BYTES = 32 * 1024
 # A DataLoader that waits wakes up every five seconds.
 _WAKEUPS_PER_S = 0.5
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What a rank and its child processes had done at one moment.
 
     Attributes:
@@ -44,8 +43,8 @@ class Sample:
         num_bytes: Bytes that they read and wrote.
         num_wakeups: How often main threads slept and were woken.
         pids: The processes.
-        is_in_disk: Whether a main thread waits in the kernel for a disk or a network file system.
-        is_ready: Whether a main thread computes, or waits for a core.
+        states: Of their main threads, as in /proc: ``R`` computes or waits for a core, ``D`` waits in the kernel for a
+            disk or a network file system.
     """
 
     at_s: float
@@ -53,59 +52,39 @@ class Sample:
     num_bytes: int
     num_wakeups: int
     pids: frozenset[int]
-    is_in_disk: bool = False
-    is_ready: bool = False
+    states: str
 
 
-@dataclass
-class Liveness:
-    """The samples of one rank over the last ``window_s``; to be cleared when the rank has moved."""
-
-    window_s: float
-    samples: deque[Sample] = field(default_factory=deque)
-
-    def add(self, sample: Sample) -> None:
-        """Add a sample; drop those older than the window."""
-        self.samples.append(sample)
-        while sample.at_s - self.samples[0].at_s > self.window_s:
-            self.samples.popleft()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it computes, or waits for a core."""
-        return len(self.samples) > 1 and (self._core_share() > BUSY or self._is_mostly("is_ready"))
-
-    def signs(self) -> str:
-        """Return a sign that the rank may be active, as a sentence; empty if there is none."""
-        if len(self.samples) < 2:
-            return ""
-        first, last = self.samples[0], self.samples[-1]
-        signs = {
-            "its child processes start or end": first.pids != last.pids,
-            "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
-            "it waits for a disk or a network file system": self._is_mostly("is_in_disk"),
-            WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * (last.at_s - first.at_s),
-            "it uses the processor a little": self._core_share() > _STIRS,
-        }
-        return next((sign for sign, is_so in signs.items() if is_so), "")
-
-    def _is_mostly(self, name: str) -> bool:
-        """Return whether most samples have the attribute ``name``."""
-        return 2 * sum(bool(getattr(each, name)) for each in self.samples) > len(self.samples)
-
-    def _core_share(self) -> float:
-        """Return the share of a core that it used since the first sample."""
-        first, last = self.samples[0], self.samples[-1]
-        return (last.cpu_s - first.cpu_s) / max(last.at_s - first.at_s, 1e-9)
+def sign_of_life(samples: Sequence[Sample]) -> str:
+    """Return what a rank did since the first of ``samples``, as a sentence; empty if nothing."""
+    if len(samples) < 2:
+        return ""
+    first, last = samples[0], samples[-1]
+    seconds = last.at_s - first.at_s
+    core_share = (last.cpu_s - first.cpu_s) / max(seconds, 1e-9)
+    num_seen = Counter(state for each in samples for state in set(each.states))
+    signs = {
+        COMPUTES: core_share > _BUSY or 2 * num_seen["R"] > len(samples),
+        "its child processes start or end": first.pids != last.pids,
+        "it reads or writes": last.num_bytes - first.num_bytes > _MIN_BYTES,
+        "it waits for a disk or a network file system": 2 * num_seen["D"] > len(samples),
+        WAKES_UP: last.num_wakeups - first.num_wakeups > 3 + _WAKEUPS_PER_S * seconds,
+        "it uses the processor a little": core_share > _STIRS,
+    }
+    return next((sign for sign, is_so in signs.items() if is_so), "")
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """Return the state of a process, and its seconds of processor time; the state is empty if it has ended."""
+    """Return the state of a process, and its seconds of processor time.
+
+    The state is a letter: ``T`` if it is stopped by a signal such as SIGSTOP, or by a debugger. It is empty if the
+    process has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", 0.0
-    return fields[0].strip("XZ"), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0].strip("XZ").upper(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def sample(pid: int, *, own_bytes: int) -> Sample:
@@ -120,7 +99,7 @@ def sample(pid: int, *, own_bytes: int) -> Sample:
     num_bytes = sum(_counted(f"/proc/{each}/io", "rchar|wchar") for each in pids) - own_bytes
     # Of main threads only.
     num_wakeups = sum(_counted(f"/proc/{each}/task/{each}/status", "voluntary_ctxt_switches") for each in pids)
-    return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "D" in states, "R" in states)
+    return Sample(at_s, sum(used_s), num_bytes, num_wakeups, pids, "".join(states))
 
 
 def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
@@ -150,6 +129,9 @@ def format_bytes(num_bytes: float) -> str:
 # File, line and function, innermost first.
 Frames = Sequence[tuple[str, int, str]]
 
+# The operation of `RankState` in which the engine of torch waits.
+BACKWARD = "backward (gradient exchange)"
+
 # There are two heartbeats per second: after this time without one, no Python thread of the rank runs.
 SILENT_S = 2.0
 
@@ -171,82 +153,76 @@ _OUTSIDE = ("socket.py", "ssl.py", "base_events.py", "subprocess.py")
 
 
 @dataclass(frozen=True)
-class RankState:
-    """The state of a rank as the launcher sees it.
+class RankState(Progress):
+    """The state of a rank as the launcher of its machine sees it.
 
     Attributes:
-        frames: File, line and function of the main thread, innermost first.
-        still_s: Seconds for which its main thread has been at the same place, without a step or a collective.
-        silent_s: Seconds since its last heartbeat.
-        is_busy: Whether it, or a child process, used the processor in that time.
-        life: A sign that it may be active although its main thread is not, such as ``it reads or writes``.
-        is_stopped: Whether it is stopped by a signal such as SIGSTOP.
-        has_left: Whether it has ended.
-        step: The step of ``fit``, counted from 0.
-        phase: The phase of that step.
-        num_steps: Number of optimizer steps done.
+        idle_s: Seconds for which its main thread has been at the same place, without a step or a collective.
+        life: What it and its child processes did in that time, such as ``it reads or writes``; empty if nothing.
+        operation: The operation in which it waits for others, such as ``all_reduce``; empty if it does not wait.
+        place: Where it is, as a predicate such as ``waits in all_reduce (train.py:7)``.
+        pid: Its process, if that lives.
         has_trained: Whether it has done an optimizer step or a collective.
-        bucket: The bucket that it waits for, with the names of its parameters.
-        collective: The collective of ours in which its main thread waits.
-        recorded_call: The first collective in torch's record that has not completed, otherwise the last.
         failure: The exception that ended its part in the job, if its process still runs.
-        uses_gpu: Whether it has a CUDA context.
     """
 
     rank: int
-    frames: Frames = ()
-    still_s: float = 0.0
-    silent_s: float = 0.0
-    is_busy: bool = False
+    idle_s: float = 0.0
     life: str = ""
-    is_stopped: bool = False
-    has_left: bool = False
-    step: int | None = None
-    phase: str = ""
-    num_steps: int = 0
+    operation: str = ""
+    place: str = ""
+    pid: int = 0
     has_trained: bool = False
-    bucket: str = ""
-    collective: str = ""
-    recorded_call: str = ""
     failure: str = ""
-    uses_gpu: bool = False
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds for which its place has not changed."""
-        return max(self.still_s, self.silent_s)
 
 
-def operation(seen: RankState) -> str | None:
-    """Return the operation in which a rank waits for others, such as ``all_reduce``; ``None`` if it does not."""
-    if seen.has_left or seen.is_stopped or seen.silent_s > SILENT_S:
-        return None
-    if seen.bucket or seen.collective:
-        return f"all_reduce of {seen.bucket}" if seen.bucket else seen.collective
-    calls = [at[2] for at in seen.frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
-    if calls or not seen.frames:
-        return calls[-1] if calls else None
+def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: str = "") -> RankState:
+    """Return the state of a rank.
+
+    Args:
+        rank: Its number.
+        heartbeat: What it wrote last; see `Heartbeat.write`.
+        process_state: Of its process; see `process_state`.
+        life: What it does by `sign_of_life`.
+    """
+    now_s, frames = time.monotonic(), heartbeat["frames"]
+    idle_s, is_silent = now_s - heartbeat["moved_s"], now_s - heartbeat["beat_s"] > SILENT_S
+    life = life or waits_outside(frames)
+    if process_state == "T":
+        life = STOPPED
+    elif not process_state or heartbeat["collective"] == CLOSE:
+        life, idle_s = ENDED, 0.0
+    elif is_debugged(frames):
+        life = DEBUGGED
+    name = "" if is_silent or life in (ENDED, STOPPED) else operation(heartbeat, is_busy=life == COMPUTES)
+    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "has_trained", "failure")}
+    pid = heartbeat["pid"] if process_state else 0
+    return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **kept)
+
+
+def operation(heartbeat: Mapping[str, Any], *, is_busy: bool) -> str:
+    """Return the operation in which a rank waits for others, such as ``all_reduce``; empty if it does not wait."""
+    frames, uses_gpu = heartbeat["frames"], heartbeat["uses_gpu"]
+    calls = [at[2] for at in frames if at[0].endswith(_COLLECTIVE_FILES) and not at[2].startswith(_NOT_CALLED)]
+    if heartbeat["collective"] or calls or not frames:
+        return heartbeat["collective"] or "".join(calls[-1:])
     # The engines of torch wait in native code, where only the line of the script tells what it waits for.
-    file, _, _ = user_frame(seen.frames)
-    inner, line, function = seen.frames[0]
+    file, _, _ = user_frame(frames)
+    inner, line, function = frames[0]
     text = linecache.getline(inner, line) if inner == file or inner.startswith(_PACKAGE) else ""
+    if function == "_engine_run_backward" and (not is_busy or uses_gpu):
+        return BACKWARD
     # As a rule, the host spins while it waits for the GPU. An idle line of the script may do something else.
-    marks = _GPU_WAITS if seen.is_busy or inner.startswith(_PACKAGE) else _READS
-    if function == "_engine_run_backward" and (not seen.is_busy or seen.uses_gpu):
-        what = f": {seen.recorded_call}" if seen.recorded_call else ""
-        return f"backward (gradient exchange{what})"
-    if seen.uses_gpu and ((inner != file and function == "synchronize") or any(mark in text for mark in marks)):
+    marks = _GPU_WAITS if is_busy or inner.startswith(_PACKAGE) else _READS
+    if uses_gpu and ((inner != file and function == "synchronize") or any(mark in text for mark in marks)):
         return DEVICE
-    if inner != file or seen.is_busy:
-        return None
-    return next((mark[1:-1] for mark in _WAITS if mark in text), None)
+    return next((mark[1:-1] for mark in _WAITS if mark in text and inner == file and not is_busy), "")
 
 
-def is_debugged(seen: RankState) -> bool:
-    """Return whether the rank waits for a person, in a debugger or in ``input()``."""
-    if seen.frames and "input(" in linecache.getline(*seen.frames[0][:2]):
-        return True
-    return any(os.path.basename(file) in _DEBUGGERS for file, _, _ in seen.frames)
+def is_debugged(frames: Frames) -> bool:
+    """Return whether a rank waits for a person, in a debugger or in ``input()``."""
+    is_asked = bool(frames) and "input(" in linecache.getline(*frames[0][:2])
+    return is_asked or any(os.path.basename(file) in _DEBUGGERS for file, _, _ in frames)
 
 
 def waits_outside(frames: Frames) -> str:
@@ -258,8 +234,6 @@ def waits_outside(frames: Frames) -> str:
 
 def where_of(file: str, line: int) -> str:
     """Return a short form of file and line."""
-    if not file:
-        return "an unknown place"
     return f"{file.removeprefix(_ABOVE) if file.startswith(_PACKAGE) else os.path.basename(file)}:{line}"
 
 
@@ -272,20 +246,23 @@ def user_frame(frames: Frames) -> tuple[str, int, str]:
     return file, line, function
 
 
-def place(seen: RankState) -> str:
-    """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``."""
-    if seen.has_left:
-        return "ended normally"  # a rank that failed would have ended the job
-    file, line, function = user_frame(seen.frames)
+def place(heartbeat: Mapping[str, Any], life: str, name: str, *, is_silent: bool) -> str:
+    """Return where a rank is, as a predicate such as ``waits in all_reduce (train.py:7)``; ``name``: its operation."""
+    frames = heartbeat["frames"]
+    file, line, function = user_frame(frames)
     where = where_of(file, line)
-    if seen.is_stopped:
+    if life == ENDED:
+        return "ended normally"  # a rank that failed would have ended the job
+    if life == STOPPED:
         return f"was stopped by a signal (SIGSTOP), last seen at {where}"
-    if seen.silent_s > SILENT_S:
+    if is_silent:
         return f"does not respond: native code holds the interpreter lock, last seen at {where}"
-    if seen.failure:
-        return f"has failed ({seen.failure}) but still runs, and is in {function} ({where})"
-    if name := operation(seen):
-        return f"waits {'for its device' if name == DEVICE else f'in {name}'} ({where})"
-    if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in seen.frames):
+    if heartbeat["failure"]:
+        return f"has failed ({heartbeat['failure']}) but still runs, and is in {function} ({where})"
+    if name:
+        # The program does not know which collective its device, or the engine of torch, is in.
+        known = f": {heartbeat['recorded_call']}" if heartbeat["recorded_call"] and name in (DEVICE, BACKWARD) else ""
+        return f"waits {'for its device' if name == DEVICE else f'in {name}'}{known} ({where})"
+    if any(each[0].endswith("torch/utils/data/dataloader.py") and each[2] == "__next__" for each in frames):
         function = "DataLoader.__next__"
     return f"is in {function} ({where})"

@@ -54,8 +54,7 @@ EVENTS = {
 
 def kind_of(device: str) -> str:
     """Return the word for a device such as ``cuda:0`` in messages: GPU, CPU, or another type in capitals."""
-    device_type = device.partition(":")[0]
-    return "GPU" if device_type in ("cuda", "xpu") else device_type.upper()
+    return "GPU" if device.startswith(("cuda", "xpu")) else device.partition(":")[0].upper()
 
 
 # --- the lines --------------------------------------------------------------------------------------------------------
@@ -282,10 +281,9 @@ class Event:
         """Return the line as written."""
         if line["event"] not in (*EVENTS, "spike"):  # which earlier versions recorded
             raise ValueError("there is no such event")
-        metrics = line.get("metrics")
-        known = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        metrics = line.get("metrics") and {name: float(value) for name, value in line["metrics"].items()}
         text = str(line.get("text", ""))[:2000]
-        return cls(**{**_read(cls, line), "time": float(line["time"])}, event=line["event"], text=text, metrics=known)
+        return cls(**_read(cls, line), event=line["event"], text=text, metrics=metrics)
 
     def to_line(self) -> Line:
         """Return the line to write."""
@@ -316,9 +314,7 @@ class Downsampler:
         """Return one line for the steps not yet written, if any."""
         lines, self._held = self._held, []
         self._num_lines += bool(lines)
-        if not lines:
-            return None
-        return lines[0] if len(lines) == 1 else StepLine.merged(lines)
+        return StepLine.merged(lines) if len(lines) > 1 else next(iter(lines), None)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -393,6 +389,21 @@ def how_called() -> dict[str, str]:
     return {"command": command, "working_directory": str(Path.cwd())}
 
 
+def config_of(session: Line) -> dict[str, str | int | float]:
+    """Return settings, sizes, versions, commits and the machine of a session by name, without what is unknown."""
+    settings, provenance = session.get("settings"), session.get("provenance") or {}
+    found = {**(settings if isinstance(settings, dict) else {}), **session, "recorded": provenance.get("when")}
+    for group, facts in provenance.items():
+        if isinstance(facts, dict):
+            found |= {f"{group.removesuffix('s')}/{name}": fact for name, fact in facts.items()}
+    known = {name: value for name, value in found.items() if name not in _OF_SESSION and value is not None}
+    return {name: value if isinstance(value, int | float) else str(value) for name, value in known.items()}
+
+
+# What differs between any two sessions, or is shown by its parts.
+_OF_SESSION = ("run", "began_at", "ranks", "clocks", "settings", "provenance")
+
+
 def num_restarts() -> int:
     """Return how often the launcher has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -412,6 +423,10 @@ class RankRecord:
     timelines: list[Timeline] = field(default_factory=list)
     machine: list[Machine] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a figure of the machine, without its first line, which is before any step."""
+        return mean_of_known(line.figures.get(name) for line in self.machine[1:])
 
 
 @dataclass(frozen=True)
@@ -438,10 +453,9 @@ class Recorded:
         return self.sessions[-1]
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the last session by name; empty if unknown."""
-        found = self.last.get("settings")
-        return found if isinstance(found, dict) else {}
+    def config(self) -> dict[str, Any]:
+        """The known facts about the last session, with its settings; see `config_of`."""
+        return {**config_of(self.last)}
 
     @property
     def zero(self) -> RankRecord:
@@ -467,8 +481,8 @@ def read_run(folder: Path) -> Recorded:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"There is no folder {folder}.\nName the folder given as --run-dir or --monitor.")
-    numbered = {path.stem.removeprefix("rank-"): path for path in folder.glob(RANK_FILES)}
-    files = {int(number): path for number, path in numbered.items() if number.isdecimal()}
+    numbered = ((path.stem.removeprefix("rank-"), path) for path in folder.glob(RANK_FILES))
+    files = {int(number): path for number, path in numbered if number.isdecimal()}
     if not files and not (folder / RUN_FILE).exists():
         raise ConfigurationError(
             f"No run was recorded in {folder}: it holds no {RUN_FILE} and no {RANK_FILES}.\n"
@@ -499,7 +513,8 @@ def read_run(folder: Path) -> Recorded:
     return Recorded(folder, sessions, ranks, gaps, machine)
 
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# As characters, or as escapes of JSON with an odd number of backslashes; but for tab and newline.
+_CONTROLS = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u00(?:[01]\w|7f|[89]\w)|[bfr])|[\x7f-\x9f]", re.IGNORECASE)
 
 
 def _parse(text: bytes) -> Any:
@@ -507,17 +522,10 @@ def _parse(text: bytes) -> Any:
 
     In a terminal, these could move the cursor, change the title, or hide lines.
     """
-    content = json.loads(text)
+    line = text.decode()
     # Most lines only hold numbers, so only those are searched that can contain such a character.
-    return _without_controls(content) if b"\\u" in text or b"\x7f" in text or not text.isascii() else content
-
-
-def _without_controls(value: Any) -> Any:
-    if isinstance(value, str):
-        return _CONTROLS.sub("\ufffd", value)
-    if isinstance(value, dict):
-        return {_without_controls(key): _without_controls(each) for key, each in value.items()}
-    return [_without_controls(each) for each in value] if isinstance(value, list) else value
+    is_plain = line.isprintable() and "\\" not in line
+    return json.loads(line if is_plain else _CONTROLS.sub("\\1\ufffd", line))
 
 
 def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:

@@ -15,28 +15,31 @@ import os
 import platform
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from lockstep.accelerator import start_thread, synchronize
+from lockstep import activity
+from lockstep.accelerator import mark_on, start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
-from lockstep.comm.collectives import Group, all_gather_object, device_for
+from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
 from lockstep.comm.store import StatusKeys
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import keep_rest_aside, read_object, replace_file
-from lockstep.telemetry import record
-from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, decode, with_waits
+from lockstep.telemetry import ranges, record
+from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
 from lockstep.telemetry.resources import MachineSampler
+from lockstep.telemetry.sinks import Delivery, MetricsSink, Subscriber, open_sinks, run_info
 from lockstep.telemetry.step_times import TIMES, Mark, StepMarks, StepTimes, combine, seconds_between
 
 PERIOD_S = 1.0
@@ -60,81 +63,73 @@ def has_timeline(step: int) -> bool:
     return (step - _TIMELINE_FIRST) % period < _TIMELINE_STEPS
 
 
-# --- subscribers: displays and sinks, which must not delay or fail training -------------------------------------------
+def learning_rate_of(optimizer: Optimizer) -> float | None:
+    """Return the learning rate of the first group; None if there is none, or if it is on the device."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None or (isinstance(rate, Tensor) and not rate.is_cpu) else float(rate)
 
 
-class Subscriber(ABC):
-    """Gets events and figures on rank zero, in a thread of its own: a display, or a sink.
+# --- the times of a step, in the training thread ----------------------------------------------------------------------
 
-    Must not use CUDA or collectives. If it blocks, snapshots are dropped, but no events, and training continues. If it
-    raises, it gets nothing more, and a warning is printed.
-    """
-
-    @abstractmethod
-    def event(self, event: Event) -> None:
-        """Handle an event of rank zero, such as an evaluation with its ``metrics``; before the next snapshot."""
-
-    @abstractmethod
-    def update(self, snapshot: Snapshot) -> None:
-        """Handle the figures of all ranks, about once a second; the last ones of a run have ``is_last``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write the remaining data. Called once, also after an error."""
+# A mark, the time of the host, its time in our collectives so far, and its use of cores so far; a tuple for speed.
+Moment = tuple[Mark, float, float, bytes]
 
 
-# Seconds that the end of a run waits for a subscriber.
-CLOSE_S = 10.0
+def moment(device: torch.device) -> Moment:
+    """Return the present moment, on the stream of ``device``. Does not block."""
+    at = time.perf_counter()
+    # On CPU, the time of the host is also the mark, which saves a call.
+    return (at if device.type == "cpu" else mark_on(device)), at, activity.now.waited_s, activity.core_use()
 
 
-class Delivery:
-    """Calls a subscriber in a thread of its own. While it is busy, snapshots are dropped, but not events.
+class StepTimer:
+    """Takes down the phases of one step where they begin, as marks: no call waits for the device.
+
+    A phase lasts until the next one begins. During profiling (`ranges.now`), it is also a range in the
+    trace. The first phase is ``data_wait``.
 
     Args:
-        subscriber: Gets nothing more after it has raised.
+        device: The device whose time is measured.
+        number: The number of the step, counted from 0.
+
+    Attributes:
+        marks: The step so far.
     """
 
-    def __init__(self, subscriber: Subscriber) -> None:
-        self._subscriber = subscriber
-        # Not a queue: after a minute without an answer, a service gets the current snapshot, not sixty old ones.
-        self._changed = threading.Condition()
-        self._next: Snapshot | None = None
-        self._events: list[Event] = []
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="lockstep-sink", daemon=True)
-        self._thread.start()
+    def __init__(self, device: torch.device, number: int = 0) -> None:
+        self._device = device
+        self._range = ExitStack()
+        self._since = moment(device)
+        mark, at, *_ = self._since
+        self.marks = StepMarks(number, mark, at, time.time(), mark)
+        self._phase, activity.now.phase = "data_wait", "loader"
+        if ranges.now:
+            self.name_phase("data_wait")
 
-    def give(self, snapshot: Snapshot, events: Sequence[Event] = ()) -> None:
-        """Pass on ``snapshot``, and the ``events`` before it. Does not block."""
-        with self._changed:
-            self._next = snapshot
-            self._events += events
-            self._changed.notify()
+    def begin(self, phase: str, *, at: Mark | None = None) -> None:
+        """End the phase before, now or at the mark ``at``, and begin ``phase``, one of `PHASES`; "" after the last."""
+        since, self._since = self._since, moment(self._device)
+        if at is not None:  # the host's waits and its use of cores until now belong to the phase that ends
+            self._since = (at, *self._since[1:])
+        add_span(self.marks, self._phase, since, self._since)
+        self.marks.end = self._since[0]
+        self._phase = phase
+        activity.now.phase = "loader" if phase == "data_wait" else phase
+        # A range of the trace cannot begin earlier: at a mark, that of the phases before goes on.
+        if at is None and ranges.now:
+            self.name_phase(phase)
 
-    def close(self) -> None:
-        """Close the subscriber. Blocks at most `CLOSE_S`; after that, the daemon thread is abandoned."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
-        self._thread.join(CLOSE_S)
+    def name_phase(self, name: str) -> None:
+        """End the profiler's range of the phase, and begin another; none if ``name`` is empty."""
+        self._range.close()
+        if ranges.now and name:
+            self._range.enter_context(ranges.around(name))
 
-    def _run(self) -> None:
-        consequence = f"{type(self._subscriber).__name__} gets no more figures of this run"
-        is_on = True
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next is not None or self._is_over)
-                snapshot, self._next = self._next, None
-                events, self._events = self._events, []
-            if snapshot is None:
-                break
-            is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
-        guarded(self._subscriber.close, consequence)
 
-    def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
-        for event in events:
-            self._subscriber.event(event)
-        self._subscriber.update(snapshot)
+def add_span(step: StepMarks, phase: str, begin: Moment, end: Moment) -> None:
+    """Add a phase to ``step``."""
+    step.spans.append((phase, begin[0], end[0], end[2] - begin[2]))
+    step.core_uses.append((begin[3], end[3]))
 
 
 # --- the figures of one rank ------------------------------------------------------------------------------------------
@@ -242,73 +237,6 @@ class Place:
         return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
-class RunFolder:
-    """The files that this rank writes into the folder of a run in one session.
-
-    Collective if ``place`` has a group: every rank. Blocks until all ranks have opened their files.
-
-    Args:
-        folder: Created if it does not exist; each machine may have its own.
-        place: This rank.
-        device: The device of this rank.
-        first_step: Number of steps done before.
-        fresh: Whether the run begins: then the record of an earlier run in the folder is kept in a folder within it.
-
-    Attributes:
-        writer: Writes the file of this rank.
-
-    Raises:
-        ConfigurationError: On every rank: a rank cannot write its file.
-    """
-
-    def __init__(self, folder: Path, place: Place, device: str, *, first_step: int, fresh: bool) -> None:
-        path, writer, problem, began_at = folder / f"rank-{place.rank}.jsonl", None, "", time.time()
-        # A rank that cannot write takes part in the exchange, so that all ranks raise, and none waits for it.
-        try:
-            writer = record.LineWriter(path, fresh=fresh)
-        except ConfigurationError as error:
-            problem = str(error)
-        about = {"host": platform.node(), "pid": os.getpid(), "device": device}
-        # The number of the machine by torchrun, as containers may have equal host names.
-        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
-        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
-        if problems := [f"Rank {rank}: {each[2]}" for rank, each in enumerate(gathered) if each[2]]:
-            if writer is not None:
-                writer.close()
-                if path.stat().st_size == 0:  # the folder may be another run's
-                    path.unlink()
-            raise ConfigurationError(problems[0])
-        assert writer is not None
-        self.writer, self._folder, self._place = writer, folder, place
-        run = {"run": gathered[0][1], "first_step": first_step}  # the name that rank 0 proposes
-        writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
-        # Without a group, rank zero knows only itself.
-        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
-        session = {**run, "began_at": began_at, "num_restarts": num_restarts(), "ranks": known}
-        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}}
-        self._before: list[Any] = [] if fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
-        if fresh and place.rank == 0:
-            keep_rest_aside(folder, place.num_ranks)
-
-    def describe(self, offsets: Sequence[ClockOffset], when: Literal["start", "end"], **known: Any) -> None:
-        """Add facts about the session to ``run.json``, on rank zero. Blocks for the disk; errors are ignored.
-
-        Args:
-            offsets: The offsets of the ranks' clocks now; empty if they were not compared.
-            when: Whether the run begins or ends.
-            known: Facts by name.
-        """
-        if self._place.rank != 0:
-            return
-        if offsets:
-            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
-            self._session["clocks"][when] = {"time": time.time(), **bounds}
-        self._session |= known
-        content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
-        with suppress(OSError):
-            replace_file(self._folder / record.RUN_FILE, json.dumps(content, indent=1))
-
-
 class Recorder:
     """Records the steps and events of this rank, and passes those of the run to subscribers on rank zero.
 
@@ -321,18 +249,22 @@ class Recorder:
         devices: Of this process; it reads the events of the first.
         run: A snapshot with the values of the run that do not change.
         first_step: Number of steps done before.
-        run_dir: The folder of the record; None if the run is not recorded.
-        facts: Returns what ``run.json`` says about the session; called on rank zero.
+        run_dir: The folder of the record, created if it does not exist; each machine may have its own. None if the run
+            is not recorded. When the run begins, the record of an earlier run is kept in a folder within it.
+        log_to: The sinks; rank zero opens them.
+        memory: The folder in which sinks keep what they need to continue; by default ``run_dir``.
+        facts: Returns what else ``run.json`` and the sinks say about the session; called on rank zero.
         steps_per_epoch: None for a stream.
         num_skipped: Returns the number of steps skipped so far.
 
     Attributes:
-        is_fresh: Whether the run begins, and continues no earlier session.
+        keys: Where the ranks post their figures; None if nobody reads them.
         means: The figures of this rank.
         sampler: Samples this process and its devices.
+        sinks: The open sinks; only rank zero has any.
 
     Raises:
-        ConfigurationError: On every rank: a rank cannot write into the folder.
+        ConfigurationError: On every rank: a rank cannot write into the folder, or a sink cannot be opened.
     """
 
     def __init__(
@@ -343,22 +275,22 @@ class Recorder:
         *,
         first_step: int = 0,
         run_dir: Path | None = None,
+        log_to: Sequence[str] = (),
+        memory: str | Path | None = None,
         facts: Callable[[], dict[str, Any]] = dict,
         steps_per_epoch: int | None = None,
         num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._device = place, devices[0]
+        self._place, self._device, self._first_step, self._run_dir = place, devices[0], first_step, run_dir
         self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
-        restarts = num_restarts()
-        self.is_fresh = not first_step and not restarts
-        name = ", ".join(map(str, devices))
-        self.means, self.sampler = RankMeans(place.rank, name, first_step), MachineSampler(devices)
-        self._folder: RunFolder | None = None
-        if run_dir is not None:
-            self._folder = RunFolder(run_dir, place, name, first_step=first_step, fresh=self.is_fresh)
-            self._folder.describe(place.offsets(), "start", **(facts() if place.rank == 0 else {}))
-        self._writer = None if self._folder is None else self._folder.writer
-        self._run = replace(run, num_restarts=restarts)
+        self._run = replace(run, num_restarts=num_restarts())
+        self._device_names = ", ".join(map(str, devices))
+        self.means, self.sampler = RankMeans(place.rank, self._device_names, first_step), MachineSampler(devices)
+        self._writer: record.LineWriter | None = None
+        self.sinks: list[MetricsSink] = []
+        if run_dir is not None or log_to:
+            known = {"num_steps": run.num_steps, "world_size": place.num_ranks, "device": str(self._device)}
+            self._open(log_to, memory, known | facts() if place.rank == 0 else {})
         self._queue: deque[StepMarks | Event] = deque(maxlen=_MOST_WAITING)
         self._downsampler = Downsampler()
         self._last: StepMarks | None = None
@@ -366,18 +298,67 @@ class Recorder:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         # Of the run, on rank zero.
-        self._keys: StatusKeys | None = None
+        self.keys: StatusKeys | None = None
         self._deliveries: list[Delivery] = []
         self._events: list[Event] = []
         self._num_reports = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._began_s = time.perf_counter()
         # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
-        self._first_step, self._first_done = first_step, (first_step, 0.0)
-        if restarts:
+        self._first_done = first_step, 0.0
+        if restarts := self._run.num_restarts:
             self.event(Event(event="restart", text=f"start {restarts + 1} of this run", step=first_step))
         if first_step:
             self.event(Event(event="resume", text=f"resumed after step {first_step}", step=first_step))
+
+    def _open(self, log_to: Sequence[str], memory: str | Path | None, facts: dict[str, Any]) -> None:
+        """Open the file of this rank and the sinks, and describe the session in ``run.json``. Collective."""
+        place, folder, restarts = self._place, self._run_dir, self._run.num_restarts
+        is_fresh, began_at, problem = not self._first_step and not restarts, time.time(), None
+        # A rank that cannot open them takes part in the exchange, so that all ranks raise, and none waits for it.
+        try:
+            if folder is not None:
+                self._writer = record.LineWriter(path := folder / f"rank-{place.rank}.jsonl", fresh=is_fresh)
+        except ConfigurationError as error:
+            problem = f"Rank {place.rank}: {error}"
+        if place.rank == 0 and problem is None and log_to:
+            info = run_info(facts, memory or folder, self._first_step, is_fresh=is_fresh)
+            self.sinks, problem = open_sinks(log_to, info)
+        about = {"host": platform.node(), "pid": os.getpid(), "device": self._device_names}
+        # The number of the machine by torchrun, as containers may have equal host names.
+        mine = {**about, "node": os.environ.get("GROUP_RANK", "0")}
+        gathered = place.gather([mine, place.name or f"{began_at:.6f}-{os.getpid()}", problem])
+        if problems := [each for *_, each in gathered if each is not None]:
+            for sink in self.sinks:
+                sink.close()
+            if self._writer is not None:
+                self._writer.close()
+                if path.stat().st_size == 0:  # the folder may be another run's
+                    path.unlink()
+            raise ConfigurationError(problems[0])
+        if folder is None or self._writer is None:
+            return
+        run = {"run": gathered[0][1], "first_step": self._first_step}  # the name that rank 0 proposes
+        self._writer.add({"kind": "start", **run, "rank": place.rank, **about, "time": began_at})
+        # Without a group, rank zero knows only itself.
+        known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
+        session = {**run, "began_at": began_at, "num_restarts": restarts, "ranks": known}
+        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}, **facts}
+        self._before: list[Any] = [] if is_fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
+        if is_fresh and place.rank == 0:
+            keep_rest_aside(folder, place.num_ranks)
+        self._describe(place.offsets(), "start")
+
+    def _describe(self, offsets: Sequence[ClockOffset], when: str) -> None:
+        """Write ``run.json`` on rank zero, with the offsets of the clocks if they were compared; ignore errors."""
+        if self._place.rank != 0 or self._run_dir is None:
+            return
+        if offsets:
+            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
+            self._session["clocks"][when] = {"time": time.time(), **bounds}
+        content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
+        with suppress(OSError):
+            replace_file(self._run_dir / record.RUN_FILE, json.dumps(content, indent=1))
 
     # --- in the training thread: nothing blocks ---
 
@@ -392,19 +373,20 @@ class Recorder:
 
     # --- begin and end ---
 
-    def subscribe(self, subscribers: Iterable[Subscriber], keys: StatusKeys | None = None) -> None:
-        """Pass figures and events to ``subscribers``; before `start`.
+    def subscribe(self, display: Subscriber | None) -> None:
+        """Pass the figures and events of all ranks to the sinks and to ``display``, if this is rank zero.
 
-        Args:
-            subscribers: Of rank zero; none on other ranks.
-            keys: Where the ranks post their figures; None if this rank is alone.
+        Before `start`, and on every rank, in the same order.
         """
-        self._keys = keys
-        self._deliveries = [Delivery(each) for each in subscribers]
+        if self._place.rank == 0:
+            self._deliveries = [Delivery(each) for each in (display, *self.sinks) if each is not None]
+        self.reconnect(self._place, self._run.world_size)
 
-    def reconnect(self, place: Place, keys: StatusKeys) -> None:
-        """Go on with other ranks."""
-        self._place, self._keys, self._run = place, keys, replace(self._run, world_size=place.num_ranks)
+    def reconnect(self, place: Place, world_size: int) -> None:
+        """Go on with these ranks. On every rank, in the same order."""
+        self._place, self._run = place, replace(self._run, world_size=world_size)
+        # A script may have no process group.
+        self.keys = StatusKeys(place.rank, world_size if is_initialized() else 1)
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""
@@ -426,8 +408,9 @@ class Recorder:
         thread = self._thread or self.start()
         self._over.set()
         thread.join(_JOIN_S)
-        if self._folder is not None:
-            self._folder.describe(offsets, "end", **facts)
+        if self._run_dir is not None:
+            self._session |= facts
+            self._describe(offsets, "end")
 
     def close(self) -> None:
         """Close the subscribers. Blocks some seconds at most."""
@@ -515,8 +498,8 @@ class Recorder:
         figures, of_run = self.means.read()
         events, self._events = self._events, []
         self._num_reports += 1
-        if self._place.rank != 0 and self._keys is not None:
-            self._keys.post([self._num_reports, asdict(figures)])
+        if self._place.rank != 0 and self.keys is not None:
+            self.keys.post([self._num_reports, asdict(figures)])
         if not self._deliveries:
             return  # the run is only recorded
         self._run = replace(
@@ -550,10 +533,10 @@ class Recorder:
         """Return the last figures of the other ranks, with their age."""
         now_s = time.monotonic()
         found = []
-        for rank, note in sorted({} if self._keys is None else self._keys.read().items()):
+        for rank, note in sorted({} if self.keys is None else self.keys.read().items()):
             try:
                 number, values = note
-                figures = decode(values)
+                figures = RankFigures(**values)
             except (TypeError, ValueError):  # other programs can write to the store: a wrong note is ignored
                 continue
             if rank not in self._seen or number != self._seen[rank][0]:

@@ -23,7 +23,7 @@ from lockstep.telemetry.rank_state import format_bytes, process_tree
 
 # --- in the launcher: memory of this machine and its ranks, for the report of a rank that was killed ------------------
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemory", "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 SHM = "/dev/shm"
 PROC = Path("/proc")
@@ -285,11 +285,10 @@ class MachineSampler:
                 now[str(pid)] = int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
         before, self._host = self._host, now
         past_s = now["at"] - before.get("at", 0.0)
-        percent = {name: 100 * (now[name] - before[name]) / past_s for name in now if name in before and past_s > 0}
+        percent = {name: 100 * (now[name] - before[name]) / past_s for name in now if name in before}
+        waits = [percent[name] for name in map(str, pids) if name in percent]
         found = {f"{name}_percent": percent.get(name) for name in ("host_cpu", "steal", "throttled")}
-        return found | {
-            "core_wait_percent": max((percent[str(pid)] for pid in pids if str(pid) in percent), default=None)
-        }
+        return found | {"core_wait_percent": max(waits, default=None)}
 
     def _sample_links(self) -> dict[str, Any]:
         """Return the bytes sent to other machines, and the slowest link since the last call."""

@@ -1,4 +1,4 @@
-"""Where figures of a run go besides the display, as ``log_to`` names it: TensorBoard, Prometheus, W&B, MLflow."""
+"""Who gets the figures of a run: subscribers, and the sinks of ``log_to``: TensorBoard, Prometheus, W&B, MLflow."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import os
 import platform
 import re
+import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -20,8 +23,7 @@ from lockstep.errors import ConfigurationError
 from lockstep.run_folder import read_object, replace_file
 from lockstep.telemetry import figures
 from lockstep.telemetry.figures import Snapshot
-from lockstep.telemetry.record import Event, guarded, how_called
-from lockstep.telemetry.recorder import Place, Subscriber
+from lockstep.telemetry.record import Event, config_of, guarded, how_called
 
 # Keeps the ids of the run in services, for the next session.
 SINK_STATE_FILE = "sinks.json"
@@ -59,17 +61,89 @@ class RunInfo:
 
 def run_info(facts: Mapping[str, Any], memory: str | Path | None, first_step: int, *, is_fresh: bool) -> RunInfo:
     """Return the description of a run from the facts about its session in ``run.json``."""
-    flat = {**facts["settings"], **facts, "host": platform.node(), "command": how_called()["command"]}
-    for name, group in (("version", "versions"), ("commit", "commits"), ("machine", "machine")):
-        flat |= {f"{name}/{key}": fact for key, fact in facts["provenance"][group].items() if key != "load"}
-    config: dict[str, str | int | float] = {}
-    for name, value in flat.items():
-        if isinstance(value, (list, tuple)):
-            config[name] = ", ".join(map(str, value))
-        elif not (value is None or isinstance(value, dict)):
-            config[name] = value if isinstance(value, (str, int, float)) else str(value)
+    config = config_of({**facts, "host": platform.node(), "command": how_called()["command"]})
     folder = None if memory is None else Path(memory)
     return RunInfo(name=facts["task"], config=config, first_step=first_step, is_fresh=is_fresh, memory=folder)
+
+
+# --- subscribers: displays and sinks, which must not delay or fail training -------------------------------------------
+
+
+class Subscriber(ABC):
+    """Gets events and figures on rank zero, in a thread of its own: a display, or a sink.
+
+    Must not use CUDA or collectives. If it blocks, snapshots are dropped, but no events, and training continues. If it
+    raises, it gets nothing more, and a warning is printed.
+    """
+
+    @abstractmethod
+    def event(self, event: Event) -> None:
+        """Handle an event of rank zero, such as an evaluation with its ``metrics``; before the next snapshot."""
+
+    @abstractmethod
+    def update(self, snapshot: Snapshot) -> None:
+        """Handle the figures of all ranks, about once a second; the last ones of a run have ``is_last``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write the remaining data. Called once, also after an error."""
+
+
+# Seconds that the end of a run waits for a subscriber.
+CLOSE_S = 10.0
+
+
+class Delivery:
+    """Calls a subscriber in a thread of its own. While it is busy, snapshots are dropped, but not events.
+
+    Args:
+        subscriber: Gets nothing more after it has raised.
+    """
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        # Not a queue: after a minute without an answer, a service gets the current snapshot, not sixty old ones.
+        self._changed = threading.Condition()
+        self._next: Snapshot | None = None
+        self._events: list[Event] = []
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-sink", daemon=True)
+        self._thread.start()
+
+    def give(self, snapshot: Snapshot, events: Sequence[Event] = ()) -> None:
+        """Pass on ``snapshot``, and the ``events`` before it. Does not block."""
+        with self._changed:
+            self._next = snapshot
+            self._events += events
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Close the subscriber. Blocks at most `CLOSE_S`; after that, the daemon thread is abandoned."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        consequence = f"{type(self._subscriber).__name__} gets no more figures of this run"
+        is_on = True
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._is_over)
+                snapshot, self._next = self._next, None
+                events, self._events = self._events, []
+            if snapshot is None:
+                break
+            is_on = is_on and guarded(partial(self._pass_on, snapshot, events), consequence)
+        guarded(self._subscriber.close, consequence)
+
+    def _pass_on(self, snapshot: Snapshot, events: Sequence[Event]) -> None:
+        for event in events:
+            self._subscriber.event(event)
+        self._subscriber.update(snapshot)
+
+
+# --- the sinks --------------------------------------------------------------------------------------------------------
 
 
 class MetricsSink(Subscriber):
@@ -84,11 +158,11 @@ class MetricsSink(Subscriber):
         package: The package that it imports; the extra with the name of the sink installs it.
         advice: What to do if it cannot be opened.
         where: One line for the user: where to find the metrics.
-        last: The last snapshot.
+        last: The last snapshot; an empty one until then.
     """
 
     form = pattern = package = advice = where = ""
-    last: Snapshot | None = None
+    last = Snapshot()
     _last_step = -1
 
     @abstractmethod
@@ -164,8 +238,10 @@ class TensorBoard(MetricsSink):
 # Of a run's config, what is a label of ``lockstep_run_info``; each label that changes makes new series of all.
 _IN_INFO = ("strategy", "precision", "global_batch_size", "host", "version/lockstep", "version/torch")
 
-# Of a metric: labels and value of each sample.
-_Samples = list[tuple[dict[str, str], float | None]]
+# What only Prometheus gets.
+_RUN = figures.Metric("", "lockstep_run_info", "what the run is")
+_UPDATED = figures.Metric("", "lockstep_updated_timestamp_seconds", "when these figures were taken", attrgetter("time"))
+_RANK = figures.Metric("", "lockstep_rank_info", "where a rank computes")
 
 
 @final
@@ -203,28 +279,23 @@ class Prometheus(MetricsSink):
         """Yield the metric families of the last snapshot, without unknown values."""
         from prometheus_client import Metric
 
-        for name, meaning, scale, samples in self._samples():
-            family = Metric(name.removesuffix("_total"), meaning, "counter" if name.endswith("_total") else "gauge")
-            for labels, value in samples:
-                if value is not None:
-                    family.add_sample(name, labels, value * scale)
-            yield family
-
-    def _samples(self) -> Iterator[tuple[str, str, float, _Samples]]:
-        """Yield name, meaning and scale of each metric, and its samples: labels and value."""
-        yield "lockstep_run_info", "what the run is", 1.0, [(self._info, 1.0)]
-        if (run := self.last) is None:  # read once, as another thread sets it
-            return
-        yield "lockstep_updated_timestamp_seconds", "when these figures were taken", 1.0, [({}, run.time)]
-        ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
-        where = [({**label, "host": str(each.host), "device": str(each.device)}, 1.0) for label, each in ranks]
-        yield "lockstep_rank_info", "where a rank computes", 1.0, [*where]
-        samples: dict[figures.Metric, _Samples] = {each: [({}, each.read(run))] for each in figures.METRICS}
-        samples |= {each: [(label, each.read(rank)) for label, rank in ranks] for each in figures.RANK_METRICS}
-        samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
-        samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
+        # Of each metric, the labels and the value of each sample.
+        samples: dict[figures.Metric, list[tuple[dict[str, str], float | None]]] = {_RUN: [(self._info, 1.0)]}
+        if (run := self.last).time:  # read once, as another thread sets it
+            ranks = [({"rank": str(each.rank)}, each) for each in run.ranks]
+            samples[_RANK] = [({**of, "host": str(each.host), "device": str(each.device)}, 1.0) for of, each in ranks]
+            samples |= {each: [({}, each.read(run))] for each in (_UPDATED, *figures.METRICS)}
+            samples |= {each: [(of, each.read(rank)) for of, rank in ranks] for each in figures.RANK_METRICS}
+            samples[figures.EVALUATION] = [({"metric": name}, value) for name, value in run.evaluation.items()]
+            samples[figures.EVENT_COUNT] = [({"event": name}, value) for name, value in run.event_counts.items()]
         for metric, found in samples.items():
-            yield metric.prometheus, metric.meaning, metric.scale, found
+            name = metric.prometheus
+            kind = "counter" if name.endswith("_total") else "gauge"
+            family = Metric(name.removesuffix("_total"), metric.meaning, kind)
+            for labels, value in found:
+                if value is not None:
+                    family.add_sample(name, labels, value * metric.scale)
+            yield family
 
 
 @final
@@ -257,7 +328,7 @@ class WandbRun(MetricsSink):
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
-        self._run.finish(exit_code=int(self.last is None or self.last.has_failed))
+        self._run.finish(exit_code=int(self.last.has_failed))
 
 
 @final
@@ -300,8 +371,7 @@ class MlflowRun(MetricsSink):
 
     def close(self) -> None:
         """End this session of the run; services show whether it has failed."""
-        has_failed = self.last is None or self.last.has_failed
-        self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
+        self._client.set_terminated(self._run_id, "FAILED" if self.last.has_failed else "FINISHED")
 
 
 # --- what ``log_to`` asks for -----------------------------------------------------------------------------------------
@@ -339,34 +409,13 @@ def parse_targets(log_to: str | Sequence[str]) -> tuple[str, ...]:
 OPEN_TIMEOUT_S = 40.0
 
 
-def open_sinks(targets: Sequence[str], run: Callable[[], RunInfo], place: Place) -> list[MetricsSink]:
-    """Open ``targets`` on rank zero, all of them or none; return an empty list on other ranks.
+def open_sinks(targets: Sequence[str], run: RunInfo) -> tuple[list[MetricsSink], str | None]:
+    """Return the opened ``targets``; if one of them cannot be opened, close all, and return the reason.
 
-    Collective if ``place`` has a group: every rank. Blocks until rank zero has opened them. This takes seconds, or up
-    to `OPEN_TIMEOUT_S` if a service does not answer.
-
-    Args:
-        targets: The same on every rank.
-        run: Returns the description of the run; called on rank zero only.
-        place: This rank.
-
-    Raises:
-        ConfigurationError: On every rank: a sink's package is not installed, its port is taken, its folder cannot be
-            written, or its service does not answer.
+    Blocks some seconds, or up to `OPEN_TIMEOUT_S` if a service does not answer. A package may not be installed, a port
+    taken, or a folder not be writable.
     """
-    if not targets:
-        return []
     sinks: list[MetricsSink] = []
-    problem = _open(targets, run(), sinks) if place.rank == 0 else None
-    # Rank zero, too, raises only after the exchange. Otherwise the others would wait for it.
-    problem = place.gather(problem)[0]
-    if problem is not None:
-        raise ConfigurationError(problem)
-    return sinks
-
-
-def _open(targets: Sequence[str], run: RunInfo, sinks: list[MetricsSink]) -> str | None:
-    """Append the opened ``targets`` to ``sinks``. If one of them cannot be opened, close all, and return the reason."""
     until_s = time.monotonic() + OPEN_TIMEOUT_S
     try:
         for target in targets:  # before a port is in use or a run of a service exists
@@ -375,13 +424,13 @@ def _open(targets: Sequence[str], run: RunInfo, sinks: list[MetricsSink]) -> str
             kind, _, place = target.partition(":")
             sinks.append(in_time(until_s - time.monotonic(), SINKS[kind], place, run))
     except ConfigurationError as error:
-        return str(error)
+        return [], str(error)
     except Exception as error:  # a library may raise anything
         for sink in sinks:  # an error while closing must not replace the first error
             guarded(sink.close, f"{type(sink).__name__} could not be closed")
         reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error).rstrip(".")
-        return f"{target} cannot be opened: {reason}.\n{SINKS[kind].advice}"
-    return None
+        return [], f"{target} cannot be opened: {reason}.\n{SINKS[kind].advice}"
+    return sinks, None
 
 
 def require_package(target: str) -> None:

@@ -93,8 +93,7 @@ class StepTimes:
     @property
     def other_s(self) -> float:
         """Seconds of what no other part accounts for."""
-        parts = (self.data_wait_s, self.forward_s, self.backward_s, self.exposed_s, self.optimizer_s, self.core_wait_s)
-        return max(0.0, self.total_s - sum(part for part in parts if part is not None))
+        return max(0.0, self.total_s - self.part(*(name for name in PARTS if name != "other")))
 
     @property
     def own_s(self) -> float:

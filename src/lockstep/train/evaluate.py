@@ -66,8 +66,7 @@ class Evaluator:
             broadcast_coalesced([buffer for buffer in model.buffers() if buffer.numel()], group=group, src=0)
         parts = self._parts()
         sums: dict[int, dict[str, Tensor]] = {number: {} for number in parts}
-        skip = trainer.settings.bad_samples == "skip"
-        bad = BadSamples(skip=skip, device=device, group=group, num_samples=size, evaluation=True)
+        bad = BadSamples(skip=trainer.loading.skip_bad, device=device, group=group, num_samples=size, evaluation=True)
         buffers = BufferSnapshot(model)  # evaluation must not change the state of the model
         buffers.keep()
         current = None
@@ -112,7 +111,7 @@ class Evaluator:
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), {share: samples}))
         seed = mix(trainer.settings.seed, _EVALUATE)
-        for batch in load(self.samples, requests, trainer.load_options(self.task), seed=seed):
+        for batch in load(self.samples, requests, trainer.loading, seed=seed):
             # By position, so that a model that uses random numbers in evaluation gets the same on any rank.
             position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)

@@ -233,7 +233,7 @@ class Run:
         if settings.export is not None:
             check_export(Path(settings.export))
         trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
-        self._trainer = trainer
+        self.trainer = trainer
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
         self._evaluator = None
@@ -294,7 +294,7 @@ class Run:
             return []
         state = self._checkpoints.load(required=self._settings.resume is True)
         if state is not None:
-            self._trainer.load_state_dict(state)
+            self.trainer.load_state_dict(state)
             self._checkpoint = self._checkpoints.path(self.num_steps_done)
             self._saved = self.num_steps_done, None
             self._found = {"step": self.num_steps_done}
@@ -306,12 +306,12 @@ class Run:
     @property
     def num_steps_done(self) -> int:
         """Number of steps of the whole run so far."""
-        return self._trainer.num_steps_done
+        return self.trainer.num_steps_done
 
     def is_due(self, every: int | None) -> bool:
         """Return whether an action is due that happens ``every`` so many steps (None: each epoch), and at the end."""
-        every = every or self._trainer.plan.order.steps_per_epoch or self.num_steps
-        done = self._trainer.num_steps_done
+        every = every or self.trainer.plan.order.steps_per_epoch or self.num_steps
+        done = self.trainer.num_steps_done
         return done >= self.num_steps or done % every == 0
 
     @property
@@ -345,7 +345,7 @@ class Run:
 
     def _step(self) -> None:
         """Train on the next global batch, and find what is due after it."""
-        trainer, settings = self._trainer, self._settings
+        trainer, settings = self.trainer, self._settings
         record = trainer.step()  # with the last collective first: what follows is done by all ranks or by none
         self._record.step(record)
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
@@ -370,8 +370,8 @@ class Run:
 
     def _check(self) -> None:
         """Compare the replicas, and the speed of the ranks, if that is due. Collective: every rank."""
-        if self._trainer.is_check_due:
-            self._trainer.check_replicas()
+        if self.trainer.is_check_due:
+            self.trainer.check_replicas()
         if self._record.is_comparison_due:
             self._record.compare_ranks(self._stragglers)
 
@@ -379,14 +379,14 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks know together and the trainer has not; see `Recovery`."""
-        trainer, own = self._trainer, {name: getattr(self, name) for name in _OF_RUN}
+        trainer, own = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
         self._throughput.read()
         lists = [trainer.nonfinite.found, trainer.bad_samples.skipped, self._throughput.losses]
         return {"own": own, "lists": lists, "counts": (self._throughput.num_samples, self._throughput.num_counted)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
-        trainer = self._trainer
+        trainer = self.trainer
         for name in _OF_RUN:
             setattr(self, name, state["own"][name])
         trainer.nonfinite.found[:], trainer.bad_samples.skipped[:], self._throughput.losses[:] = state["lists"]
@@ -424,7 +424,8 @@ class Run:
         text = f"evaluation: {'  '.join(f'{name} {value:.4f}' for name, value in found.metrics.items())}"
         if self._evaluator.skipped:
             text += f"  without {len(self._evaluator.skipped)} that cannot be read"
-        epoch = "" if self._trainer.epoch is None else f"epoch {self._trainer.epoch:.1f}  "
+        per_epoch = self.trainer.plan.order.steps_per_epoch
+        epoch = "" if per_epoch is None else f"epoch {found.step / per_epoch:.1f}  "
         self._display.log(f"{epoch}step {found.step}/{self.num_steps}  {text}")
         self._record.event("evaluation", text, found.metrics)
 
@@ -442,9 +443,9 @@ class Run:
         activity.now.phase = "checkpoint"
         if self._on_checkpoint is not None:
             self._complete_checkpoint()
-        self._trainer.check_replicas()  # the saved state must be that of all ranks
+        self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
-        state = self._trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
+        state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}
         self._checkpoint = self._checkpoints.save(state, step=step, loss=loss)
         self._saved = (step, loss)
         self._found = {"step": step}
@@ -490,9 +491,9 @@ class Run:
         self._complete_checkpoint()
         self._summary = self._record.finish("end", f"{self.num_steps_done} steps done")
         if self._settings.export is not None:
-            self._trainer.export(Path(self._settings.export), writes=self._world.is_rank_zero)
+            self.trainer.export(Path(self._settings.export), writes=self._world.is_rank_zero)
         if self._task.after is not None:
-            self._whole = self._trainer.model  # a sharded model is gathered here, which is collective
+            self._whole = self.trainer.model  # a sharded model is gathered here, which is collective
         self._world.barrier()  # from here on every rank finds the files
         self._is_finished = True
 
@@ -500,7 +501,7 @@ class Run:
         """Say how the run went, call `Task.after`, and return the result. Not collective."""
         if self._recovery is not None:
             self._recovery.close()
-        trainer, throughput = self._trainer, self._throughput
+        trainer, throughput = self.trainer, self._throughput
         if throughput.losses:
             rate = f"{live_view.rate(throughput.samples_per_s)} samples/s"
             if throughput.num_counted:
@@ -527,7 +528,7 @@ class Run:
             self._display.log(self._summary)
 
     def _result(self, *, stopped: str | None = None) -> FitResult:
-        skipped, throughput = self._trainer.bad_samples.skipped, self._throughput
+        skipped, throughput = self.trainer.bad_samples.skipped, self._throughput
         return FitResult(
             first_step=self._first_step,
             num_steps=self.num_steps_done,
@@ -540,7 +541,7 @@ class Run:
             checkpoint=self._checkpoint if isinstance(self._checkpoint, Path | None) else str(self._checkpoint),
             skipped_samples=len(skipped),
             first_skipped=tuple(skipped[:_NUM_NAMED]),
-            not_finite=tuple(self._trainer.nonfinite.found),
+            not_finite=tuple(self.trainer.nonfinite.found),
             stopped=stopped,
             exit_code=exit_code_of(stopped, has_launcher=self._signals.has_launcher),
             num_counted=throughput.num_counted or None,
@@ -554,11 +555,11 @@ class Run:
             self._record.close()
         finally:
             self._display.close()
-        self._trainer.close()
+        self.trainer.close()
 
     def _report(self) -> None:
         """Log new caveats, skipped samples and skipped steps of the trainer."""
-        trainer, skipped, not_finite = self._trainer, self._trainer.bad_samples.skipped, self._trainer.nonfinite.found
+        trainer, skipped, not_finite = self.trainer, self.trainer.bad_samples.skipped, self.trainer.nonfinite.found
         for caveat in trainer.caveats[self._num_caveats :]:
             self._display.log(f"the same bits are not guaranteed: {caveat}")
         for number, bad in enumerate(skipped[self._num_skipped :], self._num_skipped):
@@ -574,7 +575,7 @@ class Run:
         """Wait for the device, and count the wait as training, before something else begins."""
         self._record.pause()
         self._throughput.stop()
-        self._trainer.settle()
+        self.trainer.settle()
         self._report()
 
 

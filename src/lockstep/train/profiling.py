@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -58,58 +58,52 @@ def profiled(settings: FitSettings, world: World, steps: range, pause_for: Pause
     start, count = settings.profile_steps or (max(1, min(_FIRST, len(steps) - _COUNT + 1)), _COUNT)
     before = last = steps.start - 1
     first = before + int(start)
-    profiler: profile | None = None
+    # Replicas have threads of their own.
+    config = None if settings.strategy in PER_PROCESS else profile_all_threads()
+    activities = {ProfilerActivity.CPU} if world.device.type == "cpu" else supported_activities()
+    profiler = profile(activities=activities, experimental_config=config, acc_events=True)
 
     @contextmanager
     def step(number: int) -> Iterator[None]:
-        nonlocal last, profiler
+        nonlocal last
         last = number
         if number == first:
-            profiler = _start(settings, world)
+            tracing.enter_context(_traced(profiler, world))
         with ranges.around(f"step {number}"):
             yield
         if number == first + int(count) - 1:
             pause_for("profile", write)
 
-    def stop() -> profile | None:
-        nonlocal profiler
-        ranges.now, stopped, profiler = False, profiler, None
-        if stopped is not None:
-            stopped.stop_trace()
-        return stopped
-
     def write() -> str:
-        """Stop the profiler and write its trace; return a text for the log. Blocks for the device."""
-        stopped = stop()
-        assert stopped is not None
+        """End the trace and write it; return a text for the log. Blocks for the device."""
+        tracing.close()
         name = f"step {first}" if first == last else f"steps {first} to {last}"
         path = folder / f"rank-{world.rank}.steps-{first}-{last}.pt.trace.json"
         try:
-            stopped.export_chrome_trace(str(path))
+            profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             return f"{name} profiled, but {path} cannot be written: {error}"
         return f"{name} profiled: {folder}/rank-*.steps-{first}-{last}.pt.trace.json, for ui.perfetto.dev"
 
-    try:
+    with ExitStack() as tracing:
         yield step
-        if profiler is not None:  # the run ends earlier
+        if ranges.now:  # the run ends earlier
             pause_for("profile", write)
         elif last < first:
             had = f"profiling begins at step {start} of this start, which had {last - before}"
             pause_for("remark", lambda: f"no step was profiled: {had}")
-    finally:
-        stop()
 
 
-def _start(settings: FitSettings, world: World) -> profile:
-    """Start the profiler. Collective: every rank."""
-    # Replicas have threads of their own.
-    config = None if settings.strategy in PER_PROCESS else profile_all_threads()
-    activities = {ProfilerActivity.CPU} if world.device.type == "cpu" else supported_activities()
-    profiler = profile(activities=activities, experimental_config=config, acc_events=True)
+@contextmanager
+def _traced(profiler: profile, world: World) -> Iterator[None]:
+    """Trace the block. Collective: every rank."""
     profiler.prepare_trace()
     # Preparing takes a different time on each rank: traces should not contain the wait for the slowest.
     world.barrier()
     profiler.start_trace()
     ranges.now = True
-    return profiler
+    try:
+        yield
+    finally:
+        ranges.now = False
+        profiler.stop_trace()

@@ -6,28 +6,26 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from lockstep.accelerator import HostCopy, synchronize
 from lockstep.activity import one_line
 from lockstep.comm.collectives import all_gather_object
-from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import World
 from lockstep.data.loader import Copy
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.telemetry import figures
 from lockstep.telemetry.cost import Price, Usage
-from lockstep.telemetry.figures import Snapshot
+from lockstep.telemetry.figures import RankFigures, Snapshot
 from lockstep.telemetry.live_view import summary
 from lockstep.telemetry.provenance import gather
 from lockstep.telemetry.record import Event, EventName
-from lockstep.telemetry.recorder import Place, Recorder, Subscriber, has_timeline
-from lockstep.telemetry.sinks import open_sinks, parse_targets, run_info
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of
+from lockstep.telemetry.sinks import Subscriber
 from lockstep.telemetry.step_times import Number, StepMarks, StepTimes
 from lockstep.train.settings import FitSettings
 from lockstep.train.task import Task
@@ -79,17 +77,21 @@ class RunRecord:
         is_late = began_with < trainer.num_steps_done
         # The others do not wait for a rank that comes late.
         self._place = Place(world.rank, world.world_size, None if is_late else world.group)
-        facts = cache(partial(_facts, task, settings, world, trainer, num_steps))
+        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         self._recorder = Recorder(
             self._place,
             trainer.devices,
             Snapshot(num_steps=num_steps, counts=task.counts, world_size=self._num_ranks),
             first_step=trainer.num_steps_done,
             run_dir=None if settings.run_dir is None else Path(settings.run_dir),
-            facts=facts,
+            log_to=settings.log_to or (),
+            memory=None if "://" in str(settings.checkpoint) else settings.checkpoint,
+            facts=partial(_facts, task, settings, world, trainer),
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
+        self._place = Place(world.rank, world.world_size, world.group)
+        self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
         trainer.strategy.stamp_buckets(self._stamps)
         self._stamps.closely = has_timeline(trainer.num_steps_done)
@@ -100,19 +102,10 @@ class RunRecord:
         self._paused_at: float | None = None
         self._is_over = False
         self._window: list[StepMarks] = []  # steps whose times the ranks compare
-        # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
-        in_store = "://" in str(settings.checkpoint)
-        memory = settings.run_dir if in_store else settings.checkpoint or settings.run_dir
-        first_step, fresh = trainer.num_steps_done, self._recorder.is_fresh
-        targets = parse_targets(settings.log_to or ())
-        self.sinks = open_sinks(targets, lambda: run_info(facts(), memory, first_step, is_fresh=fresh), self._place)
-        self._place = Place(world.rank, world.world_size, world.group)
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
-        shown = [each for each in (display, *self.sinks) if each is not None] if self._world.is_rank_zero else []
-        self._recorder.subscribe(shown)
-        self._recorder.reconnect(self._place, StatusKeys(self._world.rank, self._num_ranks))
+        self._recorder.subscribe(display)
         self._recorder.start()
 
     def step(self, done: StepRecord) -> None:
@@ -121,16 +114,15 @@ class RunRecord:
         self._release(step.began_at)
         self._paused_at = None
         numbers = self._numbers(done)
-        step.number, step.samples = done.step, done.num_samples
-        rate = self._trainer.optimizer.param_groups[0]["lr"]
-        step.learning_rate = None if isinstance(rate, Tensor) and not rate.is_cpu else float(rate)
+        step.samples = done.num_samples
+        step.learning_rate = learning_rate_of(self._trainer.optimizer)
         step.losses = [numbers["loss"]] if numbers else []
         step.grad_norm, step.counted = numbers.get("grad_norm"), numbers.get("count")
         if (stamps := self._stamps.take()) is not None:
             step.reductions = [stamps]
         if len(self._trainer.devices) == 1 and self._num_ranks == 1:
             step.exposed_s = 0.0
-        step.copies, step.has_timeline = self._copies[:], has_timeline(done.step)
+        step.copies, step.has_timeline = self._copies[:], self._stamps.closely
         self._last = step
         group, number = self._trainer.group, done.step - self._began_with
         # Between exchanges ranks do not wait for each other.
@@ -178,7 +170,7 @@ class RunRecord:
         self._place = Place(world.rank, world.world_size, world.group)
         self._num_ranks = world.world_size
         self._window.clear()  # which is shorter on a rank that came late
-        self._recorder.reconnect(self._place, StatusKeys(world.rank, world.world_size))
+        self._recorder.reconnect(self._place, self._num_ranks)
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""
@@ -214,7 +206,7 @@ class RunRecord:
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done
-        ranks = figures.with_waits(map(figures.decode, gathered))
+        ranks = figures.with_waits(RankFigures(**each) for each in gathered)
         whole = Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))
         return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
@@ -238,7 +230,7 @@ class RunRecord:
             self._last = None
 
 
-def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, num_steps: int) -> dict[str, Any]:
+def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer) -> dict[str, Any]:
     """Return the configuration of the run, for its record and its sinks. Blocks for some calls of git."""
     path = None
     with suppress(OSError, TypeError):
@@ -246,7 +238,6 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, nu
     given = asdict(settings).items()
     parameters = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     return {
-        "num_steps": num_steps,
         "task": task.name,
         "counts": task.counts,
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in given},
@@ -254,9 +245,7 @@ def _facts(task: Task, settings: FitSettings, world: World, trainer: Trainer, nu
         "steps_per_epoch": trainer.plan.order.steps_per_epoch,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "world_size": world.world_size,
         "num_devices": len(trainer.devices) if trainer.group is None else world.world_size,
-        "device": str(trainer.device),
         "backend": world.backend if trainer.group is not None else None,
         "provenance": asdict(gather(path)),
     }

@@ -38,8 +38,6 @@ from lockstep.comm.collectives import (
     all_gather_object,
     broadcast_coalesced,
     broadcast_object,
-    receive_async,
-    send_async,
     wait_for_transfer,
 )
 from lockstep.comm.generations import Membership
@@ -316,11 +314,7 @@ def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
     if not tensor.numel():
         return
     is_source = group.rank() == source
-    work = (
-        send_async(tensor, to=to, tag=0, group=group)
-        if is_source
-        else receive_async(tensor, src=source, tag=0, group=group)
-    )
+    work = group.send([tensor], to, 0) if is_source else group.recv([tensor], source, 0)
     wait_for_transfer(work, group)
 
 

@@ -212,6 +212,7 @@ _NEEDS = (
 # By setting, the strategies that use it.
 _USED_BY = {
     "compression": "ddp local-sgd diloco",
+    "reproducible": "single dp ddp",  # the others sum gradients in an order, or in slices, that depend on the devices
     **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
     **dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), "local-sgd diloco"),
     **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),

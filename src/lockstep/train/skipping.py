@@ -173,12 +173,13 @@ class BufferSnapshot:
         for now, value in zip(self.read(self._model), self.values, strict=True):
             now.copy_(torch.where(condition, value, now))
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers of the snapshot: the same tensors with the same values."""
         for (owner, name), buffer, value in zip(self._owners_in(self._model), self.objects, self.values, strict=True):
             if owner._buffers[name] is not buffer or not torch.equal(buffer, value):
                 owner._buffers[name] = buffer
-                overwrite_buffer(buffer, value)
+                buffer.copy_(value)
 
     def read(self, module: nn.Module) -> list[Tensor]:
         """Return the current buffers of ``module``, which is the model or a replica of it.
@@ -198,12 +199,6 @@ class BufferSnapshot:
             paths = [full_name.rpartition(".") for full_name in self.names]
             self._owners[id(module)] = module, [(module.get_submodule(path), name) for path, _, name in paths]
         return self._owners[id(module)][1]
-
-
-@torch.no_grad()
-def overwrite_buffer(buffer: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into ``buffer``."""
-    buffer.copy_(value)
 
 
 # --- gradients that are NaN or infinite: all ranks detect them in the same step, with rank, module and samples --------

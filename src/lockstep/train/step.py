@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_async
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
 from lockstep.data.loader import MicroBatch, mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
@@ -297,7 +297,7 @@ class StepMetrics:
             if any(flags):
                 self._sums[2:] += torch.tensor(flags, dtype=self.dtype, device=self.device)
             if self.group is not None:
-                self._future = all_reduce_async(self._sums, group=self.group)
+                self._future = all_reduce_work(self._sums, group=self.group).get_future()
         return values
 
     def wait(self, num_samples: float, *, may_miss: bool) -> None:

@@ -139,7 +139,11 @@ def initialize(model: nn.Module, device: torch.device | str) -> nn.Module:
         ConfigurationError: A module has tensors on the meta device, but no ``reset_parameters``.
     """
     names = {module: name or "the model" for name, module in model.named_modules()}
-    unset = {module: own for module in _children_first(model) if (own := _names_on_meta(module))}
+    unset = {}
+    for module in _children_first(model):
+        tensors = {**module._parameters, **module._buffers}
+        if own := [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
+            unset[module] = own
     move(model, device)
     for module, own in unset.items():
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -161,11 +165,6 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)
     yield module
-
-
-def _names_on_meta(module: nn.Module) -> list[str]:
-    own = {**module._parameters, **module._buffers}
-    return [name for name, tensor in own.items() if tensor is not None and tensor.is_meta]
 
 
 def build_optimizer(task: Task, model: nn.Module) -> Optimizer:

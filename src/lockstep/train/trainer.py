@@ -26,8 +26,8 @@ from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import StepTimes
-from lockstep.telemetry.timer import StepTimer
 from lockstep.train import step as step_parts
 from lockstep.train.checkpoints import model_state
 from lockstep.train.plan import PER_PROCESS, VirtualShards, make_plan
@@ -95,7 +95,7 @@ class Trainer:
     Attributes:
         plan: Steps, samples and learning rate.
         policy, checks_later: Who makes the update, and whether the host checks the gradient in the next step only.
-        strategy, optimizer, samples, batches: As created.
+        strategy, optimizer, samples, loading, batches: As created.
         group: The ranks that train together; None: only this process.
         bad_samples, nonfinite: Samples and steps that were skipped so far.
         num_steps_done: Number of steps done, including those before a resume.
@@ -137,6 +137,7 @@ class Trainer:
     def _divide(self, world: World) -> VirtualShards | None:
         """Divide the global batch among the ranks of ``world``."""
         settings = self.settings
+        check_engine(self._name, settings)
         shards = reproducible.virtual_shards(self._name, world, self.devices, settings)
         split = strategies.split_batch(self._name, world, self.devices, settings) if shards is None else shards.split
         self._seeds = step_parts.Seeds(settings.seed, self.devices, split.shares)
@@ -150,6 +151,10 @@ class Trainer:
         self.samples = build_dataset(task)
         num_samples = None if isinstance(self.samples, IterableDataset) else len(self.samples)
         self.plan = make_plan(task, settings, self._split, num_samples=num_samples)
+        # The bits of a transform's result may depend on the number of threads.
+        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
+        pins, ahead = self.device.type != "cpu", settings.prefetch or 2
+        self.loading = LoadOptions(task.collate, settings.workers, pins, ahead, settings.bad_samples == "skip", threads)
         self._open_batches(shards)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
@@ -160,9 +165,8 @@ class Trainer:
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else shards.spread(self.devices)
-        how = self.load_options(self._task)
         devices = dict(zip(self._split.shares, places, strict=False))  # torch's DataParallel has one share only
-        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, how), devices)
+        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, self.loading), devices)
 
     def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
         """Create everything that holds process groups. Collective: every rank of the group."""
@@ -182,8 +186,8 @@ class Trainer:
             mine = reproducible.describe_machine(self.device)
             machines = all_gather_object(mine, group=self.group, device=self.device)
             for rank, machine in enumerate(machines):
-                if unlike := reproducible.differences(machines[0], machine):
-                    self.caveats.append(f"rank {rank} has another machine than rank 0: {', '.join(unlike)}")
+                if machine != machines[0]:
+                    self.caveats.append(f"rank {rank} has another machine than rank 0: {machine}, not {machines[0]}")
                     break
 
         if is_first:
@@ -213,8 +217,8 @@ class Trainer:
         if settings.overlap_optimizer:
             self.policy = Update.IN_BACKWARD
         if is_first:
-            bad, num = settings.bad_samples == "skip", self.plan.order.num_samples
-            self.bad_samples = BadSamples(skip=bad, device=self.device, group=self.group, num_samples=num)
+            skip, num_samples = self.loading.skip_bad, self.plan.order.num_samples
+            self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
         self.bad_samples.group = self.group
@@ -275,7 +279,6 @@ class Trainer:
             ConfigurationError: It cannot run on these devices.
         """
         model, devices, settings = self._model, self.devices, self.settings
-        check_engine(name, settings)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(
@@ -314,16 +317,6 @@ class Trainer:
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
 
-    def load_options(self, task: Task) -> LoadOptions:
-        """Return the options for loading batches."""
-        settings, pins, skips = self.settings, self.device.type != "cpu", self.settings.bad_samples == "skip"
-        # The bits of a transform's result may depend on the number of threads.
-        threads = self.arithmetic.threads if self.arithmetic.deterministic else None
-        ahead = settings.prefetch or LoadOptions.ahead
-        return LoadOptions(
-            task.collate, settings.workers, pin_memory=pins, ahead=ahead, skip_bad=skips, threads=threads
-        )
-
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepRecord:
@@ -333,7 +326,8 @@ class Trainer:
         for its own in fp16 and with ``on_nan="skip"``, if the optimizer is not fused; with ``reproducible``; and in
         exchanges of ``local-sgd`` and ``diloco``.
         """
-        step = activity.now.step = self.num_steps_done
+        step = self.num_steps_done
+        activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
@@ -611,12 +605,6 @@ class Trainer:
         """Write the weights to a file; see `model_state.export_weights`. Collective: every rank of the group."""
         model_state.export_weights(self.strategy.weights(self._model), path, writes=writes)
 
-    @property
-    def epoch(self) -> float | None:
-        """Number of passes over the data set, with fractions; None for a stream."""
-        steps_per_epoch = self.plan.order.steps_per_epoch
-        return None if steps_per_epoch is None else self.num_steps_done / steps_per_epoch
-
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
         """Within the block, steps run forward and backward without communication, and discard the gradients.
@@ -699,9 +687,9 @@ class Trainer:
         self.num_steps_done = state["num_steps_done"]
         self._num_updates = state["num_updates"]
         self.batches.seek(self.num_steps_done, state.get("stream"))
-        if self.settings.reproducible is not None:
-            now = reproducible.differences(state["machine"], reproducible.describe_machine(self.device))
-            self.caveats += [f"the run was started on another machine: {', '.join(now)}"] * bool(now)
+        now = reproducible.describe_machine(self.device)
+        if self.settings.reproducible is not None and state["machine"] != now:
+            self.caveats.append(f"the run was started on another machine: {state['machine']}, not {now}")
 
     def close(self) -> None:
         """Stop the loader processes."""

@@ -56,6 +56,8 @@ _SIGNATURES = {
     "have_all_begun": (c_int, [c_void_p, c_int64]),
     "all_reduce": (c_int, [c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, *_LOCATION, *_PIECES, c_int, c_int64]),
     "reduce_scatter": (c_int, [c_void_p, *_TENSORS, c_void_p, c_int, c_int, *_LOCATION, *_PIECES, c_int, c_int64]),
+    "encode": (None, [c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_void_p]),
+    "decode": (None, [c_void_p, c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_int]),
     "exchange": (c_int, [c_void_p, c_int, c_int, c_int, *_TENSORS, *_TENSORS, *_LOCATION, c_int64]),
 }
 
@@ -76,7 +78,6 @@ def library() -> ctypes.CDLL | str:
     return loaded
 
 
-@cache
 def block_codec() -> tuple[Any, Any]:
     """Return the C functions that encode float32 as blocks of small integers and decode them.
 
@@ -86,11 +87,7 @@ def block_codec() -> tuple[Any, Any]:
     loaded = library()
     if isinstance(loaded, str):
         raise ConfigurationError(f"Lockstep cannot compress to int8 and int4: {loaded}.\nOr use compression='bf16'.")
-    encode, decode = loaded.lockstep_encode, loaded.lockstep_decode
-    encode.restype = decode.restype = None
-    encode.argtypes = [c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_void_p]
-    decode.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_size_t, c_void_p, c_int]
-    return encode, decode
+    return loaded.lockstep_encode, loaded.lockstep_decode
 
 
 # The numbers that the C library uses for operations, reductions and dtypes.

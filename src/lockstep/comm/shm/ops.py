@@ -193,12 +193,10 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
 
 
 def _check_sizes(name: str, whole: Tensor, part: Tensor, size: int) -> None:
-    if whole.dtype != part.dtype:
-        raise ConfigurationError(f"{name}: both tensors must have one dtype; they have {whole.dtype} and {part.dtype}.")
-    if whole.numel() != part.numel() * size:
+    if whole.dtype != part.dtype or whole.numel() != part.numel() * size:
         raise ConfigurationError(
             f"{name}: the large tensor must have {size} times as many elements as the small one, one part for each "
-            f"rank; they have {whole.numel()} and {part.numel()}."
+            f"rank, and its dtype; they have {whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}."
         )
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -93,12 +93,9 @@ class CpuProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self  # torch asks what it gets for attributes of a backend, which a group written in Python may lack
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def _set_default_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of calls that are made from now on."""
         raise NotImplementedError
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: calls are cheap one by one."""
@@ -180,7 +177,7 @@ class ShmProcessGroup(CpuProcessGroup):
         return getattr(self._p2p if name in _P2P else self.shm_ops, name)(*args, **kwargs)
 
     @override
-    def set_timeout(self, timeout: timedelta) -> None:
+    def _set_default_timeout(self, timeout: timedelta) -> None:
         self.comm.timeout_s = timeout.total_seconds()
 
     # --- The end
@@ -285,12 +282,11 @@ class Transfer(ShmWork):
 
 
 class _ReceiveBuffer:
-    """Data from one rank: the message that is partly read, and those that no receive has taken yet."""
+    """Data from one rank: the message that is partly read."""
 
     def __init__(self) -> None:
         self.header = _Cursor(torch.empty(2, dtype=torch.int64, device="cpu"))  # tag and number of bytes
         self.body: _Cursor | None = None  # after the header was read
-        self.messages: list[tuple[int, Tensor]] = []  # complete ones, with their tags
 
 
 class P2PEngine:
@@ -308,6 +304,8 @@ class P2PEngine:
         self._sends: dict[int, deque[Transfer]] = {}
         self._receives: list[Transfer] = []  # in the order of the calls
         self._buffers = [_ReceiveBuffer() for _ in range(comm.size)]
+        # Complete messages that no receive has taken yet: from whom, with which tag, and the data.
+        self._messages: list[tuple[int, int, Tensor]] = []
         self._ended: list[Transfer] = []
         self._thread: threading.Thread | None = None
         self._has_work = threading.Event()
@@ -343,14 +341,16 @@ class P2PEngine:
     def _match(self) -> None:
         """End the receives whose message has arrived. The lock is held."""
         for transfer in list(self._receives):
-            found = next(self._messages_for(transfer), None)
-            if found is None:
+            peers = self._peers_of(transfer)
+            fits = (place for place, each in enumerate(self._messages) if each[0] in peers and each[1] == transfer.tag)
+            place = next(fits, None)
+            if place is None:
                 continue
             self._receives.remove(transfer)
-            peer, index, message = found
+            peer, _, message = self._messages[place]
             if message.nbytes == transfer.data.nbytes:
                 ctypes.memmove(transfer.data.data_ptr(), message.data_ptr(), message.nbytes)
-                del self._buffers[peer].messages[index]
+                del self._messages[place]
                 self._end(transfer, source=peer)
             else:
                 text = (
@@ -358,12 +358,6 @@ class P2PEngine:
                     f"{self._comm.ranks[peer]} sent {message.nbytes}.\nPass tensors of the same shape and dtype."
                 )
                 self._end(transfer, CollectiveError(text))
-
-    def _messages_for(self, transfer: Transfer) -> Iterator[tuple[int, int, Tensor]]:
-        for peer in self._peers_of(transfer):
-            for index, (tag, message) in enumerate(self._buffers[peer].messages):
-                if tag == transfer.tag:
-                    yield peer, index, message
 
     def _peers_of(self, transfer: Transfer) -> Sequence[int]:
         return range(self._comm.size) if transfer.peer == ANY_SOURCE else (transfer.peer,)
@@ -441,7 +435,7 @@ class P2PEngine:
             if part is buffer.header:
                 buffer.body = _Cursor(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
                 continue
-            buffer.messages.append((tag, part.tensor))
+            self._messages.append((peer, tag, part.tensor))
             buffer.body, buffer.header.num_moved = None, 0
             self._match()
         return moved

@@ -251,5 +251,4 @@ class ShmWork(dist.Work):
 
 # The handle of a call that had run before the handle was returned, for callers that only wait for it.
 ENDED = ShmWork("", None, lambda: None, [])
-"""The handle on a call that ran before it was returned to somebody who will only wait for it."""
 ENDED.run()

@@ -15,7 +15,7 @@ from torch.futures import Future
 from lockstep import torch_internals
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
-from lockstep.parallel.flat import ALIGNMENT_BYTES, padded_numel, view_like
+from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, padded_numel
 
 # --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
@@ -396,12 +396,6 @@ class DenseBucket(_Members):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
                 parameter.grad = view
-
-
-def cut_views(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """Split ``flat`` into views like the parameters; see `view_like`."""
-    pieces = flat.split([parameter.numel() for parameter in parameters])
-    return [view_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 @final

@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from lockstep.accelerator import upload, widest_dtype
 from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, all_reduce, all_reduce_async, empty_buffer
+from lockstep.comm.collectives import Group, all_reduce, all_reduce_work, empty_buffer
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.buckets import Bucket, BucketSet, cut_views
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet
+from lockstep.parallel.flat import cut_views
 
 CommHook = Callable[[Any, Any], Future[Any]]
 
@@ -75,7 +76,7 @@ class AllReduceMean(BucketReduction):
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         payload, pieces = bucket.payload, bucket.take_pieces() if self.takes_pieces else None
         if not (alone and payload.is_cpu and self._may_block):  # on CUDA, a future that other streams can wait for
-            return all_reduce_async(payload, group=self._group, pieces=pieces)
+            return all_reduce_work(payload, group=self._group, pieces=pieces).get_future()
         # A blocking call runs in this thread, which has nothing else to do: that saves two thread switches.
         all_reduce(payload, group=self._group, pieces=pieces)
         done: Future[Any] = Future()
@@ -118,12 +119,12 @@ class CastAllReduce(BucketReduction):
     @torch.no_grad()
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not is_compressible(bucket):
-            return all_reduce_async(bucket.payload, group=self._group)
+            return all_reduce_work(bucket.payload, group=self._group).get_future()
         # Not the bucket's own memory: the parameters' gradients are views of it, in their own dtype.
         if bucket not in self._buffers:  # a bucket of the first step, or one that this rank created alone
             self._buffers[bucket] = torch.empty_like(bucket.payload, dtype=self._dtype)
         bucket.sent_dtype = self._dtype  # too narrow for a sum of weights, which needs its own collective
-        return all_reduce_async(self._buffers[bucket].copy_(bucket.payload), group=self._group)
+        return all_reduce_work(self._buffers[bucket].copy_(bucket.payload), group=self._group).get_future()
 
     @override
     @torch.no_grad()

@@ -27,6 +27,7 @@ from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.weighting import Weights, check_weight
+from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 
@@ -301,7 +302,11 @@ class Reducer:
         """Record that a forward begins, and whether its backward will be synchronised."""
         self.has_run = True
         if self._optimizers_in_backward is None and self._hooks:
-            self._optimizers_in_backward = _take_over_optimizers(self.bucket_set.parameters)
+            # From ``torch.distributed.optim._apply_optimizer_in_backward``. torch's hooks would step as soon as a
+            # gradient arrives, before it has been averaged.
+            self._optimizers_in_backward = list(filter(in_backward_optimizers, self.bucket_set.parameters))
+            for parameter in self._optimizers_in_backward:
+                _remove(in_backward_hooks(parameter))
         if will_sync:
             self.num_forwards += 1
 
@@ -344,7 +349,7 @@ class Reducer:
     def expect_accumulation(self, output: Any) -> None:
         """Record a forward without a synchronised backward, and its output."""
         if self.weights.window is not None or self.weights.shares_batch:  # else there is nothing to do before gradients
-            hook_tensors(output, self._on_local_output)
+            hook_tensors(output, partial(self._on_output, accumulates=True))
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 
@@ -354,21 +359,14 @@ class Reducer:
         return self._step is not None and self._step.callback() is not None
 
     @keep_out_of_graphs
-    def _on_output(self, gradient: Tensor) -> Tensor | None:
-        with self._lock:
-            if not self.is_collecting:
-                self._open_step()
-        return None if self.weights.window is None else self.weights.window.masked(gradient)
-
-    @keep_out_of_graphs
-    def _on_local_output(self, gradient: Tensor) -> Tensor | None:
+    def _on_output(self, gradient: Tensor, *, accumulates: bool = False) -> Tensor | None:
         window = self.weights.window
-        if window is None:
-            return None
         with self._lock:
-            if not self.is_collecting:
+            if not self.is_collecting and not accumulates:
+                self._open_step()
+            elif not self.is_collecting and window is not None:
                 window.begin_backward(self._used, accumulates=True)
-        return window.masked(gradient)
+        return None if window is None else window.masked(gradient)
 
     def _open_step(self, arrived: int | None = None) -> None:
         """Begin a synchronised step, in autograd's thread.
@@ -609,12 +607,14 @@ class Reducer:
             bucket.future = None
 
     def _wait_in(self, function: Callable[[], Any], bucket: Bucket, *, is_observed: bool = True) -> Any:
-        """Call ``function``; report the bucket to the watchdog and to observers, and name it in errors."""
+        """Call ``function``; report the bucket to the watchdog, to observers and in traces, and name it in errors."""
         activity.now.bucket = bucket.position, bucket.names
         if is_observed:
             self._notify(Event.WAIT, bucket)
+        name = f"exchange/bucket {bucket.position}{'' if bucket.future is None else ' wait'}"
         try:
-            return function()
+            with ranges.around(name) if ranges.now else nullcontext():
+                return function()
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
@@ -718,19 +718,6 @@ class Reducer:
 def _remove(hooks: list[Any]) -> None:
     while hooks:
         hooks.pop().remove()
-
-
-def _take_over_optimizers(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that have their own optimizer, and remove torch's hooks that would step it.
-
-    ``torch.distributed.optim._apply_optimizer_in_backward`` creates these. Torch's hooks would step as soon as a
-    gradient arrives, before it has been averaged.
-    """
-    ours = [parameter for parameter in parameters if in_backward_optimizers(parameter)]
-    for parameter in ours:
-        for handle in in_backward_hooks(parameter):
-            handle.remove()
-    return ours
 
 
 def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: float | Tensor | None = None) -> None:

@@ -25,7 +25,7 @@ from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
-from lockstep.parallel.ddp import bucket_events, comm_hooks, setup
+from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
 from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters, requires_grad
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
@@ -182,8 +182,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
         self._sync_layers = SyncLayerShadow(self.module, group=group, device=self.device, weights=self.reducer.weights)
         # Also used by `fit`: the gradients, one tensor for each bucket.
-        self.flat_gradients = bucket_events.FlatGradients(self.reducer, self.module.parameters())
-        self._monitor: bucket_events.LocalGradientMonitor | None = None
+        self.flat_gradients = bucket_gradients.FlatGradients(self.reducer, self.module.parameters())
+        self._monitor: bucket_gradients.LocalGradientMonitor | None = None
         self._compressed: comm_hooks.BucketReduction | None = None
         if self.compression is not None:
             self._compressed = make_reduction(self.compression, bucket_set, group)
@@ -287,9 +287,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         is_training = torch.is_grad_enabled()
         if is_training:
             self._wrapped_parameters.check()
-        observers = self.reducer.observers
-        if ranges.now and not any(isinstance(each, bucket_events.BucketRanges) for each in observers):
-            observers.append(bucket_events.BucketRanges())
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
         is_joining = torch_internals.join_config(self).enable
@@ -621,7 +618,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         first = next(
             name
             for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
-            if not are_finite(bucket_events.gradients_of([parameter]), torch.tensor(math.nan))
+            if not are_finite(bucket_gradients.gradients_of([parameter]), torch.tensor(math.nan))
         )
         is_here = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
         everywhere = collectives.all_gather(is_here, group=self.process_group)
@@ -641,7 +638,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             A function: whether this rank's part of the last backward was not finite. Blocks.
         """
         if self._monitor is None:
-            self._monitor = bucket_events.LocalGradientMonitor(self.reducer)
+            self._monitor = bucket_gradients.LocalGradientMonitor(self.reducer)
             self.reducer.observers.append(self._monitor)
         return self._monitor.saw_nonfinite
 
@@ -693,7 +690,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
                 "overlap_optimizer() does not work with ZeroRedundancyOptimizer, which divides a step among ranks."
                 "\nCall optimizer.step() after backward."
             )
-        stepping = bucket_events.BucketOptimizer(optimizer)
+        stepping = bucket_gradients.BucketOptimizer(optimizer)
         reducer.set_reduction(reducer.reduction)  # a single rank begins to watch its gradients
         reducer.observers.append(stepping)
         reducer.finishes_early = True
@@ -782,22 +779,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _set_static_graph(self) -> None:
         self.static_graph = True
 
-    @staticmethod
-    def _get_data_parallel_params(
-        module: nn.Module, named_params: bool = False
-    ) -> Iterator[nn.Parameter | tuple[str, nn.Parameter]]:
-        # torch's optimizer_overlap_hooks needs these.
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, torch_internals.TENSOR_IGNORED):
-                yield (name, parameter) if named_params else parameter
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Mark parameters and buffers, by full name, that a wrapper of ``module`` ignores."""
-        setattr(module, torch_internals.DDP_IGNORED, params_and_buffers_to_ignore)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                setattr(tensor, torch_internals.TENSOR_IGNORED, True)
+    _get_data_parallel_params = staticmethod(torch_internals.ddp_parameters)  # for torch's optimizer_overlap_hooks
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_in_ddp)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance

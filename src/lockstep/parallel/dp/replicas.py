@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from lockstep import torch_internals
+from lockstep.containers import in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.flat import flatten_like, view_like
 from lockstep.torch_internals import foreach_add_
@@ -318,17 +319,13 @@ def coalesced_copies(tensors: Tensors, devices: Sequence[torch.device]) -> list[
         They share memory with each other, but each has a version counter of its own.
     """
     copies = [list(tensors) for _ in devices]
-    indices_of: dict[tuple[torch.dtype, int], list[int]] = {}
-    size_bytes: Counter[torch.dtype] = Counter()
+    strided = [index for index, tensor in enumerate(tensors) if is_strided(tensor)]
+    chunks = in_chunks(strided, lambda each: tensors[each].dtype, lambda each: tensors[each].nbytes, _CHUNK_BYTES)
     with torch.inference_mode(False):
-        for index, tensor in enumerate(tensors):
-            if is_strided(tensor):
-                indices_of.setdefault((tensor.dtype, size_bytes[tensor.dtype] // _CHUNK_BYTES), []).append(index)
-                size_bytes[tensor.dtype] += tensor.nbytes
-            else:
-                for row, device in zip(copies, devices, strict=True):
-                    row[index] = tensor.detach().to(device, copy=True)
-        for indices in indices_of.values() if devices else ():
+        for index in set(range(len(tensors))).difference(strided):
+            for row, device in zip(copies, devices, strict=True):
+                row[index] = tensors[index].detach().to(device, copy=True)
+        for indices in chunks if devices else ():
             parts = [tensors[index] for index in indices]
             flats = [flatten_like(part, part) for part in parts]
             sent = [torch.cat(flats) if len(flats) > 1 else flats[0]]
@@ -391,7 +388,7 @@ def deliver(weights: Tensors, gradients: Gradients) -> None:
                 torch.autograd.backward([weight], [gradient])
             elif weight.grad is None:
                 weight.grad = gradient  # without a copy, as autograd does with an otherwise unreferenced gradient
-            elif weight.grad.is_sparse != gradient.is_sparse:
+            elif weight.grad.is_sparse or gradient.is_sparse:
                 torch.autograd.backward([weight], [gradient])
             else:
                 pairs.append((weight.grad, gradient))
@@ -424,12 +421,8 @@ def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradi
 
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add in place, the second of each pair to the first."""
-    dense = [(target, other) for target, other in pairs if not target.is_sparse]
-    if dense:
-        foreach_add_([target for target, _ in dense], [other for _, other in dense])
-    for target, other in pairs:
-        if target.is_sparse:
-            target.add_(other)
+    if pairs:
+        foreach_add_([target for target, _ in pairs], [other for _, other in pairs])
 
 
 def _address(gradient: Tensor) -> int:

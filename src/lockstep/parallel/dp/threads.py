@@ -207,21 +207,17 @@ class ReplicaEngine:
         """Call ``modules[i](*inputs[i], **kwargs[i])`` in thread i under the caller's modes, and return the outputs.
 
         Raises:
+            ValueError: Their numbers differ: an overridden scatter must return as many inputs as keyword arguments.
             BaseException: The error of the lowest failing replica; the text contains its traceback.
         """
-        if not len(modules) == len(inputs) == len(kwargs):
-            raise ConfigurationError(
-                f"parallel_apply got {len(modules)} replicas, {len(inputs)} inputs and {len(kwargs)} keyword arguments"
-                "\nAn overridden scatter must return as many inputs as keyword arguments."
-            )
 
         def call(module: nn.Module, arguments: Any, keywords: dict[str, Any], modes: CallerModes) -> Any:
             positional = arguments if isinstance(arguments, (tuple, list)) else (arguments,)
             with modes.entered():
                 return module(*positional, **keywords)
 
-        modes = map(CallerModes, self.replicas.devices)
-        calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, modes, strict=False)]
+        modes = map(CallerModes, self.replicas.devices[: len(modules)])
+        calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, modes, strict=True)]
         outputs = self._run(dict(enumerate(calls)))
         return [outputs[index] for index in range(len(calls))]
 

@@ -208,7 +208,6 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         Raises:
             BaseException: As in `backward`.
         """
-        assert len(self.device_ids) > 1
         self._check_shards(shards, scales)
         engine = self._current_engine()
         with engine.turn():
@@ -224,11 +223,6 @@ class DataParallel(Wrapper, Generic[Wrapped]):
                 f"DataParallel.backward got {len(shards)} shards and {len(scales)} scales for {room} devices.\n"
                 "Give at most one shard a device, and one scale for each shard."
             )
-
-    def extra_repr(self) -> str:
-        """Return the devices as text."""
-        names = [str(device) for device in self.devices]
-        return f"device_ids={names}, output_device={str(self.output_device)!r}, dim={self.dim}"
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads cannot be copied. A copied or unpickled object creates its own engine at its first call.

@@ -270,8 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
         for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
-            if not buffer.is_intact:
-                buffer.take_back()
+            buffer.take_back()
         if self.is_elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
             for index, parameter in enumerate(self._parameters):
@@ -490,13 +489,9 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     named = [each for each in others if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     needed = [each.name for each in named if each.default is each.empty and each.name not in optimizer.defaults]
     if first.name != "params" or needed:
-        lacks = (
-            "does not take params as its first argument"
-            if first.name != "params"
-            else f"requires {', '.join(needed)}, which its defaults lack"
-        )
         raise ConfigurationError(
-            f"{kind.__name__} cannot be created again for each rank's part: its constructor {lacks}.\n"
+            f"{kind.__name__} cannot be created again for each rank's part: its constructor must take params first, "
+            f"and then require nothing that its defaults lack; they lack {', '.join(needed) or 'nothing'}.\n"
             "Use strategy ddp, the optimizer inside it, or one that passes its arguments to Optimizer as defaults."
         )
     takes_any = any(each.kind is each.VAR_KEYWORD for each in others)

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Work, wait_for
+from lockstep.containers import grouped, in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.flat import ALIGNMENT_BYTES, flatten_like, padded_numel, view_like
+from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, flatten_like, padded_numel, view_like
 from lockstep.torch_internals import foreach_copy_, own_parameters, tree_leaves
 
 # A limit, so that moving parameters to flat memory does not need twice their memory.
@@ -107,33 +108,30 @@ class FlatBuffer:
         self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize) if owner is None else owned
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
+        self._pointers: list[int] = []
         self.take_back()
 
     def take_back(self) -> None:
-        """Copy the parameters to the buffer, and make them views of it again.
+        """Copy the parameters to the buffer, and make them views of it again; do nothing if they still are.
 
         Raises:
             ConfigurationError: They now have another device or dtype.
         """
+        if [parameter.data_ptr() for parameter in self.parameters] == self._pointers:
+            return
         first = self.parameters[0]
         if first.device != self.flat.device or first.dtype != self.flat.dtype:
             raise ConfigurationError(
                 f"Parameters were {self.flat.dtype} on {self.flat.device} when the optimizer was made, and are now "
                 f"{first.dtype} on {first.device}.\nMove or convert the model before the optimizer is made."
             )
-        pieces = self.flat.split([each.numel for each in self.ranges])
         # Strides such as channels_last are kept: kernels and gradients rely on them.
-        views = [view_like(piece, parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+        views = cut_views(self.flat, self.parameters)
         with torch.no_grad():
             foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the parameters still lie in the buffer, and were not given other memory."""
-        return [parameter.data_ptr() for parameter in self.parameters] == self._pointers
 
     def shard_of(self, rank: int, flat: Tensor | None = None) -> Tensor:
         """Return the shard of ``rank``, of this buffer or of another ``flat`` tensor with its layout."""
@@ -161,16 +159,7 @@ class FlatBuffer:
 
 def partition_evenly(members: Sequence[Member], num_ranks: int, allocate: Allocate) -> list[FlatBuffer]:
     """Put parameters into flat buffers with an equal slice for each rank. Collective if ``allocate`` is."""
-    parts: list[list[Member]] = []
-    # The size starts at its limit, so that the first parameter of a kind opens a part.
-    for alike in _by_kind(members):
-        size_bytes = _MAX_BUFFER_BYTES
-        for parameter, whole in alike:
-            if size_bytes + parameter.nbytes > _MAX_BUFFER_BYTES:
-                parts.append([])
-                size_bytes = 0
-            parts[-1].append((parameter, whole))
-            size_bytes += parameter.nbytes
+    parts = in_chunks(members, _kind_of, lambda member: member[0].nbytes, _MAX_BUFFER_BYTES)
     return [FlatBuffer(_aligned(part), allocate, num_ranks=num_ranks) for part in parts]
 
 
@@ -181,7 +170,7 @@ def partition_by_parameter(members: Sequence[Member], num_ranks: int, allocate: 
     from the largest to the smallest, each to the rank with the fewest elements so far.
     """
     buffers = []
-    for alike in _by_kind(members):
+    for alike in grouped(members, _kind_of).values():
         owned: list[list[Member]] = [[] for _ in range(num_ranks)]
         loads = [0] * num_ranks
         # All ranks compute this, so ties must be resolved equally: by index (the sort is stable), never by address.
@@ -200,12 +189,8 @@ def _aligned(members: Sequence[Member]) -> list[Member]:
     return sorted(members, key=lambda member: member[0].nbytes % ALIGNMENT_BYTES > 0)  # stable
 
 
-def _by_kind(members: Sequence[Member]) -> list[list[Member]]:
-    """Return the parameters by device, dtype and whether they are trained: frozen ones take no part in steps."""
-    kinds: dict[tuple[torch.device, torch.dtype, bool], list[Member]] = {}
-    for parameter, whole in members:
-        kinds.setdefault((parameter.device, parameter.dtype, parameter.requires_grad), []).append((parameter, whole))
-    return list(kinds.values())
+def _kind_of(member: Member) -> tuple[torch.device, torch.dtype, bool]:
+    return member[0].device, member[0].dtype, member[0].requires_grad  # frozen ones take no part in steps
 
 
 # --- The gather of updated parameters

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from lockstep.accelerator import check_count, default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
-from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.study.common import load, log, peak_bytes, reset_peak, run_ranks
-from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, LeftOut, Measurement, Setup
+from lockstep.errors import ConfigurationError
+from lockstep.study.common import load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
+from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup
 from lockstep.study.compare.verdict import judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
@@ -41,9 +41,6 @@ STRATEGIES: tuple[StrategyName, ...] = ("single", "torch-dp", "dp", "torch-ddp",
 
 # One only takes part if it is named.
 POSSIBLE: tuple[StrategyName, ...] = (*STRATEGIES, "ddp-zero1")
-
-# How long to measure the load by other programs. A load average would include programs of the last minute.
-BUSY_INTERVAL_S = 0.5
 
 T = TypeVar("T")
 
@@ -116,7 +113,7 @@ def compare(
         num_devices=devices,
         num_cores=num_cores,
         # Before our own processes start, because their load would be included.
-        busy_cores=float(psutil.cpu_percent(BUSY_INTERVAL_S)) / 100 * (psutil.cpu_count() or 1),
+        busy_cores=measure_busy_cores(),
         global_batch_size=settings.global_batch_size or loaded.global_batch_size,
         num_steps=num_steps or 0,
         num_rounds=num_rounds,
@@ -145,7 +142,7 @@ def compare(
     return replace(found, verdict=judge(found))
 
 
-def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[LeftOut, ...]]:
+def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName, ...], tuple[dict[str, str], ...]]:
     """Return the strategies that take part, with ``single`` always first, and those that cannot.
 
     Raises:
@@ -157,8 +154,8 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     wanted = [name for name in POSSIBLE if name in strategies or name == SINGLE]
     if cuda or "torch-dp" not in wanted:
         return tuple(wanted), ()
-    left_out = LeftOut("torch-dp", "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp.")
-    return tuple(name for name in wanted if name != "torch-dp"), (left_out,)
+    why = "torch.nn.DataParallel does nothing on CPUs; ours runs there, as dp."
+    return tuple(name for name in wanted if name != "torch-dp"), ({"strategy": "torch-dp", "reason": why},)
 
 
 def threads_of(strategy: str, num_cores: int, num_devices: int) -> int:
@@ -212,50 +209,35 @@ def run_benchmark(benchmark: Benchmark, world: World) -> tuple[Setup, Turns, Los
     """Run all turns of all candidates and return what was set up, and the measurements of this rank.
 
     Collective: every rank of a launched job. Ranks that do not take part in a turn sleep.
-
-    Raises:
-        LockstepError: The candidates do not fit into the devices' memory together.
     """
-    with contextlib.ExitStack() as at_exit:
-        try:
-            return _run_turns(benchmark, world, at_exit)
-        except torch.OutOfMemoryError as error:
-            raise LockstepError(
-                f"The memory of {world.device} is too small for {len(benchmark.strategies)} strategies at once.\n"
-                "Compare fewer at a time, as with --strategies ddp, or set a smaller --global-batch-size."
-            ) from error
-
-
-def _run_turns(benchmark: Benchmark, world: World, at_exit: contextlib.ExitStack) -> tuple[Setup, Turns, Losses]:
     names, setup = benchmark.strategies, benchmark.setup
     turns: Turns = {name: [] for name in names}
     entrants: dict[str, Entrant] = {}
-    for name in names:
-        entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
-    losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
-    num_steps = setup.num_steps or chosen
-
-    began_at = time.perf_counter()
-    for index in range(setup.num_rounds):
-        for place, strategy in enumerate(order_of_round(names, index)):
-            measure = partial(measure_candidate, name=strategy, num_steps=num_steps, round_index=index, place=place)
-            if measured := entrants[strategy].turn(measure):
-                turns[strategy].append(measured[0])
-                losses[strategy] += measured[1]
-        if not world.is_rank_zero:
-            continue
-        left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
-        benchmark.log(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
-    trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
-    setup = replace(
-        setup,
-        num_steps=num_steps,
-        num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-        single_threads=entrants[SINGLE].num_threads,
-        split_layers=split_layers(trainer.model),
-    )
-    # Read only now: reading a loss waits for the device.
-    return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
+    with contextlib.ExitStack() as at_exit:
+        for name in names:
+            entrants[name] = at_exit.enter_context(contextlib.closing(benchmark.entrant(name, world)))
+        losses, chosen = warm_up_all(entrants, setup.num_warmup, world)
+        num_steps = setup.num_steps or chosen
+        began_at = time.perf_counter()
+        for index in range(setup.num_rounds):
+            for place, strategy in enumerate(order_of_round(names, index)):
+                measure = partial(measure_candidate, name=strategy, num_steps=num_steps, round_index=index, place=place)
+                if measured := entrants[strategy].turn(measure):
+                    turns[strategy].append(measured[0])
+                    losses[strategy] += measured[1]
+            if world.is_rank_zero:
+                left_s = (time.perf_counter() - began_at) * (setup.num_rounds / (index + 1) - 1)
+                benchmark.log(f"round {index + 1}/{setup.num_rounds}, {left_s:.0f} s left")
+        trainer = next(entrant.trainer for entrant in entrants.values() if entrant.trainer is not None)
+        setup = replace(
+            setup,
+            num_steps=num_steps,
+            num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+            single_threads=entrants[SINGLE].num_threads,
+            split_layers=split_layers(trainer.model),
+        )
+        # Read only now: reading a loss waits for the device.
+        return setup, turns, {name: [float(loss) for loss in values] for name, values in losses.items()}
 
 
 class Entrant:
@@ -276,11 +258,12 @@ class Entrant:
         ahead = settings.workers * (settings.prefetch or LoadOptions.ahead)
         self._num_steps_ahead = math.ceil(ahead / settings.accumulate) + 1 if ahead else 0
         self.trainer: Trainer | None = None
-        if takes_part(name, world):
+        if name in PER_PROCESS or world.is_rank_zero:
             task = replace(task, eval_dataset=None, metrics=None, after=None)
-            with _note_candidate(name):
-                devices = devices_for(name, world, num_devices)
-                self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
+            devices, kind = [world.device], world.device.type
+            if name not in PER_PROCESS and name != SINGLE:
+                devices = [world.device if kind == "cpu" else torch.device(kind, index) for index in range(num_devices)]
+            self.trainer = Trainer(task, settings, world, strategy=name, devices=devices)
 
     def close(self) -> None:
         """End its processes and free its memory."""
@@ -295,8 +278,11 @@ class Entrant:
                 time_steps(self.trainer, self._num_steps_ahead)
         if not self._start() or self.trainer is None:
             return None
-        with _note_candidate(self._strategy):
+        try:
             found = run(self.trainer)
+        except Exception as error:  # a task may work with one engine only
+            error.add_note(f"Strategy {self._strategy} was running. To measure only others: --strategies LIST")
+            raise
         _stop_loading(self.trainer)
         return found
 
@@ -313,29 +299,6 @@ def _stop_loading(trainer: Trainer) -> None:
         state = trainer.batches.state()
     if state is not None or not isinstance(trainer.samples, IterableDataset):
         trainer.batches.seek(trainer.num_steps_done, state)
-
-
-@contextlib.contextmanager
-def _note_candidate(strategy: str) -> Iterator[None]:
-    """Add the strategy to an exception: a task may work with one engine only."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"Strategy {strategy} was running. To measure only other strategies: --strategies LIST")
-        raise
-
-
-def devices_for(strategy: str, world: World, num_devices: int) -> list[torch.device]:
-    """Return the devices that this process uses for ``strategy``."""
-    if strategy in PER_PROCESS or strategy == SINGLE:
-        return [world.device]
-    is_cpu = world.device.type == "cpu"
-    return [world.device if is_cpu else torch.device(world.device.type, index) for index in range(num_devices)]
-
-
-def takes_part(strategy: str, world: World) -> bool:
-    """Return whether this rank computes in the turns of ``strategy``."""
-    return strategy in PER_PROCESS or world.is_rank_zero
 
 
 def start_together(strategy: str, num_threads: int, world: World) -> bool:
@@ -356,7 +319,7 @@ def start_together(strategy: str, num_threads: int, world: World) -> bool:
         flag = torch.zeros(1, device=world.device)
         all_reduce(flag, group=world.group)
         flag.item()
-    return takes_part(strategy, world)
+    return strategy in PER_PROCESS or world.is_rank_zero
 
 
 def order_of_round(strategies: Sequence[str], round_index: int) -> list[str]:
@@ -508,22 +471,12 @@ def measure_peak(benchmark: Benchmark, strategy: StrategyName, world: World) -> 
     """
     torch.set_num_threads(benchmark.threads(strategy))
     benchmark = replace(benchmark, task=load(benchmark.task))
-    read = watch_memory(world)  # the memory and the peak of importing libraries do not count
+    reset_peak()  # the memory and the peak of importing libraries do not count
+    before_bytes = psutil.Process().memory_info().rss
     with contextlib.closing(benchmark.entrant(strategy, world)) as entrant:
         assert entrant.trainer is not None
         for _ in range(NUM_PEAK_STEPS):
             entrant.trainer.step().loss.item()
-        return read(entrant.trainer.devices)
-
-
-def watch_memory(world: World) -> Callable[[Sequence[torch.device]], list[int]]:
-    """Return what reads the peak since now: bytes of tensors by device, or on CPU the growth of this process."""
-    reset_peak()
-    before_bytes = psutil.Process().memory_info().rss
-
-    def read(devices: Sequence[torch.device]) -> list[int]:
-        if world.device.type != "cpu":
-            return [torch.accelerator.max_memory_allocated(device) for device in devices]
-        return [max(peak_bytes() - before_bytes, 0)]
-
-    return read
+        if world.device.type == "cpu":
+            return [max(peak_bytes() - before_bytes, 0)]
+        return [torch.accelerator.max_memory_allocated(device) for device in entrant.trainer.devices]

@@ -121,14 +121,6 @@ def _rates(candidate: Candidate) -> list[float]:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A strategy that could not take part, and why."""
-
-    strategy: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Setup:
     """What was compared, and on what.
 
@@ -175,16 +167,23 @@ class Verdict:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """All figures of one `compare`, single's first, and what they mean."""
+    """All figures of one `compare`, single's first, and what they mean.
+
+    Attributes:
+        left_out: The ``strategy`` that could not take part, and the ``reason``.
+    """
 
     setup: Setup
     contenders: tuple[Candidate, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[dict[str, str], ...]
     verdict: Verdict = Verdict("", ())
 
     @override
     def __rich__(self) -> RenderableType:
-        return render(self)
+        """Lay out tables, footnotes and verdict for a terminal."""
+        notes = (Text(note, style="dim") for note in footnotes(self))
+        verdict = Text("\nVerdict", style="bold"), grid(("-", sentence) for sentence in self.verdict.sentences)
+        return Group(*(table.rich() for table in tables(self)), *notes, *verdict)
 
     @property
     def single(self) -> Candidate:
@@ -236,9 +235,7 @@ def tables(comparison: Comparison) -> tuple[Table, Table]:
 
 
 _PEAKS = "Peak memory: most bytes that tensors held on the fullest device, in fresh processes."
-_PEAKS_ON_CPU = (
-    "Peak memory: growth of a fresh process's resident memory, of the fullest one; dp has one for all replicas."
-)
+_PEAKS_ON_CPU = "Peak memory: growth of a fresh process's resident memory, of the fullest; dp has one for all replicas."
 
 
 def footnotes(comparison: Comparison) -> list[str]:
@@ -256,14 +253,7 @@ def footnotes(comparison: Comparison) -> list[str]:
         notes.append(f"Threads of each process or replica: {', '.join([tried, *others])}.")
     if comparison.single.peak_bytes:
         notes.append(_PEAKS_ON_CPU if setup.device == "cpu" else _PEAKS)
-    return notes + [f"{left.strategy} was left out: {left.reason}" for left in comparison.left_out]
-
-
-def render(comparison: Comparison) -> RenderableType:
-    """Lay out tables, footnotes and verdict for a terminal."""
-    notes = (Text(note, style="dim") for note in footnotes(comparison))
-    verdict = Text("\nVerdict", style="bold"), grid(("-", sentence) for sentence in comparison.verdict.sentences)
-    return Group(*(table.rich() for table in tables(comparison)), *notes, *verdict)
+    return notes + ["{strategy} was left out: {reason}".format(**left) for left in comparison.left_out]
 
 
 def render_page(comparison: Comparison, provenance: Provenance) -> str:

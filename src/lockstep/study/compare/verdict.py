@@ -39,27 +39,17 @@ LAST_LOSS_TOLERANCE = 1e-2
 PREFERENCE = (SINGLE, "ddp", "ddp-zero1", "dp", "torch-ddp", "torch-dp")
 
 
-# Of the JSON; grows when a key or a meaning changes. New keys leave it as it is.
-VERSION = 1
-
-
 def to_record(comparison: Comparison, provenance: Provenance) -> dict[str, Any]:
     """Return what ``--json`` writes: all figures, raw and summarized."""
-    record = {"version": VERSION, **asdict(comparison), "provenance": asdict(provenance)}
+    # The version grows when a key or a meaning changes; new keys leave it as it is.
+    record = {"version": 1, **asdict(comparison), "provenance": asdict(provenance)}
     for shown, candidate in zip(record["contenders"], comparison.contenders, strict=True):
-        step = candidate.step
-        shown["step"] = {"total_s": step.total_s, **_times(step), "exposed_s": step.part("exposed")}
-        shown["step"]["other_s"] = step.other_s
-        for written, turn in zip(shown["turns"], candidate.turns, strict=True):
-            del written["times"]
-            written |= {"step_s": turn.times.total_s, **_times(turn.times)}
-            written["backward_s"] += written["exposed_s"] or 0.0  # with synchronisation
+        shown["step"] |= {"exposed_s": candidate.step.part("exposed"), "other_s": candidate.step.other_s}
+        for turn in shown["turns"]:
+            turn |= turn.pop("times")
+            turn["step_s"] = turn.pop("total_s")
+            turn["backward_s"] += turn["exposed_s"] or 0.0  # with synchronisation
     return record
-
-
-def _times(step: StepTimes) -> dict[str, Any]:
-    names = ("data_wait_s", "forward_s", "backward_s", "exposed_s", "optimizer_s", "core_wait_s")
-    return {name: getattr(step, name) for name in names}
 
 
 def judge(comparison: Comparison) -> Verdict:

@@ -8,13 +8,10 @@ import resource
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from statistics import median_low
 
 import psutil
 import torch
@@ -22,7 +19,7 @@ import torch
 from lockstep import env
 from lockstep.activity import in_time
 from lockstep.comm.shm.communicator import library
-from lockstep.study.common import MIB
+from lockstep.study.common import MIB, measure_busy_cores
 from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, paste
 from lockstep.study.doctor.task import TaskFacts
 from lockstep.telemetry.rank_state import format_bytes
@@ -30,8 +27,6 @@ from lockstep.telemetry.resources import free_and_total_bytes
 from lockstep.train.plan import plural
 
 _NVIDIA_SMI_TIMEOUT_S = 4.0
-_STAT = Path("/proc/stat")
-_NUM_SAMPLES = 10
 # A larger part of a GPU's memory means that another job uses it; a desktop needs less.
 _IN_USE = 0.1
 
@@ -86,7 +81,7 @@ class Machine:
         has_driver: Whether NVIDIA's driver is installed and CUDA_VISIBLE_DEVICES does not hide all GPUs.
         threads: Threads of each rank, if known.
         threads_from: What that number comes from.
-        runnable: Other processes that ran or waited for a core, the median over half a second.
+        busy_cores: How many cores other programs kept busy for half a second.
         disk_problem: Why the checkpoint folder cannot be written; empty if it can.
         filesystem: Type of the checkpoint folder's file system, such as ``ext4``.
         free_bytes: Free space in the checkpoint folder.
@@ -109,7 +104,7 @@ class Machine:
     has_driver: bool
     threads: int | None
     threads_from: str
-    runnable: int
+    busy_cores: float
     disk_problem: str
     filesystem: str
     free_bytes: int
@@ -160,12 +155,9 @@ def read_machine(plan: Plan, environ: Mapping[str, str], task: TaskFacts | None)
     has_driver = (chosen is None or chosen.strip() not in ("", "-1")) and shutil.which("nvidia-smi") is not None
     gpus, missed = _ask_driver(chosen) if has_driver else ((), [])
     threads, source = _read_threads(plan, environ)
-    runnable = 0 if plan.is_running else _num_runnable()
-    problem, filesystem, free = read_disk(plan.checkpoint)
-    machine = Machine(
-        plan, environ, task, gpus, has_driver, threads, source, runnable, problem, filesystem, free_bytes=free
-    )
-    return machine, missed
+    busy_cores = 0.0 if plan.is_running else measure_busy_cores()
+    disk = read_disk(plan.checkpoint)
+    return Machine(plan, environ, task, gpus, has_driver, threads, source, busy_cores, *disk), missed
 
 
 def _ask_driver(chosen: str | None) -> tuple[Sequence[Gpu], list[NotChecked]]:
@@ -199,16 +191,6 @@ def _read_threads(plan: Plan, environ: Mapping[str, str]) -> tuple[int | None, s
             return int(first), name
     # Launchers of several ranks set OMP_NUM_THREADS themselves.
     return (torch.get_num_threads(), "torch.get_num_threads()") if plan.devices == 1 else (None, "OMP_NUM_THREADS")
-
-
-def _num_runnable() -> int:
-    """Return how many other processes run or wait for a core. Blocks for half a second."""
-    found = [0]
-    with suppress(OSError, ValueError):
-        for _ in range(_NUM_SAMPLES):
-            time.sleep(0.5 / _NUM_SAMPLES)
-            found.append(int(_STAT.read_text().partition("procs_running ")[2].split("\n")[0]) - 1)  # without this one
-    return median_low(found)
 
 
 def read_disk(folder: str) -> tuple[str, str, int]:
@@ -286,13 +268,12 @@ def gpu_busy(machine: Machine) -> Iterator[Problem]:
 @fix("Stop the other programs, or reserve cores for the run (taskset, a scheduler, a control group).")
 @paste("ps -eo pid,ni,pcpu,args --sort=-pcpu | head")
 def cores_busy(machine: Machine) -> Iterator[Problem]:
-    """Other programs run, or wait for a core, on at least a quarter of the machine's cores.
+    """Other programs keep at least a quarter of the machine's cores busy, measured for half a second.
 
-    The kernel counts them (``procs_running`` in /proc/stat); in a container, those of the whole machine.
+    In a container, the cores and programs are those of the whole machine.
     """
-    if machine.runnable >= max(1, machine.logical / 4):
-        cores = plural(machine.logical, "core")
-        yield Problem(f"Other processes that run or wait for a core: {machine.runnable}, on {cores}.")
+    if machine.busy_cores >= max(0.5, machine.logical / 4):
+        yield Problem(f"Other programs keep {machine.busy_cores:.1f} of {plural(machine.logical, 'core')} busy.")
 
 
 @check(Machine, Severity.SLOW)

@@ -11,15 +11,13 @@ import torch
 
 from lockstep.accelerator import default_device, nccl_version
 from lockstep.activity import in_time
-from lockstep.comm.network import GLOO_INTERFACE, is_local, reachable_address
+from lockstep.comm.network import GLOO_INTERFACE, is_local
 from lockstep.env import DEFAULT_MASTER_PORT, is_loopback
 from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.study.links import Link, cable_bytes, format_rate
 from lockstep.telemetry import provenance
 
 _RESOLVE_S = 2.0
-# An address reserved for documentation, to find the interface of the default route; nothing is sent.
-_ANYWHERE = "192.0.2.1"
 
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _SLOW_MBPS = 1000
@@ -57,7 +55,6 @@ class Network:
         own_address: This machine's address for others; ``ADDRESS`` if it has none.
         master_addresses: The addresses of the rendezvous host.
         port_problem: Why the port of the rendezvous cannot be used; empty if it can, or is not this machine's.
-        free_port: Another port, which is free.
     """
 
     plan: Plan
@@ -69,7 +66,6 @@ class Network:
     own_address: str
     master_addresses: tuple[str, ...]
     port_problem: str
-    free_port: int
 
     @property
     def nccl(self) -> list[Interface]:
@@ -97,9 +93,8 @@ class Network:
 
     @property
     def best(self) -> str:
-        """The fastest interface that leads to other machines."""
-        outside = [one for one in self.interfaces if not (one.is_loopback or one.name.startswith(_VIRTUAL))]
-        return max(outside, key=lambda one: one.speed_mbps, default=Interface("eth0")).name
+        """The name of the fastest interface that leads to other machines."""
+        return best_of(self.interfaces).name
 
     @property
     def seen(self) -> dict[str, str]:
@@ -107,6 +102,12 @@ class Network:
         nccl = listed([interface.name for interface in self.nccl]) or "none"
         resolved = f"{self.host} resolves to {listed(self.addresses) or 'no address'}"
         return {"network": f"Gloo uses {self.gloo or 'the interface of this host name'}, NCCL {nccl}; {resolved}"}
+
+
+def best_of(interfaces: Sequence[Interface]) -> Interface:
+    """Return the fastest interface that leads to other machines."""
+    outside = [one for one in interfaces if not (one.is_loopback or one.name.startswith(_VIRTUAL))]
+    return max(outside, key=lambda one: one.speed_mbps, default=Interface("eth0", ("ADDRESS",)))
 
 
 def nccl_interfaces(interfaces: tuple[Interface, ...], chosen: str | None) -> list[Interface]:
@@ -132,21 +133,13 @@ def read_network(plan: Plan, environ: Mapping[str, str]) -> tuple[Network, list[
     """Return the interfaces, names and port, and what could not be read. Blocks some seconds at most."""
     interfaces, host = read_interfaces(), socket.gethostname()
     addresses, master = _resolve(host), _resolve(plan.master_addr)
-    own = next((address for address in addresses if not is_loopback(address)), None)
-    if own is None:
-        towards = master[0] if master and not is_loopback(master[0]) else _ANYWHERE
-        with suppress(OSError, TimeoutError):  # asks name servers, which may take long
-            own = in_time(_RESOLVE_S, lambda: reachable_address(towards))
+    own = next((address for address in addresses if not is_loopback(address)), best_of(interfaces).addresses[0])
     # Gloo uses the first of several; without a choice, the one with the host's address.
     gloo = environ.get(GLOO_INTERFACE, "").split(",")[0].strip()
     gloo = gloo or next((one.name for one in interfaces if own in one.addresses), "")
     named = {name: environ[name] for name in (GLOO_INTERFACE, _NCCL_INTERFACE) if name in environ}
     problem, missed = read_port(plan)
-    with socket.create_server(("", 0)) as free:
-        free_port = free.getsockname()[1]
-    own = own or "ADDRESS"
-    network = Network(plan, interfaces, gloo, named, host, addresses, own, master, problem, free_port)
-    return network, missed
+    return Network(plan, interfaces, gloo, named, host, addresses, own, master, problem), missed
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -171,12 +164,10 @@ def _resolve(name: str | None) -> tuple[str, ...]:
 
 def read_port(plan: Plan) -> tuple[str, list[NotChecked]]:
     """Return why the port of the rendezvous cannot be used; empty if it can, or is not this machine's."""
-    what, host = "whether the port is free", plan.master_addr
-    if plan.is_running:
-        return "", [NotChecked(what, "this job's own ranks hold it")]
-    if host is not None and plan.machines > 1 and not is_local(host):
-        because = f"{host} is another machine" if _resolve(host) else f"the name {host} cannot be resolved"
-        return "", [NotChecked(what, because)]
+    host = plan.master_addr
+    if plan.is_running or (host is not None and plan.machines > 1 and not is_local(host)):
+        because = "this job's own ranks hold it" if plan.is_running else f"{host} is not an address of this machine"
+        return "", [NotChecked("whether the port is free", because)]
     try:
         socket.create_server(("", plan.master_port or DEFAULT_MASTER_PORT)).close()
     except OSError as error:
@@ -260,18 +251,16 @@ def master_address(facts: Network) -> Iterator[Problem]:
 @check(Network, Severity.NOTE)
 @cost("The run cannot start; if the ranks of another job answer there, all ranks wait.")
 @fix("Choose another port, the same on every machine.")
-@paste("export MASTER_PORT={free_port}")
+@paste("export MASTER_PORT=29501")
 def port_taken(facts: Network) -> Iterator[Problem]:
     """The port of the rendezvous is in use, often by a job that has not ended.
 
     On one machine, ``lockstep run`` uses a free port unless you choose one; then torchrun's 29500 in use is a note.
     """
     if facts.port_problem:
-        port, severity = (
-            facts.plan.master_port or DEFAULT_MASTER_PORT,
-            Severity.HANG if facts.plan.master_port else Severity.NOTE,
-        )
-        yield Problem(f"Port {port} on this machine cannot be used: {facts.port_problem}.", severity=severity)
+        found = f"Port {facts.plan.master_port or DEFAULT_MASTER_PORT} on this machine cannot be used"
+        severity = Severity.HANG if facts.plan.master_port else Severity.NOTE
+        yield Problem(f"{found}: {facts.port_problem}.", severity=severity)
 
 
 # The ranks of a job that has started.

@@ -1,18 +1,11 @@
-"""A task, read in a process of its own with a time limit: the file is imported, and its model built without memory."""
+"""A task, read with a time limit: the file is imported, and its model built without memory."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import signal
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,9 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import IterableDataset
 
-from lockstep.activity import one_line
-from lockstep.errors import ConfigurationError
-from lockstep.launcher.reaper import kill_sessions
+from lockstep.activity import in_time, one_line
 from lockstep.study.doctor.findings import NotChecked, Plan, Problem, Severity, check, cost, fix, listed, paste
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.torch_internals import BatchNorm
@@ -87,54 +78,27 @@ class TaskFacts:
 def read_task(spec: str, plan: Plan, *, limit_s: float = LIMIT_S) -> tuple[TaskFacts | None, list[NotChecked]]:
     """Return the facts of the task that ``spec`` names, and what is unknown. Blocks at most ``limit_s``.
 
+    Imports the file, and calls functions of the task, in another thread of this process.
+
     Raises:
         ConfigurationError: The file has no task, or fails; names the line.
     """
-    with TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Python warns that a fork with threads may hang; this one is ended in time.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        parts = Path(folder) / "parts"
-        process = multiprocessing.get_context("fork").Process(target=_write_parts, args=(spec, parts))
-        process.start()
-        try:
-            process.join(limit_s)
-            code = process.exitcode
-            because = "it took too long" if code is None else f"its process ended with exit code {code}"
-        finally:
-            process.kill()
-            kill_sessions([process.pid or 0])  # what the task has started
-            process.join()
-        found = [json.loads(line) for line in parts.read_text().splitlines()] if parts.exists() else []
     fields: dict[str, Any] = {}
-    missed = []
-    for what, (facts, reason) in zip(_PARTS, chain(found, repeat(({}, because))), strict=False):
-        fields |= facts
-        if reason:
-            missed.append(NotChecked(what, reason))
-    if "error" in fields:
-        raise ConfigurationError(fields["error"])
-    return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
+    unknown = dict.fromkeys(_PARTS, "it took too long")
 
-
-def _write_parts(spec: str, path: Path) -> None:
-    """Write a line for each of `_PARTS`: its facts, or why there are none. Runs the user's code."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that examines the task ends this one
-    sys.stdout = sys.stderr  # standard output is for the report, which may be JSON
-    os.dup2(2, 1)  # also for native code
-    with open(path, "w", buffering=1) as file:
-        try:
-            task = load_task(spec)
-        except ConfigurationError as error:
-            file.write(json.dumps([{"error": str(error)}, ""]))
-            return
-        for facts_of in _PARTS.values():
-            facts, reason = {}, ""
+    def read() -> None:
+        task = load_task(spec)
+        for what, facts_of in _PARTS.items():
             try:
-                facts = facts_of(task)
+                fields.update(facts_of(task))
+                del unknown[what]
             except Exception as error:
-                reason = one_line(error)
-            file.write(json.dumps([facts, reason]) + "\n")
+                unknown[what] = one_line(error)
+
+    with redirect_stdout(sys.stderr), suppress(TimeoutError):  # standard output is for the report, which may be JSON
+        in_time(limit_s, read)
+    missed = [NotChecked(what, because) for what, because in list(unknown.items())]
+    return TaskFacts(world_size=plan.world_size, **fields) if fields else None, missed
 
 
 def _own_facts(task: Task) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -223,7 +222,7 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
     """Make writes to files fail in this process once ``is_full`` returns true.
 
     The descriptor is redirected to /dev/full, so that the error is the kernel's own. Files that native code opens by
-    name are not covered, except for those of torch and safetensors.
+    name are not covered, except for those of torch.
     """
     open_plain = os.open
 
@@ -236,20 +235,16 @@ def fill_disk(instrument: Instrument, is_full: Callable[[], bool]) -> None:
             os.close(nowhere)
         return found
 
-    # Files that torch and safetensors write in native code are written by Python's files instead.
+    # Files that torch writes in native code are written by Python's files instead.
     def saved(save: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(f, str | os.PathLike):
             return save(obj, f, *args, **kwargs)
         with open(f, "wb") as file:
             return save(obj, file, *args, **kwargs)
 
-    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        Path(filename).write_bytes(safetensors.torch.save(tensors, metadata))
-
     for owner in (builtins, io, os):
         instrument.wrap(owner, "open", opened)
     instrument.wrap(torch, "save", saved)
-    instrument.replace(safetensors.torch, "save_file", save_file)
 
 
 def _writes_to_disk(descriptor: int) -> bool:

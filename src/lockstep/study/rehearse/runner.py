@@ -103,9 +103,8 @@ def rehearse(
         code, lines = _run(command, environ, shows=shows)
         seconds = time.monotonic() - began
         with contextlib.suppress(ConfigurationError):  # nothing was recorded
-            figures = find_figures(read_run(record))
-            if figures is not None and figures.straggler is not None:
-                lines.append(Line(time.time_ns(), str(figures.straggler)))
+            if (slow := find_figures(read_run(record)).straggler) is not None:
+                lines.append(Line(time.time_ns(), str(slow)))
         struck = [fault_rules.read(reaper.run_dir, rule) for rule in rules]
     # With a single rank, messages do not name it.
     judged = [replace(rule, rank=None) for rule in rules] if num_ranks == 1 else rules

@@ -1,16 +1,16 @@
-"""Advice on what to change in a run, with a predicted gain."""
+"""A recorded run with its figures, and advice on what to change in it, with a predicted gain."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.study.common import MIB
 from lockstep.study.links import Cost, Method, format_megabytes, predict_step
-from lockstep.study.report.figures import Cores, Network, find_cores, num_machines
-from lockstep.telemetry.figures import Figures, Straggler, largest_part
+from lockstep.study.report.figures import Cores, Network, num_machines
+from lockstep.telemetry.figures import Figures
 from lockstep.telemetry.record import Recorded
-from lockstep.telemetry.step_times import PARTS, StepTimes, milliseconds
 
 # A gain below this is not worth a sentence.
 WORTH = 1.03
@@ -18,53 +18,65 @@ _WORTH_WORKERS_ON_CPU = 1.3
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The input of the rules; see `Figures`.
+class View:
+    """A recorded run, and what follows from its record.
 
-    Args:
-        num_ranks: Number of ranks.
-        device: The type of their devices, such as ``cpu`` or ``cuda``.
-        critical: The parts of a step on the critical path.
-        straggler: A rank that keeps the others waiting in every step.
-        workers: Loader processes per rank; None if unknown.
-        num_machines: Number of machines.
-        network: The traffic between them; None for one machine, or if it was not recorded.
-        gradient_bytes: Of all gradients together.
-        is_compressed: Whether gradients are compressed.
-        strategy: The strategy of the run.
-        accumulate: Micro-batches per step.
-        paused_share: By event (checkpoint or evaluation), the share of the run in which training paused.
-        global_batch_size: Samples per step; None if unknown.
+    Attributes:
+        figures: Of its steps.
+        network: The traffic between machines; None for one machine, or if it was not recorded.
         cores: The use of the cores; None if unknown.
+        task: The name of the task.
+        device: The type of the devices, such as ``cpu`` or ``cuda``.
+        num_devices: The number of devices on which it trained.
     """
 
-    num_ranks: int
+    run: Recorded
+    figures: Figures
+    network: Network | None
+    cores: Cores | None
+    task: str
     device: str
-    critical: StepTimes
-    straggler: Straggler | None = None
-    workers: int | None = None
-    num_machines: int = 1
-    network: Network | None = None
-    gradient_bytes: int = 0
-    is_compressed: bool = False
-    strategy: str = "ddp"
-    accumulate: int = 1
-    paused_share: Mapping[str, float] | None = None
-    global_batch_size: int | None = None
-    cores: Cores | None = None
+    num_devices: int
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.critical.total_s
+    def num_ranks(self) -> int:
+        """Number of ranks that trained."""
+        return len(self.figures.by_rank)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the largest part of a step is waiting for a core."""
+        return self.part("core_wait") == max(self.figures.critical.parts().values(), default=0.0) > 0
+
+    @property
+    def advice(self) -> list[Advice]:
+        """Changes that are worthwhile, largest gain first. Those that change the results of training come last.
+
+        The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is none.
+        """
+        if self.part("total") <= 0:
+            return []
+        # The other times of a run that mostly waits for cores do not show what could be gained.
+        rules = [_cores] if self.is_starved else _RULES
+        found = [advice for rule in rules for advice in rule(self) if advice.gain >= WORTH]
+        return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
+
+    def part(self, *names: str) -> float:
+        """Return the seconds of parts of a step on the critical path; see `StepTimes.part`."""
+        return self.figures.critical.part(*names)
+
+    def number(self, name: str) -> int | None:
+        """Return a whole number of the session or its settings, such as the global batch size; None if unknown."""
+        found = self.run.config.get(name)
+        return found if type(found) is int else None
 
     def gain(self, saved_s: float) -> float:
         """Return the ratio of the throughput if a step were so much shorter to the present one."""
-        return self.step_s / (self.step_s - min(saved_s, 0.95 * self.step_s))
+        return self.part("total") / (self.part("total") - min(saved_s, 0.95 * self.part("total")))
 
     def share(self, *parts: str) -> str:
         """Return the share of parts of a step in words."""
-        return f"{self.critical.part(*parts) / self.step_s:.0%}"
+        return f"{self.part(*parts) / self.part('total'):.0%}"
 
 
 @dataclass(frozen=True)
@@ -89,19 +101,6 @@ class Advice:
     def text(self) -> str:
         """The advice as a sentence."""
         return f"{self.cause}: {self.change} would give {self.bound} {self.gain:.2f} times the throughput."
-
-
-def advise(facts: Facts) -> list[Advice]:
-    """Return the changes that are worthwhile, largest gain first. Those that change the results of training come last.
-
-    The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is no advice.
-    """
-    if facts.step_s <= 0:
-        return []
-    # The other times of a run that mostly waits for cores do not show what could be gained.
-    rules = [_cores] if largest_part(facts.critical) == "core_wait" else _RULES
-    found = [advice for rule in rules for advice in rule(facts) if advice.gain >= WORTH]
-    return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
 
 
 # Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
@@ -151,101 +150,96 @@ def _crowded(cores: Cores) -> tuple[str, str]:
     return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
 
 
-def _cores(facts: Facts) -> Iterator[Advice]:
+def _cores(view: View) -> Iterator[Advice]:
     # At most, as ranks that run at the same time compete for memory.
-    why, change = who_has_the_cores(facts.cores)
+    why, change = who_has_the_cores(view.cores)
     if change:
-        cause = f"The ranks wait for a core during {facts.share('core_wait')} of the step, as {why}"
-        yield Advice(cause, change, facts.gain(facts.critical.part("core_wait")), bound="at most")
+        cause = f"The ranks wait for a core during {view.share('core_wait')} of the step, as {why}"
+        yield Advice(cause, change, view.gain(view.part("core_wait")), bound="at most")
 
 
-def _loading(facts: Facts) -> Iterator[Advice]:
+def _loading(view: View) -> Iterator[Advice]:
     # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
-    if facts.workers is None or (facts.straggler is not None and facts.straggler.part == "data_wait"):
+    slow, present = view.figures.straggler, view.number("workers")
+    if present is None or (slow is not None and slow.part == "data_wait"):
         return
-    wait_s, rest_s = facts.critical.part("data_wait"), facts.step_s - facts.critical.part("data_wait")
+    total_s, wait_s = view.part("total"), view.part("data_wait")
     # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
-    loading_s = wait_s if facts.workers == 0 else facts.workers * facts.step_s
+    loading_s = wait_s if present == 0 else present * total_s
     # So many that they load the samples of a step during its other work.
-    workers = min(_MOST_WORKERS, max(facts.workers + 1, math.ceil(loading_s / max(rest_s, 1e-9) - 1e-9)))
-    step_s = max(rest_s, loading_s / workers) + facts.accumulate * _HANDOVER_S
-    if facts.cores is not None and facts.cores.total and facts.device == "cpu":
+    needed = math.ceil(loading_s / max(total_s - wait_s, 1e-9) - 1e-9)
+    workers = min(_MOST_WORKERS, max(present + 1, needed))
+    step_s = max(total_s - wait_s, loading_s / workers) + (view.number("accumulate") or 1) * _HANDOVER_S
+    if view.cores is not None and view.cores.total and view.device == "cpu":
         # Loading is only moved to other cores: the total work of the cores stays the same.
-        has = min(1.0, (facts.cores.ranks + facts.cores.others) / facts.cores.total)
-        step_s = max(step_s, has * facts.step_s)
+        step_s = max(step_s, min(1.0, (view.cores.ranks + view.cores.others) / view.cores.total) * total_s)
     # On CPUs, loaders also take time from the ranks: in bench/advice.py, a run became slower where less was predicted.
-    if facts.device == "cpu" and facts.step_s / step_s < _WORTH_WORKERS_ON_CPU:
+    if view.device == "cpu" and total_s / step_s < _WORTH_WORKERS_ON_CPU:
         return
-    cause = f"Data wait is {facts.share('data_wait')} of the step"
-    change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {facts.workers} (--workers {workers})"
-    yield Advice(cause, change, facts.step_s / step_s, bound="at most" if facts.device == "cpu" else "about")
+    cause = f"Data wait is {view.share('data_wait')} of the step"
+    change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {present} (--workers {workers})"
+    yield Advice(cause, change, total_s / step_s, bound="at most" if view.device == "cpu" else "about")
 
 
-def _slow_rank(facts: Facts) -> Iterator[Advice]:
-    slow = facts.straggler
-    if slow is None:
+def _slow_rank(view: View) -> Iterator[Advice]:
+    if (slow := view.figures.straggler) is not None:
+        # All others wait for it, so all lose this time.
+        change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
+        yield Advice(str(slow).capitalize(), change, view.gain(slow.lost_s))
+
+
+def _too_small(view: View) -> Iterator[Advice]:
+    if view.num_ranks < 2 or view.figures.straggler is not None:  # which is why the others wait
         return
-    # All others wait for it, so all lose this time.
-    where = PARTS[slow.part].doing
-    took = f"{milliseconds(slow.took_s)} where {milliseconds(slow.usual_s)} is usual"
-    cause = f"Rank {slow.rank} is slow in {where} ({took}), and the others wait for it"
-    change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
-    yield Advice(cause, change, facts.gain(slow.lost_s))
-
-
-def _too_small(facts: Facts) -> Iterator[Advice]:
-    if facts.num_ranks < 2 or facts.straggler is not None:  # which is why the others wait
-        return
-    critical = facts.critical
     # One device computes all shares one after the other, without an exchange. On CPUs the process could also use the
     # cores of the other ranks. As its use of them is unknown, the prediction does not include it, and is a lower bound.
-    divided_s = critical.part("data_wait", "forward", "backward")
-    alone_s = facts.num_ranks * divided_s + critical.part("optimizer", "other", "core_wait")
-    is_large = facts.gradient_bytes >= LARGE_BYTES
+    divided_s = view.part("data_wait", "forward", "backward")
+    alone_s = view.num_ranks * divided_s + view.part("optimizer", "other", "core_wait")
+    is_large = (view.number("gradient_bytes") or 0) >= LARGE_BYTES
     why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
-    cause = f"{why}: computing is {facts.share('forward', 'backward')} of the step on {facts.num_ranks} devices"
+    cause = f"{why}: computing is {view.share('forward', 'backward')} of the step on {view.num_ranks} devices"
     # With several threads, those of small operations wait for each other.
-    alone, bound = ("--devices 1 --threads 1", "at least") if facts.device == "cpu" else ("--devices 1", "about")
-    yield Advice(cause, f"one device ({alone})", facts.step_s / alone_s, bound=bound)
+    alone, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
+    yield Advice(cause, f"one device ({alone})", view.part("total") / alone_s, bound=bound)
 
 
-def _optimizer(facts: Facts) -> Iterator[Advice]:
+def _optimizer(view: View) -> Iterator[Advice]:
     # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
-    if facts.num_ranks < 2 or facts.strategy != "ddp" or facts.num_machines > 1:
+    saved_s = view.part("optimizer") * (1 - 1 / view.num_ranks)
+    is_plain = view.run.config.get("strategy", "ddp") == "ddp" and num_machines(view.run) == 1
+    if not is_plain or saved_s < _DIVIDED_SHARE * view.part("total"):
         return
-    saved_s = facts.critical.part("optimizer") * (1 - 1 / facts.num_ranks)
-    if saved_s < _DIVIDED_SHARE * facts.step_s:
-        return
-    cause = f"The optimizer is {facts.share('optimizer')} of the step, the same on every rank"
-    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", facts.gain(saved_s))
+    cause = f"The optimizer is {view.share('optimizer')} of the step, the same on every rank"
+    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", view.gain(saved_s))
 
 
-def _larger_batch(facts: Facts) -> Iterator[Advice]:
+def _larger_batch(view: View) -> Iterator[Advice]:
     # The time that does not depend on the number of samples is then spent less often.
-    critical, rarer = facts.critical, 1 - 1 / _TIMES
-    if facts.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(facts)):
+    rarer, batch = 1 - 1 / _TIMES, view.number("global_batch_size")
+    if view.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(view)):
         # Accumulation needs no more memory. The update is less frequent, too.
-        if facts.gain(rarer * critical.part("wire")) < WORTH:
+        if view.gain(rarer * view.part("wire")) < WORTH:
             return
-        fixed_s, pieces = critical.part("wire", "optimizer"), _TIMES * facts.accumulate
-        cause = f"Exposed communication is {facts.share('wire')} of the step"
+        fixed_s, pieces = view.part("wire", "optimizer"), _TIMES * (view.number("accumulate") or 1)
+        cause = f"Exposed communication is {view.share('wire')} of the step"
         flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
         change = f"exchanging gradients once for {pieces} micro-batches ({flags})"
     else:
-        fixed_s = critical.part("wire", "optimizer", "other")
-        if fixed_s < _OVERHEAD * facts.step_s:
+        fixed_s = view.part("wire", "optimizer", "other")
+        if fixed_s < _OVERHEAD * view.part("total"):
             return
-        size = f" {_TIMES * facts.global_batch_size}" if facts.global_batch_size else ""
-        cause = f"{facts.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
+        size = f" {_TIMES * batch}" if batch else ""
+        cause = f"{view.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
         change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
-    yield Advice(cause, change, facts.gain(rarer * fixed_s), keeps_run=False)
+    yield Advice(cause, change, view.gain(rarer * fixed_s), keeps_run=False)
 
 
-def _pauses(facts: Facts) -> Iterator[Advice]:
-    flags = {"evaluation": "--eval-every", "checkpoint": "--checkpoint-every"}
-    for event, share in (facts.paused_share or {}).items():
+def _pauses(view: View) -> Iterator[Advice]:
+    for event, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
+        paused_s = sum(each.seconds or 0.0 for each in view.run.events if each.event == event)
+        share = paused_s / (view.figures.total_s or math.inf)
         cause = f"Training pauses for {event}s during {share:.0%} of the run"
-        yield Advice(cause, f"half as many of them ({flags[event]} STEPS)", 1 / (1 - min(share, 0.99) / 2))
+        yield Advice(cause, f"half as many of them ({flag} STEPS)", 1 / (1 - min(share, 0.99) / 2))
 
 
 # Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
@@ -256,13 +250,15 @@ _METHODS = {
 }
 
 
-def _exchange(facts: Facts) -> Iterator[Advice]:
-    network, cause = facts.network, f"Exposed communication is {facts.share('wire')} of the step"
-    if facts.strategy != "ddp":
+def _exchange(view: View) -> Iterator[Advice]:
+    network, cause = view.network, f"Exposed communication is {view.share('wire')} of the step"
+    if view.run.config.get("strategy", "ddp") != "ddp":
         return
     for change, (method, keeps_run) in _METHODS.items():
         is_rounding = method.name == "bf16"
-        if (facts.is_compressed and keeps_run) or (is_rounding and facts.gradient_bytes < LARGE_BYTES):
+        if keeps_run and view.run.config.get("compression") is not None:
+            continue
+        if is_rounding and (view.number("gradient_bytes") or 0) < LARGE_BYTES:
             continue
         if network is not None and network.link is not None:
             sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
@@ -270,31 +266,12 @@ def _exchange(facts: Facts) -> Iterator[Advice]:
             ways = (Method("ddp"), method)
             now, then = (predict_step(network.profile, way, network.link, network.num_machines) for way in ways)
             # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
-            bound = "at most" if facts.device == "cpu" else "about"
+            bound = "at most" if view.device == "cpu" else "about"
             yield Advice(where, change, now.seconds / then.seconds, keeps_run, bound)
-        elif is_rounding and (facts.device != "cpu" or facts.num_machines > 1):
+        elif is_rounding and (view.device != "cpu" or num_machines(view.run) > 1):
             # Half the bytes take half the time, unless most of it is latency. In shared memory, rounding takes as long
             # as adding.
-            yield Advice(cause, change, facts.gain(facts.critical.part("wire") / 2))
+            yield Advice(cause, change, view.gain(view.part("wire") / 2))
 
 
 _RULES = (_cores, _loading, _slow_rank, _exchange, _optimizer, _too_small, _larger_batch, _pauses)
-
-
-def find_facts(run: Recorded, device: str, figures: Figures, network: Network | None) -> Facts:
-    """Return the input of the rules from the record of a run."""
-    known: dict[str, Any] = {"workers": None, "gradient_bytes": 0, "accumulate": 1, "global_batch_size": None}
-    found = {**run.settings, **run.last}
-    return Facts(
-        num_ranks=len(figures.by_rank),
-        device=device,
-        num_machines=num_machines(run),
-        network=network,
-        critical=figures.critical,
-        straggler=figures.straggler,
-        is_compressed=run.settings.get("compression") is not None,
-        strategy=str(run.settings.get("strategy", "ddp")),
-        paused_share={name: paused / figures.total_s for name, paused in figures.paused_s.items() if figures.total_s},
-        cores=find_cores(run),
-        **{name: found[name] if type(found.get(name)) is int else default for name, default in known.items()},
-    )

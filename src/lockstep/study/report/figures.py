@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lockstep.study.links import Computing, Link, Profile, ReadyBucket, cable_bytes, format_rate
 from lockstep.telemetry.cost import Price, Usage
 from lockstep.telemetry.figures import Figures
-from lockstep.telemetry.record import RankRecord, Recorded, Timeline
+from lockstep.telemetry.record import Recorded, Timeline
 
 # The network between machines.
 
@@ -49,7 +49,7 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     machines, num_ranks = num_machines(run), len(run.ranks)
     batch = run.last.get("global_batch_size")
     timelines = [each for each in run.zero.timelines if each.buckets and each.waited]
-    if not timelines or type(batch) is not int or machines < 1:
+    if not timelines or not figures.by_rank or type(batch) is not int:
         return None
     last, parts = timelines[-1], figures.critical
     begin_s = max((begin for phase, begin, _ in last.spans if phase == "backward"), default=0.0)
@@ -61,15 +61,13 @@ def find_network(run: Recorded, figures: Figures) -> Network | None:
     alone = Computing(parts.part("data_wait", "forward"), parts.part("backward"), rest_s)
     profile = Profile(batch, {-(-batch // num_ranks): alone}, buckets, ranks_per_machine=-(-num_ranks // machines))
     rates = [rate for each in timelines if (rate := _link_rate(each, run, machines))]
-    link = None
-    if machines > 1 and rates:
-        link = Link(median(rates), source=f"{format_rate(median(rates))} as recorded")
+    link = Link(median(rates), source=f"{format_rate(median(rates))} as recorded") if rates else None
     return Network(machines, profile, link, _slowest_link(run))
 
 
 def _link_rate(timeline: Timeline, run: Recorded, machines: int) -> float | None:
     """Return the bytes per second that a machine sent while buckets were exchanged; None if unknown."""
-    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(run.settings.get("compression"))
+    ratio = {None: 1.0, "bf16": 0.5, "fp16": 0.5}.get(run.config.get("compression"))
     if ratio is None or machines < 2:
         return None  # with other compression, the bytes depend on the model
     members = machines if run.last.get("backend") == "shm+gloo" else len(run.ranks)
@@ -111,8 +109,8 @@ def find_costs(run: Recorded, price: str | None, until_loss: float | None) -> li
     Raises:
         ConfigurationError: The price cannot be read.
     """
-    recorded, whole, steps = run.settings.get("price"), _usage(run), run.zero.steps
-    cost = Price.read(price if price is not None or recorded is None else str(recorded))
+    whole, steps = _usage(run), run.zero.steps
+    cost = Price.read(str(run.config["price"]) if price is None and "price" in run.config else price)
     if not whole.device_s:
         return []
     found = [f"The run (starts: {len(run.sessions)}) used {whole.text(cost)}."]
@@ -173,18 +171,15 @@ class Cores(NamedTuple):
 
 def find_cores(run: Recorded) -> Cores | None:
     """Return the use of the cores; None if it was not recorded."""
-
-    def mean(record: RankRecord, name: str) -> float:
-        # Without the first line, which is before any step.
-        return fmean([line.figures.get(name, 0.0) for line in record.machine[1:]] or [0.0]) / 100
-
-    waiting = max(run.ranks.values(), key=lambda record: mean(record, "core_wait_percent"), default=run.zero)
-    busy, stolen, throttled = (mean(waiting, f"{name}_percent") for name in ("host_cpu", "steal", "throttled"))
+    waiting = max(run.ranks.values(), key=lambda each: each.mean("core_wait_percent") or 0.0, default=run.zero)
+    names = ("host_cpu_percent", "steal_percent", "throttled_percent")
+    busy, stolen, throttled = ((waiting.mean(name) or 0.0) / 100 for name in names)
     if not busy:
         return None
     beside = [record for record in run.ranks.values() if record.host == waiting.host]
-    ranks = sum(mean(each, "cpu_percent") + mean(each, "workers_cpu_percent") for each in beside)
-    text = str(((run.last.get("provenance") or {}).get("machine") or {}).get("cores"))
+    loads = [each.mean(name) or 0.0 for each in beside for name in ("cpu_percent", "workers_cpu_percent")]
+    ranks = sum(loads) / 100
+    text = str(run.config.get("machine/cores"))
     total = float(text) if text.isdecimal() else 0.0
     threads = max(line.figures.get("num_threads", 0.0) for record in beside for line in record.machine)
     return Cores(total, ranks, max(0.0, busy - ranks), stolen, throttled, len(beside), threads)
@@ -195,17 +190,15 @@ def find_cores(run: Recorded) -> Cores | None:
 MOST_STEPS = 3
 
 
-def find_window(run: Recorded) -> dict[int, list[Timeline]]:
+def find_window(run: Recorded) -> list[dict[int, Timeline]]:
     """Return by rank the timelines of some consecutive steps in the middle of the run; empty if there are none."""
-    by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in run.ranks.items()}
+    by_rank = {rank: {each.step: each for each in record.timelines} for rank, record in sorted(run.ranks.items())}
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
     # The beginnings of consecutive steps.
     begins = [step for step in common if step - 1 not in common]
-    if not begins:
-        return {}
-    begin = begins[len(begins) // 2]
-    steps = list(itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS)))
-    return {rank: [of_rank[step] for step in steps] for rank, of_rank in sorted(by_rank.items())}
+    begin = begins[len(begins) // 2] if begins else 0
+    steps = itertools.takewhile(common.__contains__, range(begin, begin + MOST_STEPS))
+    return [{rank: of_rank[step] for rank, of_rank in by_rank.items()} for step in steps]
 
 
 def bars_of(timeline: Timeline, zero: float) -> list[tuple[str, float, float]]:

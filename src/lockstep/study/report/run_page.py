@@ -1,10 +1,9 @@
 """The page of a run: verdict, advice, plots and tables in one HTML file; all texts from a record are escaped."""
 
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from html import escape
@@ -20,8 +19,9 @@ from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import html_page, html_table, items
-from lockstep.study.report.figures import bars_of, find_costs
-from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
+from lockstep.study.report.advice import View
+from lockstep.study.report.figures import bars_of, find_costs, find_window
+from lockstep.study.report.view import BaselineComparison, compare_with_baseline, sentences, view_run
 from lockstep.telemetry.record import StepLine, Timeline
 from lockstep.telemetry.step_times import PARTS
 
@@ -41,8 +41,8 @@ class Report(Shown):
     """
 
     view: View
-    baseline: BaselineComparison | None
-    costs: Sequence[str]
+    baseline: BaselineComparison | None = None
+    costs: Sequence[str] = ()
 
     @property
     def sentences(self) -> list[str]:
@@ -53,8 +53,27 @@ class Report(Shown):
 
     @property
     def page(self) -> str:
-        """One HTML file, which opens offline; needs matplotlib."""
-        return render(self.view, self.baseline, self.costs)
+        """One HTML file, which opens offline.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed.
+        """
+        view, baseline = self.view, self.baseline
+        with drawing.drawing_style(11.0):  # on a phone they are scaled down
+            plots = draw(view, baseline)
+        others = [advice.text for advice in view.advice[1:_MOST_ADVICE]]  # the first one is a part of the summary above
+        parts = {
+            "gaps": _listing("What is missing in this record", view.run.gaps, "gaps"),
+            "advice": _listing("What else to change", others),
+            "plots": "".join(plots),
+            "tables": _folded([ranks_table(view), _events(view)]),
+            "costs": _listing("What it used", self.costs),
+            "about": _folded([about_table(view, baseline)]),
+        }
+        hosts = len({record.host for record in view.run.ranks.values()})
+        subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
+        body = drawing.fill("report.html", parts)
+        return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
 
     def __rich__(self) -> RenderableType:
         return Text("\n".join(self.sentences))
@@ -89,47 +108,13 @@ def report(
     return Report(view, baseline, find_costs(view.run, price, until_loss))
 
 
-def render(view: View, baseline: BaselineComparison | None = None, costs: Sequence[str] = ()) -> str:
-    """Return the page of a run, optionally with a baseline run and with sentences about its resource use.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed.
-    """
-    with drawing.drawing_style(11.0):  # on a phone they are scaled down
-        plots = draw(view, baseline)
-    how = "The largest gain first, what makes it another training run last. Each on its own, predicted from what was "
-    others = [advice.text for advice in view.advice[1:_MOST_ADVICE]]  # the first one is a part of the summary above
-    parts = {
-        "gaps": _listing("What is missing in this record", view.run.gaps, "gaps"),
-        "advice": _listing("What else to change", others, note=f"{how}measured here."),
-        "plots": "".join(plots),
-        "tables": _folded([ranks_table(view), _events(view)]),
-        "costs": _listing("What it used", costs),
-        "about": _folded(about_tables(view, baseline)),
-        "commands": _commands(view),
-    }
-    hosts = len({record.host for record in view.run.ranks.values()})
-    subtitle = f"{view.run.folder} (ranks: {len(view.run.ranks)}, hosts: {hosts}, starts: {len(view.run.sessions)})"
-    body = drawing.fill("report.html", parts)
-    return html_page(f"{view.task}: lockstep report", view.task, subtitle, sentences(view, baseline), body)
-
-
-def _listing(heading: str, texts: Sequence[str], look: str = "", note: str = "") -> str:
-    if not texts:
-        return ""
-    return f'<section class="{look}"><h2>{heading}</h2><p class="soft">{note}</p><ul>{items(texts)}</ul></section>'
+def _listing(heading: str, texts: Sequence[str], look: str = "") -> str:
+    return f'<section class="{look}"><h2>{heading}</h2><ul>{items(texts)}</ul></section>' if texts else ""
 
 
 def _folded(tables: Sequence[Table]) -> str:
     shown = {escape(table.title): html_table(table) for table in tables if table.rows}
     return "".join(f"<details><summary>{title}</summary>{table}</details>\n" for title, table in shown.items())
-
-
-def _commands(view: View) -> str:
-    if "command" not in view.run.last:
-        return ""
-    lines = (f"cd {view.run.last.get('working_directory')}", str(view.run.last["command"]))
-    return f"<p>To repeat it:{''.join(f'<br><code>{escape(line)}</code>' for line in lines)}</p>"
 
 
 # All figures as tables: for readers who cannot see the drawings, and for values that drawings omit.
@@ -144,40 +129,33 @@ LOADS = {
 }
 
 
-def about_tables(view: View, baseline: BaselineComparison | None) -> list[Table]:
-    """Return the tables of program and machine; with a baseline in a second column, and differences marked."""
+def about_table(view: View, baseline: BaselineComparison | None) -> Table:
+    """Return how and where a run was made; with a baseline in a second column, and differences marked."""
     views = {"this run": view} if baseline is None else {"this run": view, baseline.name: baseline.view}
-    found = []
-    for heading, read in (("Settings", lambda each: each.run.settings), ("Machine and versions", _machine_facts)):
-        facts = [_plain(read(each)) for each in views.values()]
-        rows = [[name, *(each.get(name, "") for each in facts)] for name in dict.fromkeys(chain(*facts))]
-        differs = [row[0] for row in rows if len(set(row[1:])) > 1]
-        found.append(Table(heading, ["", *views], rows, differs=differs))
-    return found
+    facts = [each.run.config for each in views.values()]
+    rows = [[name, *(str(each.get(name, "")) for each in facts)] for name in dict.fromkeys(chain(*facts))]
+    differs = [row[0] for row in rows if len(set(row[1:])) > 1]
+    return Table("Settings, machine and versions", ["", *views], rows, differs=differs)
 
 
 def ranks_table(view: View) -> Table:
     """Return a row for each rank: milliseconds by part, how often it was last, memory and load."""
-    figures = view.figures
-    loads = [name for name in LOADS if any(_values(view, rank, name) for rank in view.run.ranks)]
+    figures, ranks = view.figures, view.run.ranks
+    loads = [name for name in LOADS if any(record.mean(name) is not None for record in ranks.values())]
     labels = (part.label for part in PARTS.values())
-    columns = [*labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    columns = ["rank", "device", *labels, "all", "comes last", "peak MiB", *(LOADS[name] for name in loads)]
+    peak = "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes"
     rows = []
-    for rank in sorted(view.run.ranks):
+    for rank, record in sorted(ranks.items()):
         cells = [""] * (len(PARTS) + 2)
-        if figures is not None and rank in figures.by_rank:
+        if rank in figures.by_rank:
             cells = [f"{figures.by_rank[rank].part(name) * 1e3:.2f}" for name in (*PARTS, "total")]
             cells.append(f"{figures.last_share[rank]:.0%}")
-        peaks = _values(view, rank, "rss_peak_bytes" if view.device == "cpu" else "memory_peak_bytes")
-        cells.append(f"{max(peaks) / MIB:,.0f}" if peaks else "")
-        # The first line was written before the first step.
-        means = [_values(view, rank, name)[1:] for name in loads]
-        rows.append([str(rank), *cells, *(f"{fmean(values):,.0f}" if values else "" for values in means)])
-    return Table("Each rank: milliseconds per step, memory and load", ["rank", *columns], rows, numbers=columns)
-
-
-def _values(view: View, rank: int, name: str) -> list[float]:
-    return [line.figures[name] for line in view.run.ranks[rank].machine if name in line.figures]
+        peak_bytes = max((line.figures.get(peak, 0.0) for line in record.machine), default=0.0)
+        cells.append(f"{peak_bytes / MIB:,.0f}" if peak_bytes else "")
+        cells += ["" if (mean := record.mean(name)) is None else f"{mean:,.0f}" for name in loads]
+        rows.append([str(rank), f"{record.device} on {record.host}", *cells])
+    return Table("Each rank: milliseconds per step, memory and load", columns, rows, numbers=columns[2:])
 
 
 def _events(view: View) -> Table:
@@ -191,22 +169,6 @@ def _events(view: View) -> Table:
         rows.append([when, str(event.step), event.event, stood_still, event.text])
     columns = ["time (UTC)", "after step", "event", "stood still", "what happened"]
     return Table(f"Events{left_out}", columns, rows)
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as texts, without those that are unknown."""
-    known = {str(name): value for name, value in values.items() if value is not None}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
-
-
-def _machine_facts(view: View) -> dict[str, Any]:
-    last = view.run.last
-    provenance = last.get("provenance") or {}
-    found = {"recorded": provenance.get("when"), **provenance.get("versions", {}), **provenance.get("machine", {})}
-    found |= {f"{name} commit": value for name, value in provenance.get("commits", {}).items()}
-    names = ("backend", "global_batch_size", "num_parameters", "gradient_bytes", "workers", "num_restarts")
-    found |= {name.replace("_", " "): last.get(name) for name in names}
-    return found | {f"rank {rank}": f"{each.device} on {each.host}" for rank, each in sorted(view.run.ranks.items())}
 
 
 # The plots: where the time of a step goes, curves over the steps, the timeline. None contains text from a record.
@@ -235,19 +197,17 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     """Return the ranks that a drawing shows: all, or if there are many, those that others wait for most."""
-    last_share = view.figures.last_share if view.figures is not None else {}
+    last_share = view.figures.last_share
     return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
 
 
 def _parts(view: View) -> str | None:
-    if view.figures is None:
+    if not view.figures.by_rank:
         return None
-    rows = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
-    note = ""
-    if len(rows) > 1:
-        rows = {"critical": view.figures.critical.parts(), **rows}
-        note = "The bar on top is the work that the others waited for: what shortens it shortens the step."
-    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", rows, note)
+    ranks = {f"rank {rank}": view.figures.by_rank[rank].parts() for rank in shown_ranks(view)}
+    top = {"critical": view.figures.critical.parts()} if len(ranks) > 1 else {}
+    note = "The bar on top is the work that the others waited for: what shortens it shortens the step." if top else ""
+    return drawing.stacked_bars("Where the time of a step goes", "milliseconds per step, mean", top | ranks, note)
 
 
 def _binned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -307,8 +267,7 @@ _MOST_BARS = 12
 def draw_timeline(view: View) -> str | None:
     """Return the drawing, one step below the other; None if no step has a timeline of every rank."""
     ranks = shown_ranks(view, _MOST_RANKS)
-    by_step = [dict(zip(view.window, timelines, strict=True)) for timelines in zip(*view.window.values(), strict=True)]
-    steps = by_step[: max(1, _MOST_BARS // len(ranks))]
+    steps = find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]
     if not steps:
         return None
     # Steps beside each other would be unreadable on a phone.
@@ -321,11 +280,9 @@ def draw_timeline(view: View) -> str | None:
             _draw_lane(axes, len(labels), step[rank], zero)
             labels.append(f"rank {rank}")
     drawing.label_rows(axes, labels, "milliseconds")
-    first, last = (step[ranks[0]].step + 1 for step in (steps[0], steps[-1]))
-    named = f"step {first}" if first == last else f"steps {first} to {last}"
-    alt, note = f"What each rank did when, in {named}, as bars.", "Hatched is waiting; the thin lines below a bar are "
-    note += "buckets of gradients, from ready over sent to reduced."
-    return drawing.finish_plot(f"Timeline of {named}", alt, figure, note)
+    note = "Hatched is waiting; thin lines below a bar are buckets of gradients, from ready over sent to reduced."
+    alt = f"What each rank did when, as bars, in {', '.join(label for label in labels if label.startswith('step'))}."
+    return drawing.finish_plot("Timeline", alt, figure, note)
 
 
 def _draw_lane(axes: Any, row: int, timeline: Timeline, zero: float) -> None:

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.study.links import format_megabytes
-from lockstep.study.report.advice import Advice, advise, find_facts, who_has_the_cores
-from lockstep.study.report.figures import Network, bars_of, find_cores, find_network, find_window
-from lockstep.telemetry.figures import Figures, find_figures, largest_part
+from lockstep.study.report.advice import View, who_has_the_cores
+from lockstep.study.report.figures import bars_of, find_cores, find_network
+from lockstep.telemetry.figures import find_figures
 from lockstep.telemetry.live_view import rate
-from lockstep.telemetry.record import Recorded, Timeline, kind_of, read_run
+from lockstep.telemetry.record import Recorded, kind_of, read_run
 from lockstep.telemetry.step_times import PARTS, milliseconds
-
-
-@dataclass(frozen=True)
-class View:
-    """A recorded run, its figures and its advice.
-
-    Attributes:
-        task: The name of the task.
-        device: The type of the devices, such as ``cuda``.
-        num_devices: The number of devices on which it trained.
-    """
-
-    run: Recorded
-    figures: Figures | None
-    window: dict[int, list[Timeline]]
-    network: Network | None
-    advice: list[Advice]
-    task: str
-    device: str
-    num_devices: int
 
 
 def view_run(folder: Path) -> View:
@@ -44,21 +25,16 @@ def view_run(folder: Path) -> View:
         ConfigurationError: Nothing was recorded in ``folder``.
     """
     run = read_run(folder)
-    figures, device = find_figures(run), run.zero.device.partition(":")[0] or "cpu"
-    network = None if figures is None else find_network(run, figures)
-    advice = [] if figures is None else advise(find_facts(run, device, figures, network))
+    figures = find_figures(run)
     num_devices = sum(len(record.device.split(", ")) for record in run.ranks.values())
-    task = str(run.last.get("task") or "a run")
-    return View(run, figures, find_window(run), network, advice, task, device, num_devices)
+    task, device = str(run.last.get("task") or "a run"), run.zero.device.partition(":")[0] or "cpu"
+    return View(run, figures, find_network(run, figures), find_cores(run), task, device, num_devices)
 
 
 # Comparison with another run: are the losses the same, and how much faster is it?
 
 # Settings that change the results of training.
 _ALIKE = ["seed", "global_batch_size", "precision", "clip", "schedule", "warmup", "lr_scaling", "shares", "compression"]
-
-# A good share of linear scaling.
-GOOD_SHARE = 0.8
 
 # In the first step, only rounding errors can differ; those of bf16 are the largest.
 _ROUNDING = 1e-3
@@ -85,13 +61,12 @@ def compare_with_baseline(view: View, other: View) -> BaselineComparison:
     """Return the comparison of ``view`` with ``other``."""
     name = "one device" if other.num_devices == 1 else f"{other.num_devices} devices"
     scaling = ""
-    if view.figures is not None and other.figures is not None and other.figures.samples_per_s:
+    if view.figures.samples_per_s and other.figures.samples_per_s:
         speed_up = view.figures.samples_per_s / other.figures.samples_per_s
         scaling = f"{speed_up:.2f} times as fast as {name}"
         num_times = view.num_devices / max(1, other.num_devices)
         if num_times > 1:
-            note = "" if speed_up >= GOOD_SHARE * num_times else f" ({GOOD_SHARE:.0%} is good)"
-            scaling += f", {speed_up / num_times:.0%} of linear{note}"
+            scaling += f", {speed_up / num_times:.0%} of linear"
     return BaselineComparison(name, other, _compare_losses(view, other, name), scaling)
 
 
@@ -103,7 +78,7 @@ def _compare_losses(view: View, other: View, name: str) -> str:
     if not apart:
         return f"This run and that on {name} have no step in common."
     # The batch size may be that of the task, which is not a setting, but a value of the session.
-    sets = [{**each.run.settings, **each.run.last, "task": each.task} for each in (view, other)]
+    sets = [each.run.config for each in (view, other)]
     settings = {name: [each.get(name) for each in sets] for name in ("task", *_ALIKE)}
     differs = [f"{name} {mine} here, {theirs} there" for name, (mine, theirs) in settings.items() if mine != theirs]
     # A difference in the first common step is a wrong gradient or another batch; later ones may come from rounding.
@@ -132,21 +107,16 @@ def _losses(view: View) -> dict[int, float]:
 GOOD_BUSY = 90
 
 
-def sentences(view: View, baseline: BaselineComparison | None = None) -> tuple[str, str, str]:
-    """Return the three sentences; with a ``baseline``, the first says how much more devices gave."""
-    figures = view.figures
-    if figures is None:
-        return (
-            f"The record of {view.task} has no step that all ranks have done.",
-            "The parts of a step are unknown.",
-            "Record a run with more steps.",
-        )
+def sentences(view: View, baseline: BaselineComparison | None = None) -> Sequence[str]:
+    """Return the three sentences, fewer if there are no figures; with a ``baseline``, the first compares the speed."""
+    if not view.figures.by_rank:
+        return f"The record of {view.task} has no step that all ranks have done.", "Record a run with more steps."
     change = f"Change first: {view.advice[0].text}" if view.advice else "No change is predicted to gain more than 3%."
-    return _how_fast(view, figures, baseline), _where(view, figures), change
+    return _how_fast(view, baseline), _where(view), change
 
 
-def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None) -> str:
-    kind = kind_of(view.device)
+def _how_fast(view: View, baseline: BaselineComparison | None) -> str:
+    figures, kind = view.figures, kind_of(view.device)
     one, more = ("CPU process", "CPU processes") if kind == "CPU" else (kind, f"{kind}s")
     # Without a DataLoader, the samples of a script are unknown.
     is_counted = figures.samples_per_s > 0
@@ -162,11 +132,11 @@ def _how_fast(view: View, figures: Figures, baseline: BaselineComparison | None)
     return f"{text}."
 
 
-def _where(view: View, figures: Figures) -> str:
-    network, critical, total_s = view.network, figures.critical, figures.critical.total_s or 1.0
+def _where(view: View) -> str:
+    figures, network, critical = view.figures, view.network, view.figures.critical
+    total_s = critical.total_s or 1.0
     percents = {name: round(100 * seconds / total_s) for name, seconds in critical.parts().items()}
-    is_starved = largest_part(critical) == "core_wait"
-    named = ["core_wait"] if is_starved else ["forward", "backward", "optimizer"]
+    named = ["core_wait"] if view.is_starved else ["forward", "backward", "optimizer"]
     # The sum of the rounded parts, so that what is printed adds up; less than half a percent is noise.
     share = sum(percents.get(name, 0) for name in named)
 
@@ -174,18 +144,18 @@ def _where(view: View, figures: Figures) -> str:
         largest = sorted(filter(percents.get, percents), key=lambda name: -percents[name])
         return ", ".join(f"{percents[name]}% {PARTS[name].label}" for name in largest if (name in named) == is_named)
 
-    if is_starved:
-        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(find_cores(view.run))[0]}"
+    if view.is_starved:
+        text = f"Of a step, {share}% is waiting for a core, as {who_has_the_cores(view.cores)[0]}"
     else:
         text = f"Of a step, {share}% is computing{' (well used)' * (share >= GOOD_BUSY)}: {listed(is_named=True)}"
     if rest := listed(is_named=False):
-        is_lost = share < GOOD_BUSY and not is_starved
+        is_lost = share < GOOD_BUSY and not view.is_starved
         text += f"; the rest {'can be gained:' if is_lost else 'is'} {rest}"
     slow = figures.straggler
     if slow is not None:
         where = PARTS[slow.part].doing
         text += f"; the others wait {milliseconds(slow.lost_s)} in each step for rank {slow.rank} ({where})"
-    elif figures.critical.exposed_s is None and len(figures.by_rank) > 1:
+    elif critical.exposed_s is None and len(figures.by_rank) > 1:
         text += "; backward includes waiting for other ranks, which this engine does not measure"
     if network is not None and network.link is not None:
         sent = format_megabytes(network.sent_bytes)
@@ -204,27 +174,22 @@ def to_trace(run: Recorded) -> str:
     Source: the Trace Event Format, with complete events (``X``), instants (``i``) and names (``M``).
     """
     zero = min((step.time for record in run.ranks.values() for step in record.steps), default=0.0)
-    threads = {"step": 0, "buckets": 1, "events": 2}  # of each rank's process
     entries: list[dict[str, Any]] = []
 
-    def add(kind: str, rank: int, thread: str, name: str, args: dict[str, Any], **more: Any) -> None:
-        entries.append({"ph": kind, "pid": rank, "tid": threads[thread], "name": name, "args": args, **more})
-
-    def span(rank: int, thread: str, name: str, begin_s: float, end_s: float, **args: int) -> None:
-        add("X", rank, thread, name, args, ts=begin_s * 1e6, dur=max(0.0, end_s - begin_s) * 1e6)
+    def add(kind: str, thread: int, name: str, args: dict[str, Any], at_s: float = 0.0, **more: Any) -> None:
+        entries.append({"ph": kind, "pid": rank, "tid": thread, "name": name, "args": args, "ts": at_s * 1e6, **more})
 
     for rank, record in sorted(run.ranks.items()):
-        add("M", rank, "step", "process_name", {"name": f"rank {rank} ({record.device} on {record.host})"})
-        for thread in threads:
-            add("M", rank, thread, "thread_name", {"name": thread})
+        add("M", 0, "process_name", {"name": f"rank {rank} ({record.device} on {record.host})"})
+        for thread, name in enumerate(("step", "buckets", "events")):
+            add("M", thread, "thread_name", {"name": name})
         for timeline in record.timelines:
-            number, shift_s = timeline.step + 1, timeline.time - zero
+            of = {"step": timeline.step + 1}
             for phase, begin_s, end_s in bars_of(timeline, zero):
-                span(rank, "step", phase.replace("_", " "), begin_s, end_s, step=number)
+                add("X", 0, phase.replace("_", " "), of, begin_s, dur=(end_s - begin_s) * 1e6)
             for bucket in timeline.buckets:
-                sent_s, done_s = shift_s + bucket.sent_s, shift_s + bucket.done_s
-                span(rank, "buckets", f"bucket {bucket.number}", sent_s, done_s, step=number, bytes=bucket.size_bytes)
+                args, sent_s = {**of, "bytes": bucket.size_bytes}, timeline.time - zero + bucket.sent_s
+                add("X", 1, f"bucket {bucket.number}", args, sent_s, dur=(bucket.done_s - bucket.sent_s) * 1e6)
         for event in record.events:
-            args = {"text": event.text, "step": event.step}
-            add("i", rank, "events", event.event, args, ts=(event.time - zero) * 1e6, s="p")
+            add("i", 2, event.event, {"text": event.text, "step": event.step}, event.time - zero, s="p")
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": entries})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.comm.world import World
@@ -13,96 +14,53 @@ from lockstep.study.verify.interventions import Experiment, Given, Off, Subject,
 from lockstep.study.verify.reference_loop import StepWeights, explain, measure_weights, perform
 
 
-class Cause(Enum):
-    """Why a run on N ranks differs from the run in one process, and what to do about it.
+class Cause(StrEnum):
+    """Why a run on N ranks differs from the run in one process; `FIXES` has what to do about it."""
 
-    Attributes:
-        fix: ``{num}`` stands for the number of ranks.
-    """
+    DATA = "data order"
+    WEIGHTING = "sample weighting"
+    RANDOM = "random state"
+    BATCHNORM = "BatchNorm statistics"
+    RATES = "learning-rate rule"
+    BUFFERS = "buffers changed on one rank"
+    PARAMETERS = "parameters changed in forward"
+    OPERATOR = "non-deterministic operator"
+    SUM = "a loss that sums instead of averages"
+    COUPLED = "samples that depend on each other"
+    CLIPPED = "parts clipped before they are summed"
+    CLAMPED = "a loss clamped after its mean is taken"
+    TERM = "a regulariser scaled by the local batch"
+    STATE = "state in a plain attribute"
+    OUTSIDE = "parameters that no module registers"
+    RANK = "a forward pass that depends on the rank"
+    BACKWARD = "a backward pass that depends on the rank"
+    MODEL = "a model that depends on the rank"
 
-    fix: str
 
-    def __new__(cls, value: str, fix: str) -> Cause:
-        """Return a cause that is equal to its name in ``value``."""
-        cause = object.__new__(cls)
-        cause._value_, cause.fix = value, fix
-        return cause
-
-    DATA = (
-        "data order",
-        "Make the data set the same on every rank, in the same order, without rank, set order or private generators.",
-    )
-    WEIGHTING = (
-        "sample weighting",
-        "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
-    )
-    RANDOM = (
-        "random state",
-        "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
-    )
-    BATCHNORM = (
-        "BatchNorm statistics",
+# ``{num}`` stands for the number of ranks.
+FIXES = {
+    Cause.DATA: "Make the data set the same on every rank, in the same order, without rank, sets or own generators.",
+    Cause.WEIGHTING: "Return lockstep.Loss(total, count) from the loss: the sum of its parts and their number.",
+    Cause.RANDOM: "Train with --reproducible {num}: each part of the batch then has random numbers of its own.",
+    Cause.BATCHNORM: (
         "Use lockstep.SyncBatchNorm.convert_sync_batchnorm(model) in Task.model, or train with --reproducible {num}, "
-        "or use a norm that treats each sample separately, such as GroupNorm.",
-    )
-    RATES = (
-        "learning-rate rule",
-        "Let the learning rate depend on the global batch only, not on the rank: in Task.optimizer and Task.schedule.",
-    )
-    BUFFERS = (
-        "buffers changed on one rank",
-        "Change buffers and parameters in the same way on every rank: from values that all ranks have.",
-    )
-    PARAMETERS = (
-        "parameters changed in forward",
-        "Keep what forward computes in a buffer, which --reproducible {num} combines, or all-reduce it yourself.",
-    )
-    OPERATOR = (
-        "non-deterministic operator",
-        "Derive everything from the seed; torch.use_deterministic_algorithms(True) replaces or names operators.",
-    )
-    SUM = (
-        "a loss that sums instead of averages",
-        "Return the mean over the batch, or lockstep.Loss(total, count) with the number of summands.",
-    )
-    COUPLED = (
-        "samples that depend on each other",
-        "Train with --reproducible {num}, or gather what the samples need of each other from all ranks in the loss.",
-    )
-    CLIPPED = (
-        "parts clipped before they are summed",
-        "Clip the gradient of the whole batch with --clip NORM, or train with --reproducible {num}.",
-    )
-    CLAMPED = (
-        "a loss clamped after its mean is taken",
-        "Clamp the loss of each sample before taking the mean, or train with --reproducible {num}.",
-    )
-    TERM = (
-        "a regulariser scaled by the local batch",
-        "Scale such a term by a constant, not by the number of samples that the loss is given.",
-    )
-    STATE = (
-        "state in a plain attribute",
-        "Keep what forward remembers in a buffer (register_buffer), which --reproducible {num} combines.",
-    )
-    OUTSIDE = (
-        "parameters that no module registers",
-        "Make them part of the model: use nn.ModuleList for a list of modules and nn.ParameterList for parameters.",
-    )
-    RANK = (
-        "a forward pass that depends on the rank",
-        "Remove rank and world size from collate, loss and model: the engine already averages over the ranks.",
-    )
-    BACKWARD = (
-        "a backward pass that depends on the rank",
-        "Remove rank and world size from hooks and autograd functions: the engine already averages over the ranks.",
-    )
-    MODEL = (
-        "a model that depends on the rank",
-        "Build the same model on every rank: do not seed in Task.model, and do not use rank and world size there.",
-    )
-
-
+        "or use a norm that treats each sample separately, such as GroupNorm."
+    ),
+    Cause.RATES: "Let the learning rate depend on the global batch only: in Task.optimizer and in Task.schedule.",
+    Cause.BUFFERS: "Change buffers and parameters in the same way on every rank: from values that all ranks have.",
+    Cause.PARAMETERS: "Keep what forward computes in a buffer, which --reproducible {num} combines, or all-reduce it.",
+    Cause.OPERATOR: "Derive all from the seed; torch.use_deterministic_algorithms(True) replaces or names operators.",
+    Cause.SUM: "Return the mean over the batch, or lockstep.Loss(total, count) with the number of summands.",
+    Cause.COUPLED: "Train with --reproducible {num}, or gather what samples need of each other from all ranks.",
+    Cause.CLIPPED: "Clip the gradient of the whole batch with --clip NORM, or train with --reproducible {num}.",
+    Cause.CLAMPED: "Clamp the loss of each sample before taking the mean, or train with --reproducible {num}.",
+    Cause.TERM: "Scale such a term by a constant, not by the number of samples that the loss is given.",
+    Cause.STATE: "Keep what forward remembers in a buffer (register_buffer), which --reproducible {num} combines.",
+    Cause.OUTSIDE: "Make them part of the model: nn.ModuleList for a list of modules, nn.ParameterList for parameters.",
+    Cause.RANK: "Remove rank and world size from collate, loss and model: the engine already averages over ranks.",
+    Cause.BACKWARD: "Remove rank and world size from hooks and autograd functions: the engine averages over ranks.",
+    Cause.MODEL: "Build the same model on every rank: do not seed in Task.model, nor use rank and world size there.",
+}
 OWN_PART = "Train with --reproducible {num}, which combines what all parts write, or all-reduce it yourself."
 OWN_GENERATOR = "Draw from the default generators of torch, Python and NumPy, and do not seed them in the task."
 
@@ -166,24 +124,16 @@ class Findings:
 
     Attributes:
         explained: Whether the runs are the same if all found causes are turned off.
-        runs: Every experiment that was run, with its outcome.
     """
 
     subject: Subject
     diagnoses: list[Diagnosis] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     explained: bool = True
-    runs: dict[Experiment, Outcome] = field(default_factory=dict)
-
-    def run(self, experiment: Experiment, given: Given, world: World) -> Outcome:
-        """Return the outcome of an experiment, which runs only once. Collective for ``ranks``: every rank."""
-        if experiment not in self.runs:
-            self.runs[experiment] = attempt(perform, self.subject, experiment, given, world)
-        return self.runs[experiment]
 
     def add(self, cause: Cause, evidence: str, advice: str = "") -> None:
         """Add a cause that was found; ``advice`` replaces the usual one."""
-        text = (advice or cause.fix).format(num=self.subject.num_devices)
+        text = (advice or FIXES[cause]).format(num=self.subject.num_devices)
         self.diagnoses.append(Diagnosis(cause, evidence, text))
 
     def add_failed(self, trial: str, pair: str, reason: str) -> None:
@@ -226,11 +176,11 @@ def study_repetition(findings: Findings, given: Given, world: World, plain: Trac
         findings.add(Cause.DATA, f"One process loads other samples the second time, whatever the seed: {plain.first}.")
     if plain.of_kind("initial parameter", "initial buffer"):
         base |= {"initial"}
-        findings.add(Cause.RANDOM, "One process starts from other weights the second time.", Cause.MODEL.fix)
+        findings.add(Cause.RANDOM, "One process starts from other weights the second time.", FIXES[Cause.MODEL])
     again = plain
     if base:
         one, two = (attempt(perform, findings.subject, Experiment("one", base), given, world) for _ in range(2))
-        turned_off = " and ".join(found.cause.value for found in findings.diagnoses)
+        turned_off = " and ".join(found.cause for found in findings.diagnoses)
         again = findings.compare(turned_off, TWICE, one, two, EXACT) or plain
     if again.first is None:
         return base
@@ -255,7 +205,7 @@ _OF_DIVISION: dict[Switch, str] = {
 GIVEN: Off = frozenset({"data", "rates"})
 
 
-def study_division(findings: Findings, given: Given, world: World, base: Off) -> tuple[Given, Off, Off]:
+def study_division(findings: Findings, given: Given, world: World, base: Off) -> Given:
     """Find what makes the result depend on the division of the batch.
 
     Args:
@@ -265,8 +215,7 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         base: The features turned off in all runs.
 
     Returns:
-        ``given`` with the factors that the shares' losses need, the switches that turn off the found causes, and the
-        switches that have any effect.
+        ``given`` with the factors that the shares' losses need.
     """
     draws: dict[str, None] = {}
     written: set[str] = set()
@@ -274,8 +223,9 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
     def divide(off: Off, turned_off: str) -> TraceComparison | None:
         # The whole batch has no weights; shares only have the given data and rates.
-        one = findings.run(Experiment("one", (base | off) - {"weights"}), given, world)
-        shares = findings.run(Experiment("shares", (base | off).union(GIVEN)), given, world)
+        run = partial(attempt, perform, findings.subject)
+        one = run(Experiment("one", (base | off) - {"weights"}), given, world)
+        shares = run(Experiment("shares", (base | off).union(GIVEN)), given, world)
         for trace in (*one, *shares) if isinstance(one, list) and isinstance(shares, list) else ():
             draws.update(dict.fromkeys(trace.draws))
             written.update(trace.written)
@@ -284,13 +234,13 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
 
     plain = divide(frozenset(), "nothing")
     if plain is not None and plain.same:
-        return given, frozenset(), frozenset(live)
+        return given
     weights = attempt(measure_weights, findings.subject, given, base, world.device)
     if isinstance(weights, str):
         findings.add_failed("sample weighting", PAIR, weights)
     if plain is None or isinstance(weights, str):
         findings.explained = False
-        return given, frozenset(), frozenset(live)
+        return given
     given = replace(given, factors={step.step: step.factors for step in weights})
     kind, differing = explain(weights)
     if kind != "right":
@@ -298,14 +248,13 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
     # Several causes may act at the same time. So all are turned off, and then one at a time is turned on.
     suspects: list[Switch] = [switch for switch in _OF_DIVISION if switch in live]
     everything = frozenset(suspects)
-    below = "all of the below" if len(suspects) > 1 else "".join(_OF_DIVISION[switch] for switch in suspects)
-    nothing = divide(everything, below) if suspects else plain
+    nothing = divide(everything, "all of the below") if suspects else plain
     found: set[Switch] = set()
     # If the two differ for another reason, the experiments prove nothing.
     if is_same := nothing is not None and nothing.same:
         for switch in suspects:
-            other = None if len(suspects) == 1 else divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
-            if len(suspects) == 1 or (other is not None and not other.same):
+            other = divide(everything - {switch}, f"all but {_OF_DIVISION[switch]}")
+            if other is not None and not other.same:
                 found.add(switch)
     if "random" in found:
         drawn = ", ".join(draws) or "random numbers"
@@ -322,29 +271,21 @@ def study_division(findings: Findings, given: Given, world: World, base: Off) ->
         evidence = f"Forward changes {what} by the part of the batch that a rank has, so each rank has another."
         is_parameter = bool(changed) and changed[0].kind == "parameter"
         findings.add(*((Cause.PARAMETERS, evidence) if is_parameter else (Cause.BUFFERS, evidence, OWN_PART)))
-    if is_named := "weights" in found or (not is_same and kind in _NOT_TURNED_OFF):
+    # Weights of the shares turn off the other kinds of loss.
+    if is_named := "weights" in found or (not is_same and kind not in ("", "right", "mean")):
         # Without a kind that fits all steps, each step needs weights of its own.
         _add_weighting(findings, kind or "mean", differing)
     findings.explained &= bool(found) or is_named
-    return given, frozenset(found), frozenset(live)
-
-
-# The kinds of loss that weights of the shares do not turn off.
-_NOT_TURNED_OFF = ("state", "clamped", "sum", "single", "clipped", "term", "coupled")
+    return given
 
 
 # By kind of loss: its cause and the evidence.
-_COUPLED = (
-    "the gradient of the whole batch does not add up from its parts: a sample's loss depends on the others with it"
-)
+_COUPLED = "the gradient of the whole batch does not add up from its parts: a sample's loss depends on the others"
 _EVIDENCE = {
     "coupled": (Cause.COUPLED, _COUPLED),
     "single": (Cause.COUPLED, _COUPLED),
     "clipped": (Cause.CLIPPED, "each part of the batch is scaled or clipped by itself, and then they are summed"),
-    "clamped": (
-        Cause.CLAMPED,
-        "the loss of the whole batch or of a part is not zero, but has no gradient: it is clamped",
-    ),
+    "clamped": (Cause.CLAMPED, "a loss, of the whole batch or a part, is not zero but has no gradient: it is clamped"),
     "sum": (Cause.SUM, "the loss of the whole batch is the sum of the losses of its parts, not their mean"),
     "mean": (Cause.WEIGHTING, "the parts of the batch ({sizes} samples) count {counted}; the whole needs {wanted}"),
     "term": (Cause.TERM, "a term of the loss depends on the number of samples, but not on the samples"),
@@ -367,6 +308,8 @@ NOTHING: Off = frozenset()
 EVERYTHING: Off = frozenset({"random", "state", "data", "initial", "rates"})
 BUT_RANDOM, BUT_STATE, BUT_RATES = (EVERYTHING - {switch} for switch in ("random", "state", "rates"))
 HIDDEN: Off = EVERYTHING | {"place"}
+# All are run, on the ranks and in one process, though the first may show that the others are not needed.
+VARIANTS = NOTHING, EVERYTHING, HIDDEN, BUT_RANDOM, BUT_STATE, BUT_RATES
 
 # By the features turned off, or by the name of the fix that is tried: the traces of all ranks (or shares).
 Runs = Mapping[Off | str, Outcome]
@@ -379,15 +322,13 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
         findings: Gets the findings.
         base: The features turned off in all runs.
         shares: The runs of one process, by the features turned off.
-        ranks: The same runs on the ranks, without those that could show nothing.
+        ranks: The same runs on the ranks.
         reference: The run of one process on whole batches.
     """
     tolerance = tolerance_of(findings.subject)
     num_before = len(findings.diagnoses)
 
     def compare_with(off: Off, turned_off: str) -> TraceComparison | None:
-        if off not in ranks:
-            return None
         return findings.compare(turned_off, RANKS_PAIR, shares[off], ranks[off], tolerance, skip=["sample", "size"])
 
     plain = compare_with(NOTHING, "nothing")
@@ -398,9 +339,7 @@ def study_ranks(findings: Findings, base: Off, shares: Runs, ranks: Runs, refere
     if nothing is not None and nothing.first is None:
         found = compare_with(BUT_RANDOM, "all but random state")
         if found is not None and found.first is not None:
-            evidence = (
-                f"Forward draws other random numbers on a rank: without them, the {found.first.kind} is the same."
-            )
+            evidence = f"Forward draws other random numbers on a rank: without them the {found.first.kind} is the same."
             findings.add(Cause.RANDOM, evidence, OWN_GENERATOR)
         found = compare_with(BUT_STATE, "all but changes of buffers in forward")
         if found is not None and found.first is not None:

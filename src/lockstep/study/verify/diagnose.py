@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,28 +10,21 @@ from typing import Any
 import cloudpickle
 
 from lockstep.accelerator import check_count
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
 from lockstep.study.common import load, log, run_ranks
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import Cause, Diagnosis, Findings, Outcome, attempt, tolerance_of
+from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Runs, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
-from lockstep.study.verify.verify_table import Verification, count_ranks
-from lockstep.train.plan import check_batch
+from lockstep.study.verify.verify_table import Verification
+from lockstep.train.plan import check_batch, plural
 from lockstep.train.settings import Settings
 from lockstep.train.task import Task
 
-# The maximum number of repetitions of a run in one process, and the seconds after which no other begins.
-REPETITIONS, ENOUGH_S = 3, 1.0
-
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
 TIMEOUT_S = 3600.0
-
-# The features turned off in the runs of the process that simulates the ranks.
-VARIANTS: tuple[Off, ...] = (causes.NOTHING, causes.EVERYTHING, causes.BUT_RANDOM, causes.BUT_STATE)
 
 # Called with a function, its arguments and a number of devices; see `run_ranks`.
 Processes = Callable[..., list[Any]]
@@ -104,37 +96,18 @@ def diagnose(subject: Subject, processes: Processes, report: Callable[[str], Non
     # If one process never gives the same run twice, a comparison with ranks proves nothing.
     if study.base is not None and not comparison.same:
         findings.rows += study.division.rows
-        # Without random numbers the ranks have already done the first of these runs.
-        ranks: dict[Off | str, Outcome] = {} if study.base or "random" in study.live else {causes.NOTHING: on_ranks}
-        if wanted := _wanted(study, ranks, reads_others=comparison.of_kind("size", "sample") is not None):
-            report(f"experiments on {count_ranks(subject.num_devices)}")
-            light = replace(study, runs={})  # traces are large, and every rank gets a copy
-            found = processes(run_on_ranks, light, wanted, devices=subject.num_devices)
-            ranks |= {name: _gather([one[name] for one in found]) for name in found[0]}
-        shares = {name: study.runs[study.experiment(name, "shares")] for name in ranks}
-        causes.study_ranks(findings, study.base, shares, ranks, alone.traces)
-        findings.diagnoses += [_with_fix(one, shares, ranks, findings) for one in study.division.diagnoses]
+        report(f"experiments on {plural(subject.num_devices, 'rank')}")
+        light = replace(study, runs=dict.fromkeys(study.runs, ""))  # traces are large, and every rank gets a copy
+        found = processes(run_on_ranks, light, devices=subject.num_devices)
+        ranks = {name: _gather([one[name] for one in found]) for name in study.runs}
+        causes.study_ranks(findings, study.base, study.runs, ranks, alone.traces)
+        fixed = study.runs["reproducible"], ranks["reproducible"]
+        findings.diagnoses += [_with_fix(one, *fixed, findings) for one in study.division.diagnoses]
         findings.explained &= study.division.explained
     # Of each cause the first.
     diagnoses = tuple({one.cause: one for one in reversed(findings.diagnoses)}.values())[::-1]
     explained = findings.explained and bool(diagnoses)
     return replace(result, comparison=comparison, findings=diagnoses, rows=tuple(findings.rows), explained=explained)
-
-
-def _wanted(study: AloneStudy, ranks: causes.Runs, *, reads_others: bool) -> list[Off | str]:
-    """Return the experiments that the ranks have to run; ``reads_others``: their samples differ."""
-    wanted: list[Off | str] = [causes.NOTHING] if causes.NOTHING not in ranks else []
-    if wanted or not _is_same(study, ranks[causes.NOTHING]):
-        wanted += [causes.EVERYTHING, causes.HIDDEN, causes.BUT_RANDOM, causes.BUT_STATE]
-        wanted += [causes.BUT_RATES] if reads_others else []
-    return [*wanted, *study.fixes]
-
-
-def _is_same(study: AloneStudy, on_ranks: Outcome) -> bool:
-    shares = study.runs[study.experiment(causes.NOTHING, "shares")]
-    if isinstance(shares, str) or isinstance(on_ranks, str):
-        return False
-    return compare(shares, on_ranks, tolerance_of(study.division.subject), skip=["sample", "size"]).same
 
 
 def _gather(outcomes: list[Outcome]) -> Outcome:
@@ -155,9 +128,9 @@ def _train(
     report("one process, twice")
     alone: Alone = processes(run_alone, subject, devices=1)[0]
     subject, findings = alone.subject, Findings(alone.subject)
-    report(count_ranks(num))
+    report(plural(num, "rank"))
     try:
-        found = processes(run_ranks_plain, subject, devices=num)
+        found = processes(perform, subject, _plain(subject, "ranks"), Given(), devices=num)
         return alone, [trace for traces in found for trace in traces], remark
     except Exception as error:
         reason = str(error).partition("\n")[0]
@@ -187,37 +160,25 @@ def _outside(alone: Alone) -> Diagnosis | None:
         f"Training changes parameters that no module of the model registers, of shape {', '.join(shapes[:5])}: each "
         "rank trains its own."
     )
-    return Diagnosis(Cause.OUTSIDE, evidence, Cause.OUTSIDE.fix)
+    return Diagnosis(Cause.OUTSIDE, evidence, FIXES[Cause.OUTSIDE])
 
 
-_FIXES = {"convert": "lockstep.SyncBatchNorm instead", "reproducible": "--reproducible {num} instead"}
+# The causes that have to be fixed in the code; the fix of the others, or one of them, is --reproducible.
+_BY_HAND = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
 
 
-def _fix_of(cause: Cause) -> str:
-    """Return the name of the experiment that tries the fix of a cause; empty if there is none."""
-    if cause is Cause.BATCHNORM:
-        return "convert"
-    by_hand = (Cause.WEIGHTING, Cause.SUM, Cause.TERM, Cause.STATE, Cause.PARAMETERS)
-    return "" if cause in by_hand else "reproducible"
-
-
-def _with_fix(diagnosis: Diagnosis, alone: causes.Runs, ranks: causes.Runs, findings: Findings) -> Diagnosis:
-    """Return ``diagnosis`` with the result of its fix, if that was tried."""
-    name = _fix_of(diagnosis.cause)
-    if name not in ranks:
+def _with_fix(diagnosis: Diagnosis, alone: Outcome, ranks: Outcome, findings: Findings) -> Diagnosis:
+    """Return ``diagnosis`` with the result of its fix: of both runs in reproducible mode."""
+    if diagnosis.cause in _BY_HAND:
         return diagnosis
-    num, is_exact = findings.subject.num_devices, name == "reproducible"
-    tolerance = EXACT if is_exact else tolerance_of(findings.subject)
-    found = findings.compare(_FIXES[name].format(num=num), "one process, ranks", alone[name], ranks[name], tolerance)
+    flag = f"--reproducible {findings.subject.num_devices}"
+    found = findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)
     if found is None:
         return diagnosis
     if found.same:
-        bits = ", to the bit" if is_exact else ""
-        return replace(diagnosis, tried=f"Tried: with it, one process and the ranks are the same run{bits}.")
-    if diagnosis.cause is Cause.RANDOM:
-        tried = f"Tried: --reproducible {num} alone does not help."
-        return replace(diagnosis, fix=causes.OWN_GENERATOR.format(num=num), tried=tried)
-    return replace(diagnosis, tried=f"Tried: by itself it does not help, the runs {found}.")
+        return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
+    fix = causes.OWN_GENERATOR if diagnosis.cause is Cause.RANDOM else diagnosis.fix
+    return replace(diagnosis, fix=fix, tried=f"Tried: {flag} alone does not help.")
 
 
 # The work of the processes: a single process, and all ranks; first to compare, then to find causes.
@@ -257,18 +218,8 @@ def run_alone(subject: Subject, world: World) -> Alone:
         found = train(subject, given=Given())
     traces, given = found
     subject = replace(subject, steps=tuple(given.samples))
-    # More than one repetition if they are short, since two runs may agree by chance.
-    deadline = time.monotonic() + ENOUGH_S
-    for _ in range(REPETITIONS):
-        again = compare(traces, train(subject, given=given)[0], EXACT)
-        if not again.same or time.monotonic() > deadline:
-            break
+    again = compare(traces, train(subject, given=given)[0], EXACT)
     return Alone(subject, given, traces, again, why_single)
-
-
-def run_ranks_plain(subject: Subject, world: World) -> list[Trace]:
-    """Train on the ranks. Collective: every rank of ``world``."""
-    return perform(subject, _plain(subject, "ranks"), Given(), world)
 
 
 @dataclass(frozen=True)
@@ -280,38 +231,25 @@ class AloneStudy:
         given: With the factors of the shares.
         base: The features turned off from here on; None if nothing makes two runs the same.
         division: The causes why the result depends on the division of the batch.
-        off: The switches that turn these off.
-        live: The switches that have an effect.
-        fixes: Names of the fixes to try.
-        runs: The runs that simulate the ranks, and the runs that fixes are compared with.
+        runs: By features turned off, the runs that simulate the ranks; and ``reproducible``, on the whole batch.
     """
 
     repetition: Findings
     given: Given
     base: Off | None
     division: Findings
-    off: Off = frozenset()
-    live: Off = frozenset()
-    fixes: tuple[str, ...] = ()
-    runs: dict[Experiment, Outcome] = field(default_factory=dict)
+    runs: Runs = field(default_factory=dict)
 
     def experiment(self, name: Off | str, division: Division) -> Experiment:
-        """Return the run in which the ranks should equal one process: with features turned off, or with a fix."""
+        """Return the run in which the ranks should equal one process: with features turned off, or reproducible."""
         assert self.base is not None
-        on_ranks = division == "ranks"
-        base = self.base.union(causes.GIVEN, ("initial",))
-        if name == "reproducible":
-            num = self.division.subject.num_devices
-            return Experiment("ranks" if on_ranks else "one", base, reproducible=num, watched=False)
-        if name == "convert":
-            # SyncBatchNorm cannot run in one process that simulates the ranks: there the whole batch is computed.
-            others = self.off - ({"batchnorm"} if on_ranks else {"batchnorm", "weights"})
-            return Experiment("ranks" if on_ranks else "one", base | others, convert=on_ranks)
-        assert not isinstance(name, str)
-        if on_ranks:
+        if isinstance(name, str):
+            base, num = self.base.union(causes.GIVEN, ("initial",)), self.division.subject.num_devices
+            return Experiment("ranks" if division == "ranks" else "one", base, reproducible=num, watched=False)
+        if division == "ranks":
             return Experiment("ranks", self.base | name)
         # Data, rates and the rank number are always those of the single process.
-        return Experiment("shares", self.base.union(causes.GIVEN, name & self.live & {"random", "state"}))
+        return Experiment("shares", self.base.union(causes.GIVEN, name & {"random", "state"}))
 
 
 def study_alone(alone: Alone, world: World) -> AloneStudy:
@@ -324,32 +262,17 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):
         base |= {"batchnorm"}
-    given, off, live = causes.study_division(division, alone.given, world, base)
+    given = causes.study_division(division, alone.given, world, base)
     if subject.settings.reproducible:
         # Then one process divides the batch as the ranks do, so only these effects of a division matter.
         division.diagnoses = [one for one in division.diagnoses if one.cause in (Cause.RANDOM, Cause.BUFFERS)]
-    fixes = tuple(dict.fromkeys(name for one in division.diagnoses if (name := _fix_of(one.cause))))
-    study = AloneStudy(repetition, given, base, division, off, live, fixes)
-    names: list[Off | str] = [*VARIANTS, *fixes]
-    needed = [study.experiment(name, "shares") for name in names]
-    runs = {one: division.run(one, given, world) for one in needed}
-    division.runs = {}
+    study = AloneStudy(repetition, given, base, division)
+    names: tuple[Off | str, ...] = (*causes.VARIANTS, "reproducible")
+    runs = {name: attempt(perform, subject, study.experiment(name, "shares"), given, world) for name in names}
     return replace(study, runs=runs)
 
 
-def run_on_ranks(study: AloneStudy, wanted: Sequence[Off | str], world: World) -> causes.Runs:
-    """Run the experiments on the ranks, without those that turn off the same features as others.
-
-    Collective: every rank of ``world``.
-    """
-    found = Findings(study.division.subject)
-    live: set[str] = {"random", "state"}
-    outcomes: dict[Off | str, Outcome] = {}
-    for name in wanted:
-        if (name == causes.BUT_RANDOM and "random" not in live) or (name == causes.BUT_STATE and "state" not in live):
-            continue
-        outcome = outcomes[name] = found.run(study.experiment(name, "ranks"), study.given, world)
-        if name == causes.EVERYTHING:
-            mine = [] if isinstance(outcome, str) else sorted(outcome[0].live)
-            live = set().union(*all_gather_object(mine, group=world.group, device=world.device))
-    return outcomes
+def run_on_ranks(study: AloneStudy, world: World) -> Runs:
+    """Run the same experiments on the ranks. Collective: every rank of ``world``."""
+    subject, given = study.division.subject, study.given
+    return {name: attempt(perform, subject, study.experiment(name, "ranks"), given, world) for name in study.runs}

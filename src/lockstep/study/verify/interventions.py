@@ -88,7 +88,6 @@ class Experiment:
 
     Attributes:
         reproducible: Number of virtual shards, or None for the ordinary mode.
-        convert: Whether batch norm layers are replaced by `lockstep.SyncBatchNorm`.
         watched: Whether it is a counterfactual run, with random numbers seeded by share; the plain run is not changed.
         strategy: Of ranks.
         is_sgd: Whether parameters are updated by SGD instead of the task's optimizer.
@@ -97,7 +96,6 @@ class Experiment:
     division: Division
     off: Off = frozenset()
     reproducible: int | None = None
-    convert: bool = False
     watched: bool = True
     strategy: StrategyName = "ddp"
     is_sgd: bool = False
@@ -238,18 +236,21 @@ def _draws(kind: type) -> list[str]:
     return [name for name in _public(kind) if name not in _NO_DRAWS]
 
 
-def _seen(name: str, original: Callable[..., Any], constant: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that stands for ``original``, which draws, and is called ``name`` in the evidence."""
+def _seen(label: str, owner: Any, name: str, constant: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
+    """Return a function that stands for one that draws; ``{}`` in ``label`` stands for its name."""
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
         watch = Watch.current
         if watch is None or not watch.active:
             return original(*args, **kwargs)
-        watch.note_draw(name)
+        watch.note_draw(label.format(name))
         watch.active = False  # it may call others of these
         try:
-            return (constant if "random" in watch.off else original)(*args, **kwargs)
+            if "random" not in watch.off:
+                return original(*args, **kwargs)
+            return constant(name, *(args[1:] if is_method else args), **kwargs)
         finally:
             watch.active = True
 
@@ -266,11 +267,7 @@ class _SameKind(type):
 
 def _seen_class(label: str, kind: type, constant: Callable[..., Any]) -> Any:
     """Return a subclass of a kind of generator; ``{}`` in ``label`` stands for the name of the method that draws."""
-
-    def without_self(name: str) -> Callable[..., Any]:
-        return lambda _, *args, **kwargs: constant(name, *args, **kwargs)
-
-    methods = {name: _seen(label.format(name), getattr(kind, name), without_self(name)) for name in _draws(kind)}
+    methods = {name: _seen(label, kind, name, constant, is_method=True) for name in _draws(kind)}
     return _SameKind(kind.__name__, (kind,), {"__module__": kind.__module__, "original": kind, **methods})
 
 
@@ -291,9 +288,8 @@ def _numpy_constant(name: str, *args: Any, **kwargs: Any) -> Any:
 
 _PlainRandom, _PlainState, _plain_rng = random.Random, np.random.RandomState, np.random.default_rng
 _Random = _seen_class("random.Random", _PlainRandom, _python_constant)
-_State, _Generator = (
-    _seen_class("numpy generator.{}", kind, _numpy_constant) for kind in (_PlainState, np.random.Generator)
-)
+_State = _seen_class("numpy generator.{}", _PlainState, _numpy_constant)
+_Generator = _seen_class("numpy generator.{}", np.random.Generator, _numpy_constant)
 
 
 def _default_rng(seed: Any = None) -> Any:
@@ -307,9 +303,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for module, kind, constant in ((random, _PlainRandom, _python_constant), (np.random, _PlainState, _numpy_constant)):
         for name in _draws(kind):
             if hasattr(module, name):
-                stand_in = _seen(f"{module.__name__}.{name}", getattr(module, name), functools.partial(constant, name))
-                functions[name] = stand_in
-                yield module, name, stand_in
+                functions[name] = _seen(f"{module.__name__}.{{}}", module, name, constant, is_method=False)
+                yield module, name, functions[name]
     yield random, "Random", _Random
     yield np.random, "RandomState", _State
     yield np.random, "Generator", _Generator

@@ -164,9 +164,7 @@ def perform_and_keep(subject: Subject, experiment: Experiment, given: Given, wor
         for step in chosen:
             with sandbox.step(step):
                 loss, rates = loop.step(step)
-            # With a device, the next batch is already loaded.
-            ahead = world.device.type != "cpu"
-            loaded = [one for task in sandbox.tasks for one in task.recorder.end_step(ahead=ahead)]
+            loaded = [one for task in sandbox.tasks for one in task.recorder.end_step()]
             samples[step] = [(index, sample) for index, sample, _ in loaded]
             digests = tuple(found for _, _, found in loaded)
             for task, model, so_far in zip(sandbox.tasks, loop.models, steps, strict=True):

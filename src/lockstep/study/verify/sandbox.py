@@ -70,10 +70,8 @@ class SampleRecorder:
         self._used += self._pending
         self._pending = []
 
-    def end_step(self, *, ahead: bool) -> list[LoadedSample]:
-        """Return the samples of the step; ``ahead``: those loaded after the last use belong to the next step."""
-        if not ahead:
-            self.mark_used()
+    def end_step(self) -> list[LoadedSample]:
+        """Return the samples of the step; those loaded after the last use belong to the next step."""
         used, self._used = self._used, []
         return used
 
@@ -227,10 +225,6 @@ class SandboxedTask:
             model = self._plain.model()
         if not isinstance(model, nn.Module):
             return model  # type: ignore[unreachable]  # the loop's own error explains what is wrong
-        if experiment.convert:
-            from lockstep.parallel.sync_batchnorm import SyncBatchNorm
-
-            model = SyncBatchNorm.convert_sync_batchnorm(model)
         # Also parameters that the task creates with an explicit dtype.
         if self._sandbox.subject.double:
             model = model.double()

@@ -10,11 +10,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from typing_extensions import override
 
-from lockstep.study import common
-from lockstep.study.common import Shown, Table
+from lockstep.study.common import Shown, Table, to_json
 from lockstep.study.verify.causes import Diagnosis, Row, tolerance_of
 from lockstep.study.verify.fingerprint import TraceComparison
 from lockstep.study.verify.interventions import Subject
+from lockstep.train.plan import plural
+
+PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +52,60 @@ class Verification(Shown):
 
     @override
     def __rich__(self) -> RenderableType:
-        return render(self)
+        """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
+        subject, comparison = self.subject, self.comparison
+        heading = f"{self.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
+        parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
+        parts += [Text(sentence) for sentence in sentences(self)]
+        if comparison is not None:
+            rows: list[list[str | Text]] = []
+            for kind, worst in comparison.worst.items():
+                first = next((difference for difference in comparison.differences if difference.kind == kind), "")
+                largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
+                rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
+            parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
+        if self.rows:
+            experiments: list[list[str | Text]] = [
+                [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")] for row in self.rows
+            ]
+            parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
+        notes = (
+            f"Computed in {_exactness(self)}.",
+            self.why_single and f"Not computed in float64, because the task fails there: {self.why_single}",
+            self.remark,
+            "" if self.repeatable else "Two runs of one process differ.",
+        )
+        parts += [Text(note, style="dim") for note in notes if note]
+        return Group(*parts)
+
+    def to_json(self) -> str:
+        """Return everything for other programs; docs/verify.md describes the names, which stay."""
+        subject, comparison = self.subject, self.comparison
+        first = comparison.first if comparison else None
+        record = {
+            "version": 1,  # grows when a name or a meaning changes; new names leave it as it is
+            "task": self.name,
+            "same": self.same,
+            "setup": {
+                "num_devices": subject.num_devices,
+                "engine": "ddp",
+                "steps": list(subject.steps),
+                "seed": subject.settings.seed,
+                "reproducible": subject.settings.reproducible,
+                "precision": "float64" if subject.double else "fp32",
+                "exactness": _exactness(self),
+                "why_not_float64": self.why_single or None,
+            },
+            "repeatable": self.repeatable,
+            "first_difference": asdict(first) if first else None,
+            "largest_differences": comparison.worst if comparison else None,
+            "causes": [asdict(finding) for finding in self.findings],
+            "remark": self.remark or None,
+            "explained": self.explained,
+            "experiments": [asdict(row) for row in self.rows],
+            "verdict": sentences(self),
+        }
+        return to_json(record)
 
 
 def sentences(verification: Verification) -> list[str]:
@@ -59,7 +114,7 @@ def sentences(verification: Verification) -> list[str]:
     num = len(verification.findings)
     for number, finding in enumerate(verification.findings, 1):
         which = f"Cause {number} of {num}" if num > 1 else "Cause"
-        found.append(f"{which}: {finding.cause.value}. {finding.evidence}")
+        found.append(f"{which}: {finding.cause}. {finding.evidence}")
         found.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
     failed = [row for row in verification.rows if row.error]
     if not verification.same and not verification.findings:
@@ -78,7 +133,7 @@ def sentences(verification: Verification) -> list[str]:
 
 def _headline(verification: Verification) -> str:
     subject, comparison = verification.subject, verification.comparison
-    who = count_ranks(subject.num_devices)
+    who = plural(subject.num_devices, "rank")
     if verification.same:
         verb = "train" if subject.num_devices > 1 else "trains"
         return (
@@ -93,11 +148,6 @@ def _headline(verification: Verification) -> str:
         f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
         f"{comparison.first}."
     )
-
-
-def count_ranks(num: int) -> str:
-    """Return such as ``2 ranks``."""
-    return f"{num} rank{'s' * (num > 1)}"
 
 
 def _exactness(verification: Verification) -> str:
@@ -115,73 +165,3 @@ def _steps(numbers: tuple[int, ...]) -> str:
         return f"steps {numbers[0]} to {numbers[-1]}"
     first = f"steps {numbers[0]} to {numbers[-2]}" if len(numbers) > 2 else f"steps {numbers[0]}"
     return f"{first} and {numbers[-1]}, the epoch's last"
-
-
-# The verdict, what was compared, and each experiment, for a terminal; plain text in a pipe.
-
-PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
-
-
-def render(verification: Verification) -> RenderableType:
-    """Lay out everything; the verdict comes first."""
-    subject, comparison = verification.subject, verification.comparison
-    heading = f"{verification.name}: one process and {count_ranks(subject.num_devices)}, {_steps(subject.steps)}"
-    parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
-    parts += [Text(sentence) for sentence in sentences(verification)]
-    if comparison is not None:
-        rows: list[list[str | Text]] = []
-        for kind, worst in comparison.worst.items():
-            first = next((difference for difference in comparison.differences if difference.kind == kind), "")
-            largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
-            rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
-        parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
-    if verification.rows:
-        experiments: list[list[str | Text]] = [
-            [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")]
-            for row in verification.rows
-        ]
-        parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
-    notes = (
-        f"Computed in {_exactness(verification)}.",
-        verification.why_single and f"Not computed in float64, because the task fails there: {verification.why_single}",
-        verification.remark,
-        "" if verification.repeatable else "Two runs of one process differ.",
-    )
-    parts += [Text(note, style="dim") for note in notes if note]
-    return Group(*parts)
-
-
-# The same as JSON, for other programs; names stay.
-
-# Grows when a name or a meaning changes; new names leave it as it is.
-VERSION = 1
-
-
-def to_json(verification: Verification) -> str:
-    """Return everything; docs/verify.md describes the names."""
-    subject, comparison = verification.subject, verification.comparison
-    first = comparison.first if comparison else None
-    record = {
-        "version": VERSION,
-        "task": verification.name,
-        "same": verification.same,
-        "setup": {
-            "num_devices": subject.num_devices,
-            "engine": "ddp",
-            "steps": list(subject.steps),
-            "seed": subject.settings.seed,
-            "reproducible": subject.settings.reproducible,
-            "precision": "float64" if subject.double else "fp32",
-            "exactness": _exactness(verification),
-            "why_not_float64": verification.why_single or None,
-        },
-        "repeatable": verification.repeatable,
-        "first_difference": asdict(first) if first else None,
-        "largest_differences": comparison.worst if comparison else None,
-        "causes": [{**asdict(finding), "cause": finding.cause.value} for finding in verification.findings],
-        "remark": verification.remark or None,
-        "explained": verification.explained,
-        "experiments": [asdict(row) for row in verification.rows],
-        "verdict": sentences(verification),
-    }
-    return common.to_json(record)

@@ -3,9 +3,9 @@
 [Note: one save]
 Main thread, every rank:  wait for the previous save; get folder and token from rank zero; copy shards to the host
 Thread, every rank:       write and flush the shard file, then write its record
-Thread, rank zero:        wait for all records; write the state; rename the manifest, then the folder; remove old ones
+Thread, rank zero:        wait for all records; write the state; rename the manifest into place; remove old checkpoints
 Threads communicate only through files: their collectives could be matched with collectives of the steps on other ranks.
-In an object store only the manifest is replaced, nothing is renamed: see [Note: object stores].
+Folders and object stores differ only in how one file replaces another: see [Note: object stores].
 A rank that fails reports it with the sums of the losses of the next step; then all ranks raise its error in `agree`.
 """
 
@@ -64,13 +64,11 @@ SHARED_TIMEOUT_S = 15.0
 # Each poll of an object store is a request.
 _POLL_S, _POLL_OBJECTS_S = 0.05, 1.0
 
-_MARK = "seen-by-all-"
 _LOCK_NAME = "lock"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = re.compile(r"step-(\d{10})")
-_LEFTOVER = re.compile(r"step-\d{10}(\.[0-9a-f]{16})?\.(partial|removed)")
 _TOP_LEVEL = ("model", "optimizer", "compression", "replicas")
 
 T = TypeVar("T")
@@ -144,12 +142,9 @@ def require_shared(folder: Place, world: World) -> None:
     """
     if world.world_size == 1 or world.is_late:
         return
-    name = broadcast_object(_MARK + secrets.token_hex(8), group=world.group, device=world.device)
+    name = broadcast_object(f"seen-by-all-{secrets.token_hex(8)}", group=world.group, device=world.device)
     if world.is_rank_zero:
         with contextlib.suppress(Exception):  # then no rank sees it
-            for left in folder.iterdir():
-                if left.name.startswith(_MARK):
-                    left.unlink(missing_ok=True)  # from a run that was killed
             (folder / name).write_bytes(b"\n")  # some stores take an empty object for a folder
     deadline, sees, why = time.monotonic() + SHARED_TIMEOUT_S, False, ""
     while not sees and time.monotonic() < deadline:
@@ -160,7 +155,7 @@ def require_shared(folder: Place, world: World) -> None:
         time.sleep(_POLL_S * (not sees))
     answers = all_gather_object([socket.gethostname(), sees, why], group=world.group, device=world.device)
     if world.is_rank_zero:
-        with contextlib.suppress(Exception):  # the next run removes it
+        with contextlib.suppress(Exception):  # for example without permission to delete
             (folder / name).unlink(missing_ok=True)
     for rank, (host, sees, why) in enumerate(answers):
         if not sees:
@@ -214,8 +209,10 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
 
 
 def _is_unfinished(path: Place) -> bool:
-    """Return whether this is an unfinished save or removal in an object store; in folders the name tells."""
-    return isinstance(path, ObjectPath) and not (path / MANIFEST).exists()
+    """Return whether this is an unfinished save or removal; else, without a manifest, a checkpoint is damaged."""
+    names = [each.name for each in path.iterdir()]
+    kinds = {name.partition("-")[0] for name in names}
+    return MANIFEST not in names and ("part" in kinds or storage.STATE not in kinds)
 
 
 def _reason(error: CheckpointError) -> str:
@@ -253,16 +250,13 @@ def to_remove(
 
 
 def _remove_checkpoint(path: Place) -> None:
-    """Remove a checkpoint; ignore errors. It is renamed first: what has the name of a checkpoint is complete."""
-    if isinstance(path, ObjectPath):
-        with contextlib.suppress(Exception):  # for example without permission to delete
-            (path / MANIFEST).unlink(missing_ok=True)  # first: with a manifest it would count as complete
-            path.remove_all()
-        return
-    aside = path.with_name(f"{path.name}.removed")
-    with contextlib.suppress(OSError):
-        path.replace(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    """Remove a checkpoint; ignore errors."""
+    with contextlib.suppress(Exception):  # for example without permission to delete
+        # First these, the state before the manifest: what is left is unfinished, see `_is_unfinished`.
+        for name in sorted((each.name for each in path.iterdir()), reverse=True):
+            if name.startswith((MANIFEST, storage.STATE)):
+                (path / name).unlink(missing_ok=True)
+        path.remove_all() if isinstance(path, ObjectPath) else shutil.rmtree(path)
 
 
 # --- write a checkpoint ---
@@ -287,15 +281,15 @@ def _problem_of(what: Place, error: BaseException) -> str:
 
 def _how_to_make_room(path: Path) -> str:
     """Return what fills the disk next to the checkpoint ``path``, with sizes, and what may be removed of it."""
-    folder = path.parent
-    found = sorted(each for each in folder.iterdir() if _NAME.fullmatch(each.name))
-    sizes = {each.name: format_bytes(sum(file.stat().st_size for file in each.iterdir())) for each in found}
-    held = f", and {folder} holds {', '.join(f'{name} ({size})' for name, size in sizes.items())}" if sizes else ""
+    found = find_checkpoints(path.parent)
+    paths = sorted(each.path for each in found if isinstance(each.path, Path))
+    sizes = [f"{each.name} ({format_bytes(sum(file.stat().st_size for file in each.iterdir()))})" for each in paths]
+    held = f", and {path.parent} holds {', '.join(sizes)}" if sizes else ""
     # What a run resumes from stays.
-    old = [each.path.name for each in find_checkpoints(folder) if each.problem is None][1:]
+    old = [each.path.name for each in found if each.problem is None][1:]
     which = f"Remove {', '.join(sorted(old))}, or keep fewer (--keep N): the next start removes the others first."
     return (
-        f" The disk has {format_bytes(shutil.disk_usage(folder).free)} free{held}.\n"
+        f" The disk has {format_bytes(shutil.disk_usage(path.parent).free)} free{held}.\n"
         f"{which if old else 'Make room on the disk, or write to another one.'}"
     )
 
@@ -374,8 +368,7 @@ class Checkpoints:
         found = find_checkpoints(self.folder)
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
-            self._find_whole(found)
-            self._remove_old(found)
+            self._clear()
             self._stale = [each.path for each in found]
             return []
         return [(each.path.name, each.problem) for each in found]
@@ -439,13 +432,12 @@ class Checkpoints:
         path = self.path(step)
         self._wait_until_written(self._writes)  # there is memory for one copy of the state
         # One exchange, so that all ranks use the same folder and token, or none of them saves.
-        place = _gather(self._make_place(path) if self.world.is_rank_zero else None)[0]
-        if place is not None and not self.failure:  # otherwise `agree` raises it on all ranks
-            name, token = place
+        token = _gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
+        if token is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             self._path = path
             about = {"step": step, "loss": None if loss is None or not math.isfinite(loss) else loss}
             try:
-                self._start(state, self.folder / name, token, about)
+                self._start(state, path, token, about)
             except Exception as error:  # for example no memory for the copy
                 self._problem = _problem_of(path, error)
         if self.blocking:
@@ -454,7 +446,7 @@ class Checkpoints:
 
     def _start(self, state: Mapping[str, Any], folder: Place, token: str, about: Mapping[str, Any]) -> None:
         """Copy what this rank holds, and start the threads that write it into ``folder``; see [Note: one save]."""
-        path, world = self._path, self.world
+        world = self.world
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
         parts["state"] = {name: value for name, value in state.items() if name not in parts}
         packer = TreePacker(parts, is_coordinator=world.is_rank_zero)
@@ -477,17 +469,11 @@ class Checkpoints:
                 return
             self._check_lock()
             storage.commit(folder, token, packer, world.world_size, {**about, "number": number})
-            if isinstance(folder, Path) and isinstance(path, Path) and folder != path:
-                # Between the two renames the old checkpoint, of an abandoned run, only exists as ``.removed``.
-                if path.exists():
-                    path.replace(path.with_name(f"{path.name}.removed"))
-                folder.replace(path)
-                model_state.sync(path.parent)
             for stale in self._stale:
-                if stale != path:
+                if stale != folder:
                     _remove_checkpoint(stale)
             self._stale = []
-            self._damaged = [damaged for damaged in self._damaged if damaged != path]
+            self._damaged = [damaged for damaged in self._damaged if damaged != folder]
             self._remove_old(find_checkpoints(self.folder))
 
         self._writes = [_run_in_background(write_part, world.device)]
@@ -496,37 +482,19 @@ class Checkpoints:
             number = self._number
             self._writes.append(_run_in_background(complete))
 
-    def _make_place(self, path: Place) -> tuple[str, str] | None:
-        """Create the folder to write to; return its name and the token of this save, or None after an error."""
-        token = secrets.token_hex(8)
-        # A checkpoint of the same step is replaced by renaming its manifest. One of another run is not changed until
-        # the new one is complete.
-        in_place = isinstance(path, ObjectPath) or (path.exists() and path not in self._stale)
-        name = path.name if in_place else f"{path.name}.{token}.partial"
+    def _make_folder(self, path: Place) -> str | None:
+        """Create the folder to write to; return the token of this save, or None after an error."""
         try:
-            (self.folder / name).mkdir(exist_ok=in_place)
+            path.mkdir(exist_ok=True)  # what is there of the same step is valid until its manifest is replaced
         except OSError as error:
             self._problem = self._problem or _problem_of(path, error)
-        return None if self.failure else (name, token)
+        return None if self.failure else secrets.token_hex(8)
 
     def _clear(self, folder: Place | None = None) -> None:
         """Remove what unfinished saves and removals have left, except for ``folder``."""
         for path in self.folder.iterdir():
-            if isinstance(path, Path) and _LEFTOVER.fullmatch(path.name) and path != folder:
-                shutil.rmtree(path, ignore_errors=True)
-            elif _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
+            if _NAME.fullmatch(path.name) and path != folder and _is_unfinished(path):
                 _remove_checkpoint(path)
-
-    def _find_whole(self, found: Sequence[FoundCheckpoint]) -> None:
-        """Add the damaged ones that are newer than the last whole one to those that are known to be."""
-        if not to_remove(found, keep=self.keep, keep_best=self.keep_best):
-            return  # reading a large checkpoint takes time
-        for each in found:
-            try:
-                storage.verify_files(each.path, read_manifest(each.path))
-                return
-            except CheckpointError:
-                self._damaged.append(each.path)
 
     def _remove_old(self, found: Sequence[FoundCheckpoint]) -> None:
         """Remove what is not to be kept of the checkpoints ``found``, and what killed saves have left."""

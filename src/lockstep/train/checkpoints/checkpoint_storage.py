@@ -40,7 +40,7 @@ from lockstep.train.checkpoints.object_store import ObjectPath, Place
 
 MANIFEST = "manifest.json"
 FORMAT = "lockstep checkpoint 2"
-_STATE = "state"
+STATE = "state"
 _MAX_MANIFEST_BYTES, _MAX_HEADER_BYTES = 1 << 22, 1 << 27
 _WRITE_BYTES = 1 << 22
 
@@ -111,10 +111,11 @@ class TreePacker:
             items = [self._pack(item, f"{place}.{number}") for number, item in enumerate(value)]
             return {"tuple": items} if kind is tuple else items
         if isinstance(value, dict):
+            for key in value:
+                if type(key) not in _PLAIN:
+                    raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
             # Pairs, because in a JSON object the keys 1 and "1" would be the same.
-            return {
-                "dict": [[_pack_key(key, place), self._pack(item, f"{place}.{key}")] for key, item in value.items()]
-            }
+            return {"dict": [[key, self._pack(item, f"{place}.{key}")] for key, item in value.items()]}
         raise UnfitValueError(f"{kind.__module__}.{kind.__qualname__} at {place}")
 
     def writers(self, world_size: int) -> range:
@@ -153,18 +154,10 @@ class TreePacker:
         return {"tensor": name}
 
 
-def _pack_key(key: Any, place: str) -> Any:
-    if type(key) in {*_PLAIN, bytes, complex, tuple}:
-        packer = TreePacker({f"a key of {place}": key}, is_coordinator=True)
-        if not packer.tensors:
-            return packer.parts[f"a key of {place}"]
-    raise UnfitValueError(f"{type(key).__qualname__} as a key of {place}")
-
-
 _UNPACK: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "tensor": lambda content, tensors: tensors[content],
     "tuple": lambda content, tensors: tuple(_unpack(item, tensors) for item in content),
-    "dict": lambda content, tensors: {_unpack(key, {}): _unpack(item, tensors) for key, item in content},
+    "dict": lambda content, tensors: {key: _unpack(item, tensors) for key, item in content},
     "complex": lambda content, _: complex(*content),
     "bytes": lambda content, _: base64.b64decode(content, validate=True),
 }
@@ -376,7 +369,7 @@ def commit(folder: Place, token: str, packer: TreePacker, world_size: int, about
         each["chunks"] = list({tuple(chunk[2]): chunk for chunk in each["chunks"]}.values())
         _check_cover(name, each, entries)
     content = json.dumps({"state": packer.parts, "tensors": index}).encode()
-    entries[_STATE] = _write_file(folder / f"{_STATE}-{token}.json", [content])
+    entries[STATE] = _write_file(folder / f"{STATE}-{token}.json", [content])
     body = json.dumps({"format": FORMAT, "files": entries, "about": dict(about)}).encode()
     _put(folder / MANIFEST, f"{_digest(body)}\n".encode() + body + b"\n")
     if isinstance(folder, Path):
@@ -455,7 +448,7 @@ def read_manifest(folder: Place) -> Manifest:
             found = manifest["format"]
             raise _damaged(path, f"has the format {found!r} of another version of Lockstep, not {FORMAT!r}")
         entries = manifest["files"]
-        for entry in (entries[_STATE], *entries.values()):
+        for entry in (entries[STATE], *entries.values()):
             if not _OURS.fullmatch(entry["file"]):  # a name must not lead out of the folder
                 raise ValueError(f"it names the file {entry['file']}")
         return Manifest(entries, manifest["about"], digest.decode())
@@ -468,7 +461,7 @@ def verify_files(folder: Place, manifest: Manifest, *, rank: int = 0, world_size
         CheckpointError: A file differs from what was written; names it.
     """
     for number, (name, entry) in enumerate(manifest.entries.items()):
-        if number % world_size == rank or name == _STATE:
+        if number % world_size == rank or name == STATE:
             path = folder / entry["file"]
             with _reading(path), path.open("rb") as file:
                 num_bytes = file.seek(0, os.SEEK_END)
@@ -489,10 +482,10 @@ def read_parts(folder: Place, manifest: Manifest) -> dict[str, Any]:
     shards = {}
     for part, entry in manifest.entries.items():
         path = folder / entry["file"]
-        if part != _STATE:  # kept open: a save that replaces the checkpoint removes its files
+        if part != STATE:  # kept open: a save that replaces the checkpoint removes its files
             with _reading(path):
                 shards[part] = path, safe_open(path, "pt") if isinstance(path, Path) else _ObjectShard(path)
-    path = folder / manifest.entries[_STATE]["file"]
+    path = folder / manifest.entries[STATE]["file"]
     with _reading(path):
         content = json.loads(path.read_bytes())
         tensors = {}

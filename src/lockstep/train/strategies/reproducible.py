@@ -27,7 +27,7 @@ from lockstep.parallel.ddp.setup import ModelSync
 from lockstep.parallel.dp.wrapper import DataParallel, ReplicaGradients
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
-from lockstep.train.skipping import BufferSnapshot, overwrite_buffer
+from lockstep.train.skipping import BufferSnapshot
 from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy
 
@@ -88,25 +88,15 @@ def find_late_cublas(device: torch.device) -> str | None:
     return "the GPU was used before (start the script with CUBLAS_WORKSPACE_CONFIG=:4096:8)" if is_used else None
 
 
-def describe_machine(device: torch.device) -> dict[str, str]:
-    """Return the properties of the machine that the bits of a sum depend on, by name."""
-    machine = {"torch": torch.__version__.partition("+")[0]}
+def describe_machine(device: torch.device) -> str:
+    """Return the properties of the machine that the bits of a sum depend on."""
+    version = f"torch {torch.__version__.partition('+')[0]}"
     if device.type != "cpu":
-        name = torch.get_device_module(device).get_device_name(device)
-        return machine | {"device": name, "CUDA": str(torch.version.cuda)}
+        return f"{torch.get_device_module(device).get_device_name(device)}, {version}, CUDA {torch.version.cuda}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
-    return machine | {"device": next(names, "CPU"), "instructions": torch.backends.cpu.get_cpu_capability()}
-
-
-def differences(first: dict[str, str], other: dict[str, str]) -> list[str]:
-    """Return the differences of ``other`` from ``first`` as texts."""
-    return [
-        f"{name} {other.get(name, 'none')} instead of {first.get(name, 'none')}"
-        for name in dict.fromkeys([*first, *other])
-        if first.get(name) != other.get(name)
-    ]
+    return f"{next(names, 'CPU')}, {version}, instructions {torch.backends.cpu.get_cpu_capability()}"
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -175,6 +165,7 @@ class ShardBuffers:
         """Return whether a shard of this process changed it, for each buffer."""
         return [any(left[index] is not None for left in self._left.values()) for index in range(len(self._start.names))]
 
+    @torch.no_grad()
     def finish(self, changed: Sequence[bool], sizes: Mapping[int, int]) -> None:
         """Set the buffers of the model to their values after the step.
 
@@ -191,7 +182,7 @@ class ShardBuffers:
         if others:
             first = min(sizes)
             for index in others if first in self._left else ():
-                overwrite_buffer(self._start.objects[index], self._value(first, index))
+                self._start.objects[index].copy_(self._value(first, index))
             if self._group is not None:
                 owner = next(rank for rank, leaves in enumerate(self._placement.ranges) if first in leaves)
                 broadcast_coalesced([self._start.objects[index] for index in others], group=self._group, src=owner)
@@ -213,7 +204,7 @@ class ShardBuffers:
         parts = {node: trees.GradientRow([tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
         mean = self._exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
         for index, start, piece in zip(indices, starts, mean.split(numels), strict=True):
-            overwrite_buffer(self._start.objects[index], piece.view(start.shape))
+            self._start.objects[index].copy_(piece.view(start.shape))
 
     def _value(self, leaf: int, index: int) -> Tensor:
         """Return the value of a buffer after a shard."""
@@ -506,32 +497,16 @@ class Reproducible(Strategy):
         self._in_use = total
 
 
-def refuse_reproducible(name: StrategyName) -> None:
-    """Raise a ConfigurationError if strategy ``name`` cannot give the same bits on any number of devices."""
-    alone = "its ranks train independently, so the result depends on their number"
-    why = {
-        **dict.fromkeys(("ddp-zero1", "fsdp"), "it divides gradients into slices that depend on the number of ranks"),
-        **dict.fromkeys(("torch-dp", "torch-ddp"), "torch's engine sums in a different order"),
-        **dict.fromkeys(("local-sgd", "diloco"), alone),
-    }
-    if name in why:
-        instead = "dp" if name == "torch-dp" else "ddp"
-        raise ConfigurationError(
-            f"Strategy {name} cannot be reproducible: {why[name]}.\nUse strategy {instead}, or omit reproducible."
-        )
-
-
 def virtual_shards(
     name: StrategyName, world: World, devices: Sequence[torch.device], settings: Settings
 ) -> VirtualShards | None:
     """Return the virtual shards if ``settings`` ask for them, else None.
 
     Raises:
-        ConfigurationError: The strategy is torch's, the device has no float64, or there are fewer shards than devices.
+        ConfigurationError: The device has no float64, or there are fewer shards than devices.
     """
     if settings.reproducible is None:
         return None
-    refuse_reproducible(name)
     check_float64(devices[0], f"reproducible={settings.reproducible}")
     num_devices = world.world_size if name == "ddp" else len(devices) if name == "dp" else 1
     placement = place_shards(settings.reproducible, num_devices, settings.shares)

@@ -25,13 +25,14 @@ from lockstep.comm.world import World
 from lockstep.data.loader import BatchSplit, MicroBatch, to_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
-from lockstep.parallel.ddp.bucket_events import BucketStamps, FlatGradients
+from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.bucket_gradients import FlatGradients
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
 from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
+from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import Mark
-from lockstep.telemetry.timer import StepTimer
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
@@ -460,7 +461,15 @@ class LocalSteps(Strategy):
         self.group: Group = world.group
         self._device, self._task = world.device, objective.task
         self._model, self._num_steps = model, num_steps
-        inside = machine_group(world) if settings.across == "machines" else None
+        inside = None
+        if settings.across == "machines":
+            # A separate group: the groups of a hierarchy run the stages of its collectives in their own order.
+            inside = split_group(world.node_rank, group=world.group, device=world.device)
+            if inside.size() == world.world_size > 1:
+                raise ConfigurationError(
+                    "across=machines needs several machines, but all ranks are on one.\n"
+                    "Omit across, or use strategy ddp."
+                )
         self._inner: Single | Distributed
         if inside is None:
             self._inner = Single(model, objective)
@@ -570,21 +579,6 @@ class LocalSteps(Strategy):
         # All ranks of a replica continue with the state of its first rank.
         own = {**kept, "rank": self.group.rank(), "world_size": len(everyone) if kept else 0}
         self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
-
-
-def machine_group(world: World) -> Group:
-    """Return the group of the ranks on this machine. Collective: every rank. Blocks.
-
-    Raises:
-        ConfigurationError: All ranks are on one machine.
-    """
-    # A separate group: the groups of a hierarchy run the stages of its collectives in their own order.
-    inside = split_group(world.node_rank, group=world.group, device=world.device)
-    if inside.size() == world.world_size > 1:
-        raise ConfigurationError(
-            "across=machines needs several machines, but all ranks are on one.\nOmit across, or use strategy ddp."
-        )
-    return inside
 
 
 # --- the division of a global batch -----------------------------------------------------------------------------------
