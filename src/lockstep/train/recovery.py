@@ -129,6 +129,7 @@ class Recovery:
             if isinstance(part, Optimizer):
                 self._handles.append(part.register_step_pre_hook(self.before_update))
                 self._handles.append(part.register_step_post_hook(self._after_update))
+        self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         if current_run_folder() is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             self._membership = Membership(world)
@@ -165,13 +166,13 @@ class Recovery:
             if not self._is_of_lost_rank(error):
                 raise
             error.__traceback__ = None  # its frames hold tensors
-            if self._is_updated:
-                self.step += 1
-            else:
-                for buffers in self._buffers:
-                    buffers.restore()
-                for part in self._connected.values():
-                    part.restore()
+            self.step += self._is_updated
+            for buffers in self._buffers if not self._is_updated else ():
+                buffers.restore()
+            for part in self._connected.values():
+                part.restore()
+            # Kept until the recovery is complete: another rank may be lost when the engines are connected again.
+            self._plans = {name: part.agreed_plan() for name, part in self._connected.items()}
             self._rejoin()
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
@@ -218,7 +219,6 @@ class Recovery:
 
     def _share(self, found: Generation) -> None:
         world, group = self._world, self._world.group
-        plans = {name: part.agreed_plan() for name, part in self._connected.items()}
         for engine in self._connected.values():
             engine.reconnect(world)
         mine = [self._has_state, self.step, activity.now.num_steps]
@@ -228,7 +228,7 @@ class Recovery:
             raise CollectiveError("No rank that is left holds the state of the run.\nRestart it from a checkpoint.")
         lacking = [rank for rank, row in enumerate(rows) if row[:2] != [True, most]]
         source = next(rank for rank in range(world.world_size) if rank not in lacking)
-        for name, plan in broadcast_object(plans, group=group, src=source, device=world.device).items():
+        for name, plan in broadcast_object(self._plans, group=group, src=source, device=world.device).items():
             self._connected[name].use_plan(plan)
         num_bytes = 0
         if world.rank == source or world.rank in lacking:
