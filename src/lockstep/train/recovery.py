@@ -131,7 +131,9 @@ class Recovery:
                 self._handles.append(part.register_step_post_hook(self._after_update))
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
-        if current_run_folder() is not None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        # Only groups that `init` has made can be made again.
+        if may_restart and current_run_folder() is not None and world.owned is not None:
             self._membership = Membership(world)
             if JOINS in os.environ:
                 self._has_state = False
