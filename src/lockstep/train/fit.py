@@ -348,9 +348,9 @@ class Run:
                 self._due.insert(0, "save")
             return
         with around(self.trainer.num_steps_done + 1):
-            self._step()
+            self.step()
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Train on the next global batch, and find what is due after it."""
         trainer, settings = self.trainer, self._settings
         record = trainer.step()  # with the last collective first: what follows is done by all ranks or by none
