@@ -54,6 +54,10 @@ _END_S = 300.0
 # How long the server of the lighthouse stays, so that its last answer arrives.
 _FAREWELL_S = 0.2
 _STORE_TIMEOUT_S = 600.0
+_WITHOUT = (
+    "if a rank is lost, the ranks of all machines start again: to go on in place, the machines need torchft, which is "
+    'not installed (pip install "lockstep-torch[recovery]")'
+)
 
 
 class Member(NamedTuple):
@@ -182,8 +186,8 @@ class Machines:
 
     def poll(self) -> str | None:
         """Take part from now on if the ranks can go on in place; return why they have to end and join again."""
-        if self._library is None and run_folder.recovering_processes(self._folder) >= {*self._pids}:
-            self._library = _import_torchft()
+        if self._library is None:  # while the ranks start
+            self._library = _torchft()
             threading.Thread(target=self._run, name="lockstep-quorum", daemon=True).start()
         now_s, limit_s = time.monotonic(), machine_timeout_s()
         if self.number >= 0 and now_s - self._alive_at_s > limit_s and (self._is_broken or self._is_lighthouse_served):
@@ -191,6 +195,10 @@ class Machines:
         if now_s - self._asks_since_s > _PATIENCE_S:
             return f"the other machines did not go on with this one within {_PATIENCE_S:g} s"
         return None
+
+    def have_met(self) -> bool:
+        """Return whether all machines take part; wait some seconds for that if the ranks have just become ready."""
+        return poll_until(lambda: self.number >= 0, machine_timeout_s() * self._is_ready(), _NOTICE_S)
 
     def replaced(self, pids: list[int], at_ns: int) -> None:
         """Ask for a next generation, as a rank of this machine was lost and ``pids`` are its processes now."""
@@ -218,18 +226,19 @@ class Machines:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._library is False:
-            return
-        while not self._ends.is_set():
+        client = None
+        while client is None and self._library and not self._ends.is_set():
             with suppress(RuntimeError, OSError):  # not there yet
                 self._found = self._found or self._find_lighthouse()
                 if self._found is not None:
                     client = self._library.LighthouseClient(self._found.address, timedelta(seconds=machine_timeout_s()))
-                    break
-            self._ends.wait(_PERIOD_S)
-        else:
+            self._ends.wait(_PERIOD_S if client is None else 0.0)
+        while not self._is_ready() and not self._ends.is_set():
+            self._ends.wait(_NOTICE_S)
+        if not self._library:
+            print(f"lockstep: {_WITHOUT}", file=sys.stderr, flush=True)
+        if client is None or self._found is None or self._ends.is_set():
             return
-        assert self._found is not None
         if self._joins is None:
             names = [f"{self._found.job}/{place}" for place in range(self._num_machines)]
             self._name, self._of = f"{self._found.job}/{self._place}", digest(names)
@@ -243,6 +252,10 @@ class Machines:
             time.sleep(_NOTICE_S)  # also while requests fail at once
             poll_until(lambda: self._wake.is_set() or self._ends.is_set() or self._is_broken, _PERIOD_S, _NOTICE_S)
             self._wake.clear()
+
+    def _is_ready(self) -> bool:
+        """Return whether all ranks of this machine can go on in place."""
+        return run_folder.recovering_processes(self._folder) >= {*self._pids}
 
     def _find_lighthouse(self) -> Lighthouse | None:
         if self._place != 0:
@@ -346,16 +359,14 @@ def _report(before: dict[str, Member], now: dict[str, Member], world_size: int, 
         print(f"lockstep: {text}; {go_on}", file=sys.stderr, flush=True)
 
 
-def _import_torchft() -> Any:
-    """Return torchft's coordination; False if it is not installed, which it says."""
+def _torchft() -> Any:
+    """Return torchft's coordination; False if it is not installed."""
     # Otherwise it logs each request; it reads the variable once.
     wanted = os.environ.get("RUST_LOG")
     os.environ["RUST_LOG"] = wanted or "error"
     try:
         from torchft import coordination
-    except ImportError as error:
-        text = f"if a rank is lost, the ranks of all machines start again, as torchft cannot be imported: {error}"
-        print(f'lockstep: {text}; pip install "lockstep-torch[recovery]"', file=sys.stderr, flush=True)
+    except ImportError:
         return False
     finally:
         if wanted is None:

@@ -12,16 +12,12 @@ What the launcher decides, each time that it polls its ranks:
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from lockstep import run_folder
 from lockstep.activity import format_ranks
@@ -81,13 +77,15 @@ class Recovery:
         """Return why the others cannot go on without a restart; an empty text if that need not be said."""
         left = set(self.ranks) - lost_pids
         can = run_folder.recovering_processes(self.folder)
-        has_others = self.machines is not None and self.machines.number >= 0
-        if run_folder.stop_reason(self.folder) is not None or not (left & can or has_others):
+        if run_folder.stop_reason(self.folder) is not None or not set(self.ranks) & can:
             return ""
         if any(exit.exit_code > 0 for exit in lost) and not self.exceptions:
             return ""
+        has_others = self.machines is not None and self.machines.have_met()
         if self.machines is not None and not has_others:
             return "the machines have not come together at a lighthouse"
+        if not (left & can or has_others):
+            return ""
         if self.num_lost + len(lost) > self.most:
             return "" if self.most == 0 else "no restart is left"
         if not (left & can & self._whole or has_others):
