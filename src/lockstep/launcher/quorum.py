@@ -93,11 +93,15 @@ def digest(names: Sequence[str]) -> str:
 
 def next_generation(found: Sequence[Member]) -> list[Member] | None:
     """Return the machines of the next generation in the order of their ranks; None: the present one goes on."""
+    newest = max(each.number for each in found)
+    # The others went on without a machine with an older generation. It comes again, with other ranks.
+    found = [each for each in found if each.number in (-1, newest)]
     of = digest([each.name for each in found])
-    goes_on = all(each.of == of and not each.is_broken for each in found)
+    is_same = all(each.of == of for each in found)
     # At the start, the ranks are in generation 0 already, but not all launchers may have asked yet.
-    is_incomplete = all(each.number < 0 for each in found) and not all(each.of == of for each in found)
-    if is_incomplete or any(each.is_done for each in found) or (goes_on and found[0].number >= 0):
+    is_incomplete = newest < 0 and not is_same
+    goes_on = newest >= 0 and is_same and not any(each.is_broken for each in found)
+    if is_incomplete or goes_on or any(each.is_done for each in found):
         return None
     taken = {each.place for each in found}
     free = (place for place in itertools.count() if place not in taken)
@@ -176,7 +180,7 @@ class Machines:
         self._library: Any = None
         self._name, self._of = "", ""
         self._members: dict[str, Member] = {}
-        self._is_changed = self._is_done = self._are_done = False
+        self._is_changed = self._is_done = self._are_done = self._is_left_out = False
         self._lost_at_ns = 0
         # When a heartbeat that was answered was sent; and since when a next generation has been asked for.
         self._alive_at_s, self._asks_since_s = time.monotonic(), float("inf")
@@ -192,6 +196,8 @@ class Machines:
         now_s, limit_s = time.monotonic(), machine_timeout_s()
         if self.number >= 0 and now_s - self._alive_at_s > limit_s and (self._is_broken or self._is_lighthouse_served):
             return f"this machine has not reached the others for {limit_s:g} s; its ranks end, and join again"
+        if self._is_left_out:
+            return "the other machines went on without this one; its ranks end, and it joins again"
         if now_s - self._asks_since_s > _PATIENCE_S:
             return f"the other machines did not go on with this one within {_PATIENCE_S:g} s"
         return None
@@ -322,9 +328,11 @@ class Machines:
         with self._lock:
             members = next_generation(found)
             self._are_done = all(each.is_done for each in found)
-            if members is None or self._ends.is_set() or self._is_done:
+            newest = max(each.number for each in found)
+            self._is_left_out = 0 <= self.number < newest
+            if members is None or self._is_left_out or self._ends.is_set() or self._is_done:
                 return
-            self.number = max(each.number for each in found) + 1
+            self.number = newest + 1
             before, self._members = self._members, {each.name: each for each in members}
             self._of, own = digest(list(self._members)), self._members[self._name]
             self._place, index = own.place, members.index(own)
@@ -333,6 +341,8 @@ class Machines:
                 world_size = sum(each.num_ranks for each in members)
                 num_missing = max(0, self._min_machines - len(members))
                 host, _, port = members[0].store.rpartition(":")
+                # A machine that is lost without a word was there until its last heartbeat.
+                silence_s = machine_timeout_s() if before.keys() - self._members.keys() else 0.0
                 Generation(
                     self.number,
                     {pid: first + index for index, pid in enumerate(self._pids)},
@@ -341,7 +351,7 @@ class Machines:
                     index,
                     len(members),
                     (host, int(port)),
-                    self._lost_at_ns or time.time_ns(),
+                    self._lost_at_ns or int((time.time() - silence_s) * 1e9),
                 ).post(self._folder)
                 _report(before, self._members, world_size, num_missing)
             self._is_changed, self._lost_at_ns, self._asks_since_s = False, 0, float("inf")
