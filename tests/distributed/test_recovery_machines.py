@@ -1,7 +1,9 @@
 """A lost rank, or a lost machine, of a job on two machines: network namespaces, as in test_two_machines.py."""
 
 import contextlib
+import os
 import re
+import subprocess
 import time
 
 import psutil
@@ -11,12 +13,11 @@ from tests.two_machines import two_machines
 
 pytest.importorskip("torchft", reason="the extra `recovery` is not installed")
 
-# Batches follow from the step and the rank alone. `kills` are lines "step:rank" of a file, once each.
+# Batches follow from the step and the rank alone. The plan names the ranks that are killed, each once: "step:rank".
 SCRIPT = """
 import hashlib, os, pathlib, sys, time
 import torch, lockstep
 torch.set_num_threads(1)
-is_first = "LOCKSTEP_JOINS" not in os.environ
 steps, pause_s, plan = int(sys.argv[1]), float(sys.argv[2]), pathlib.Path(sys.argv[3])
 with lockstep.init() as world:
     torch.manual_seed(0)
@@ -32,7 +33,9 @@ with lockstep.init() as world:
             random = torch.Generator().manual_seed(step * 100 + world.rank)
             x, y = torch.randn(8, 16, generator=random), torch.randint(0, 4, (8,), generator=random)
             loss = torch.nn.functional.cross_entropy(model(x), y)
-            if is_first and f"{step}:{world.rank}" in plan.read_text().split():
+            words = plan.read_text().split()
+            if (word := f"{step}:{world.rank}") in words:
+                plan.write_text(" ".join(set(words) - {word}))
                 os.kill(os.getpid(), 9)
             loss.backward()
             optimizer.step()
@@ -93,7 +96,15 @@ def await_progress(folder, step, world_size, timeout_s=90.0):
 
 def ends(processes, timeout_s=100):
     """Return the last lines of the ranks (rank, number of ranks, steps, hash of the weights), and the errors."""
-    outputs = [process.communicate(timeout=timeout_s) for process in processes]
+    try:
+        for process in processes:
+            process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            kill_machine(process)
+            print(*process.communicate())
+        raise
+    outputs = [process.communicate() for process in processes]
     found = re.findall(r"end (\d+) (\d+) (\d+) (\w+)", "".join(out for out, _ in outputs))
     return sorted(found), [err for _, err in outputs], [process.returncode for process in processes]
 
@@ -157,3 +168,37 @@ def test_a_machine_that_is_cut_off_ends_its_ranks_and_joins_again(machines, tmp_
     assert [(rank, size, steps) for rank, size, steps, _ in rows] == [(str(rank), "4", "900") for rank in range(4)]
     assert len({weights for *_, weights in rows}) == 1
     assert "has not reached the others for 5 s; its ranks end, and join again" in errors[1]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_without_torchft_all_ranks_are_restarted(machines, tmp_path):
+    (tmp_path / "library" / "torchft").mkdir(parents=True)
+    (tmp_path / "library" / "torchft" / "__init__.py").write_text("raise ImportError")
+    path = os.pathsep.join([str(tmp_path / "library"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path}
+    rows, errors, codes = run(machines, tmp_path, "20:1", steps=40, pause_s=0.05, env=env)
+    assert codes == [0, 0], errors
+    assert [row[:3] for row in rows] == [(str(rank), "4", "40") for rank in range(4)]
+    assert "to go on in place, the machines need torchft, which is not installed" in errors[0]
+    assert "restart 1 of 9" in errors[0]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_ranks_wait_for_a_machine_that_they_need(machines, tmp_path):
+    """With --nnodes 2, a machine that is lost has to come back; nothing is repeated meanwhile."""
+    arguments = {"steps": 300, "pause_s": 0.05, "nnodes": "2"}
+    with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
+        done = await_progress(tmp_path, 10, 4)
+        kill_machine(processes[1])
+        processes[1].communicate()
+        processes.append(start(machines, tmp_path, 1, **arguments))
+        rows, errors, codes = ends([processes[0], processes[2]])
+    assert codes == [0, 0], errors
+    assert [row[:3] for row in rows] == [(str(rank), "4", "300") for rank in range(4)]
+    assert "was lost; the ranks wait for 1 more of --nnodes" in errors[0]
+    (tmp_path / "progress").unlink()
+    undisturbed, *_ = run(machines, tmp_path, "", **arguments | {"pause_s": 0.0})
+    assert undisturbed == rows
+    assert done < 300

@@ -253,11 +253,14 @@ class Machines:
         self._store, port = start_store_server(self._address, _STORE_TIMEOUT_S)
         self._alive_at_s = time.monotonic()
         threading.Thread(target=self._beat, args=(client,), name="lockstep-heartbeats", daemon=True).start()
-        while not self._ends.is_set():
-            self._ask(client, f"{self._address}:{port}")
-            time.sleep(_NOTICE_S)  # also while requests fail at once
-            poll_until(lambda: self._wake.is_set() or self._ends.is_set() or self._is_broken, _PERIOD_S, _NOTICE_S)
-            self._wake.clear()
+        try:
+            while not self._ends.is_set():
+                self._ask(client, f"{self._address}:{port}")
+                time.sleep(_NOTICE_S)  # also while requests fail at once
+                poll_until(lambda: self._wake.is_set() or self._ends.is_set() or self._is_broken, _PERIOD_S, _NOTICE_S)
+                self._wake.clear()
+        finally:
+            self._ends.set()  # the heartbeats end, too: the others would wait for a machine that does not ask
 
     def _is_ready(self) -> bool:
         """Return whether all ranks of this machine can go on in place."""
