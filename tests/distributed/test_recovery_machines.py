@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import time
 
 import psutil
@@ -172,6 +173,24 @@ def test_a_machine_that_is_cut_off_ends_its_ranks_and_joins_again(machines, tmp_
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
+def test_the_first_machine_is_lost_but_not_the_lighthouse(machines, tmp_path):
+    serve = "import signal, torchft.coordination as c; s = c.LighthouseServer('10.78.0.2:29510', 1, 5000, 100, 5000)"
+    words = ["ip", "netns", "exec", machines.names[1], sys.executable, "-c", f"{serve}; signal.pause()"]
+    arguments = {"steps": 150, "pause_s": 0.05, "flags": ["--lighthouse", "10.78.0.2:29510"]}
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as lighthouse:
+        try:
+            with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
+                await_progress(tmp_path, 10, 4)
+                kill_machine(processes[0])
+                rows, errors, codes = ends(processes)
+        finally:
+            lighthouse.kill()
+    assert codes == [-9, 0], errors
+    assert [row[:3] for row in rows] == [("0", "2", "150"), ("1", "2", "150")]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
 def test_without_torchft_all_ranks_are_restarted(machines, tmp_path):
     (tmp_path / "library" / "torchft").mkdir(parents=True)
     (tmp_path / "library" / "torchft" / "__init__.py").write_text("raise ImportError")
@@ -193,6 +212,7 @@ def test_ranks_wait_for_a_machine_that_they_need(machines, tmp_path):
         done = await_progress(tmp_path, 10, 4)
         kill_machine(processes[1])
         processes[1].communicate()
+        time.sleep(8)  # longer than its heartbeats count
         processes.append(start(machines, tmp_path, 1, **arguments))
         rows, errors, codes = ends([processes[0], processes[2]])
     assert codes == [0, 0], errors
