@@ -135,7 +135,7 @@ def test_ranks_that_are_lost_on_either_machine_are_replaced(machines, tmp_path):
 @pytest.mark.timeout(400)
 def test_a_machine_is_lost_and_comes_back(machines, tmp_path):
     with all_ended([start(machines, tmp_path, index, steps=600, pause_s=0.05) for index in range(2)]) as processes:
-        done = await_progress(tmp_path, 10, 4)
+        done = await_progress(tmp_path, 60, 4)  # the launchers have met
         kill_machine(processes[1])
         began = time.monotonic()
         done = await_progress(tmp_path, done + 1, 2)
@@ -156,7 +156,7 @@ def test_a_machine_is_lost_and_comes_back(machines, tmp_path):
 @pytest.mark.timeout(400)
 def test_a_machine_that_is_cut_off_ends_its_ranks_and_joins_again(machines, tmp_path):
     with all_ended([start(machines, tmp_path, index, steps=900, pause_s=0.05) for index in range(2)]) as processes:
-        done = await_progress(tmp_path, 10, 4)
+        done = await_progress(tmp_path, 60, 4)  # the launchers have met
         machines.set_cable("down")
         began = time.monotonic()
         done = await_progress(tmp_path, done + 5, 2)
@@ -180,7 +180,7 @@ def test_the_first_machine_is_lost_but_not_the_lighthouse(machines, tmp_path):
     with subprocess.Popen(words, stderr=subprocess.DEVNULL) as lighthouse:
         try:
             with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
-                await_progress(tmp_path, 10, 4)
+                await_progress(tmp_path, 60, 4)  # the launchers have met
                 kill_machine(processes[0])
                 rows, errors, codes = ends(processes)
         finally:
@@ -209,7 +209,7 @@ def test_ranks_wait_for_a_machine_that_they_need(machines, tmp_path):
     """With --nnodes 2, a machine that is lost has to come back; nothing is repeated meanwhile."""
     arguments = {"steps": 300, "pause_s": 0.05, "nnodes": "2"}
     with all_ended([start(machines, tmp_path, index, **arguments) for index in range(2)]) as processes:
-        done = await_progress(tmp_path, 10, 4)
+        done = await_progress(tmp_path, 60, 4)  # the launchers have met
         kill_machine(processes[1])
         processes[1].communicate()
         time.sleep(8)  # longer than its heartbeats count

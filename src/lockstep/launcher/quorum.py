@@ -47,6 +47,8 @@ from lockstep.run_folder import Generation
 _TOPIC = "lighthouse"
 # How often to ask without a reason, and how soon a reason is noticed.
 _PERIOD_S, _NOTICE_S = 0.5, 0.05
+# How often to look for the lighthouse at the start.
+_SEARCH_S = 0.2
 # How long a machine waits until the others take it in, or go on with it after a loss.
 _PATIENCE_S = 60.0
 # How long a machine waits at the end for the others; torch elastic's default.
@@ -238,7 +240,7 @@ class Machines:
                 self._found = self._found or self._find_lighthouse()
                 if self._found is not None:
                     client = self._library.LighthouseClient(self._found.address, timedelta(seconds=machine_timeout_s()))
-            self._ends.wait(_PERIOD_S if client is None else 0.0)
+            self._ends.wait(_SEARCH_S if client is None else 0.0)
         while not self._is_ready() and not self._ends.is_set():
             self._ends.wait(_NOTICE_S)
         if not self._library:
