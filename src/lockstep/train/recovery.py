@@ -245,11 +245,13 @@ class Recovery:
         # Until all have the state, none may change its own.
         all_gather_object(True, group=group, device=world.device)
         if world.rank == source:
+            after = f"after {(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s"
+            text = f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back {after}"
             RecoveryReport(
                 found.number,
-                f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back after "
-                f"{(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s with the state of rank {source}; "
-                f"{self._doing()} is done again",
+                # Without a rank that was replaced, the ranks of another machine are fewer.
+                (f"{text} with the state of rank {source}" if lacking else f"{world.world_size} ranks have met {after}")
+                + f"; {self._doing()} is done again",
                 num_bytes * len(lacking),
             ).write(current_run_folder())
 
