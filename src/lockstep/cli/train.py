@@ -119,7 +119,7 @@ _SECTIONS = {
     "Strategies local-sgd and diloco": "sync_every fragments sync_delay across outer_lr outer_momentum",
     "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best eval_every",
     "Recorded and shown": "profile profile_steps profile_dir log_to view quiet price logs log_level log_dir",
-    "When ranks fail or hang": "max_restarts min_devices watchdog watchdog_action",
+    "When ranks fail or hang": "max_restarts min_devices redundancy watchdog watchdog_action",
 }
 
 
