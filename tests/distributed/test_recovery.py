@@ -9,7 +9,7 @@ from tests.distributed.commands import lockstep as run_lockstep
 
 # Ends a rank by SIGKILL at a place, once in the whole job.
 FAULTS = """\
-import os, signal, torch
+import os, pathlib, signal, time, torch
 from torch import nn
 
 def lose(place, rank=None):
@@ -21,7 +21,10 @@ def lose(place, rank=None):
                 os.close(os.open(f"{os.environ['ONCE']}-{number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            os.kill(os.getpid(), signal.SIGKILL)
+            folder, number = pathlib.Path(os.environ["LOCKSTEP_RUN_DIR"]), int(os.environ.get("READY", 0))
+            while len(list(folder.glob("recovers-*"))) < number:  # spares are ready some time after the ranks
+                time.sleep(0.02)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("BY", "SIGKILL")))
 """
 
 SCRIPT = (

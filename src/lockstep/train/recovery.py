@@ -245,13 +245,14 @@ class Recovery:
         # Until all have the state, none may change its own.
         all_gather_object(True, group=group, device=world.device)
         if world.rank == source:
-            RecoveryReport(
-                found.number,
-                f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back after "
-                f"{(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s with the state of rank {source}; "
-                f"{self._doing()} is done again",
-                num_bytes * len(lacking),
-            ).write(current_run_folder())
+            after = f"after {(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s"
+            what = f"the job goes on with {world.world_size} rank{'s' * (world.world_size != 1)} {after}"
+            if lacking:
+                are = "is" if len(lacking) == 1 else "are"
+                what = f"{format_ranks(lacking)} {are} back {after} with the state of rank {source}"
+            RecoveryReport(found.number, f"{what}; {self._doing()} is done again", num_bytes * len(lacking)).write(
+                current_run_folder()
+            )
 
 
 def exchange_state(
