@@ -21,7 +21,7 @@ def lose(place, rank=None):
                 os.close(os.open(f"{os.environ['ONCE']}-{number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            folder, number = pathlib.Path(os.environ["LOCKSTEP_RUN_DIR"]), int(os.environ.get("READY", 0))
+            folder, number = pathlib.Path(os.environ["LOCKSTEP_RUN_DIR"]), int(os.environ.get("READY", 0)) if number == 0 else 0
             while len(list(folder.glob("recovers-*"))) < number:  # spares are ready some time after the ranks
                 time.sleep(0.02)
             os.kill(os.getpid(), getattr(signal, os.environ.get("BY", "SIGKILL")))

@@ -373,6 +373,12 @@ class Checkpoints:
             return []
         return [(each.path.name, each.problem) for each in found]
 
+    def lead(self) -> None:
+        """Do what rank zero does from now on, if this rank has become it: lock the folder, and number checkpoints."""
+        if self.world.is_rank_zero and self._check_lock is _nothing:
+            self.fresh = False  # what is there now is of this run
+            self._open_folder()
+
     # --- loading ---
 
     def load(self, *, required: bool) -> dict[str, Any] | None:
