@@ -31,6 +31,7 @@ from lockstep import run_folder
 from lockstep.activity import format_ranks
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended
+from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.run_folder import FAILURE, FailureRecord, Generation, RecoveryReport, rank_file, read_object
 
@@ -46,8 +47,8 @@ class Recovery:
 
     Args:
         folder: Of the run.
-        start: Starts a process for the place of a rank on this machine, as a part of a running job; with how many
-            ranks this then has.
+        start: Starts a process for the place of a rank on this machine, as a part of a running job; with its index
+            there, and how many ranks the machine then has.
         start_spare: Starts the spare with this number.
         hide: Called when a rank is left out, with its number and how many ranks there were before.
         num_spares: How many spares there are to be.
@@ -55,6 +56,7 @@ class Recovery:
         most: How many ranks may be replaced.
         exceptions: Whether a rank that raised an exception is replaced.
         min_ranks: The job may go on with fewer ranks, but no fewer than this.
+        machines: Of a job with several.
 
     Attributes:
         number: The generation.
@@ -64,13 +66,14 @@ class Recovery:
 
     folder: Path
     ranks: dict[int, int]
-    start: Callable[[int, int], SubprocessHandler]
+    start: Callable[[int, int, int], SubprocessHandler]
     most: int
     start_spare: Callable[[int], SubprocessHandler]
     hide: Callable[[int, int], None]
     num_spares: int = 0
     exceptions: bool = False
     min_ranks: int | None = None
+    machines: Machines | None = None
     number: int = 0
     num_lost: int = 0
     spares: dict[int, SubprocessHandler] = field(default_factory=dict)
@@ -86,13 +89,18 @@ class Recovery:
         left = set(self.ranks) - lost_pids
         can = run_folder.recovering_processes(self.folder)
         codes = {exit.exit_code for exit in lost}
-        if run_folder.stop_reason(self.folder) is not None or not left & can:
+        if run_folder.stop_reason(self.folder) is not None or not set(self.ranks) & can:
             return ""
         if RESUME_EXIT_CODE in codes or (max(codes) > 0 and not self.exceptions):
             return ""
+        has_others = self.machines is not None and self.machines.have_met()
+        if self.machines is not None and not has_others:
+            return "the machines have not come together at a lighthouse"
+        if not (left & can or has_others):
+            return ""
         if self.num_lost + len(lost) > self.most:
             return "" if self.most == 0 else "no restart is left"
-        if not left & can & self._whole:
+        if not (left & can & self._whole or has_others):
             return "no rank that holds the state of the run is left"
         if missing := {self.ranks[pid] for pid in left & self._whole - can}:
             return f"{format_ranks(sorted(missing))} cannot go on in this step"
@@ -137,8 +145,9 @@ class Recovery:
         self.num_lost += len(lost)
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
         left = [rank for pid, rank in self.ranks.items() if pid not in pids.values()]
+        go_on = f"{format_ranks(left)} {'goes' if len(left) == 1 else 'go'} on" if left else "the other machines go on"
         for exit in lost:
-            _print(f"{how_it_ended(exit)}; {format_ranks(left)} {'goes' if len(left) == 1 else 'go'} on")
+            _print(f"{how_it_ended(exit)}; {go_on}")
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         can = run_folder.recovering_processes(self.folder)
         ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
@@ -158,16 +167,24 @@ class Recovery:
             _print(f"rank {before} is rank {rank} of {len(places)} from now on")
         new = {}
         for rank in [rank for rank, pid in places.items() if pid is None]:
-            new[rank] = self.spares.pop(ready.pop(0)) if ready else self.start(rank, len(places))
+            new[rank] = self.spares.pop(ready.pop(0)) if ready else self.start(rank, rank - min(places), len(places))
         self.ranks = {pid: rank for rank, pid in places.items() if pid is not None}
         self.ranks |= {process.proc.pid: rank for rank, process in new.items()}
         self._whole -= set(pids.values())
+        if self.machines is not None:
+            self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns)
+            return new
         self.number += 1
         Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns).post(self.folder)
         return new
 
     def poll(self) -> None:
         """Print the ranks' report of a generation that is complete; start spares, and notice when one is lost."""
+        if self.machines is not None:
+            self.number = self.machines.number
+            found = Generation.read(self.folder)
+            if found is not None and found.ranks.keys() == self.ranks.keys():
+                self.ranks = found.ranks  # another number of machines
         report = RecoveryReport.read(self.folder)
         if report is not None and report.number > self._reported:
             self._reported = report.number

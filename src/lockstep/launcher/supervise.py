@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
@@ -49,8 +48,9 @@ from lockstep.launcher.failure_report import (
     restart_report,
 )
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
-from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
+from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.output import LogTail
+from lockstep.launcher.quorum import Lighthouse, Machines, running_job
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.launcher.recovery import NAME_OF_SPARE, Recovery
 from lockstep.telemetry.rank_state import process_state
@@ -207,6 +207,7 @@ class Job:
         server: Forks the ranks, if they need not be new interpreters.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
+        lighthouse: As for `supervise`.
         is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
         has_started: Whether ranks were started.
         recovery: Replaces lost ranks while the others go on, if they can.
@@ -230,6 +231,7 @@ class Job:
     server: ForkServer | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
+    lighthouse: str | None = None
     is_command: bool = False
     has_started: bool = False
     recovery: Recovery | None = None
@@ -354,6 +356,12 @@ class _Agent(LocalElasticAgent):
         # How often the ranks of the job have been started again, for any reason; and how often because a rank of this
         # machine failed.
         self.num_restarts, self.num_failures = -1, 0
+        # Where the launchers of several machines agree on recovery; and the running job that this one joins, if it may.
+        has_board = config.rdzv_backend in ("static", "c10d") and config.max_nodes > 1 and config.max_restarts > 0
+        self._board = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_board else None
+        self._joins: Lighthouse | None = None
+        self._machines: Machines | None = None
+        self._may_join = True
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -377,12 +385,22 @@ class _Agent(LocalElasticAgent):
             # A spare machine that was never used has no result.
             return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
         finally:
+            self._leave_machines()
             if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
                 self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
+        self._joins = running_job(self._board) if self._board is not None and self._may_join else None
+        self._may_join = False
+        if self._joins is not None:
+            # The ranks begin alone, as on a single machine.
+            worker_group.spec.rdzv_handler = self._alone = RendezvousPerRestart(self.config, None, bool)
+            super()._rendezvous(worker_group)
+            worker_group.spec.rdzv_handler = handler
+            self.num_restarts += 1
+            return
         for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
             try:
                 with self._ending_at_once():
@@ -413,6 +431,8 @@ class _Agent(LocalElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
+        if self._joins is not None:
+            of_all[JOINS] = 1
         envs: dict[int, dict[str, str]] = {}
         args = {}
         for worker in worker_group.workers:
@@ -440,18 +460,59 @@ class _Agent(LocalElasticAgent):
         self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
         ranks, self.job.recovery = self._pcontext, None
-        if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and self.job.store is None:
+        can_agree = self.config.max_nodes == 1 or self._board is not None
+        if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and can_agree:
             workers = {worker.id: worker.global_rank for worker in worker_group.workers}
-            start = partial(ranks.start_late, first=first)
-            self.job.recovery = Recovery(
-                *(self.job.folder, workers, start, self.job.num_restarts_left, ranks.start_spare, _hide_device),
+            recovery = self.job.recovery = Recovery(
+                *(
+                    self.job.folder,
+                    workers,
+                    ranks.start_late,
+                    self.job.num_restarts_left,
+                    ranks.start_spare,
+                    _hide_device,
+                ),
                 num_spares=self.job.num_spares,
                 exceptions=self.job.recover == "exceptions",
                 min_ranks=self.job.min_ranks,
                 spares=ranks.spares,
             )
+            if self._board is not None:
+                self._machines = recovery.machines = self._meet_machines(worker_group, list(workers), self._board)
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
+
+    def _meet_machines(self, worker_group: WorkerGroup, pids: list[int], board: InterNodeStore) -> Machines:
+        joins = self._joins
+        return Machines(
+            self.job.folder,
+            pids,
+            board,
+            self.config.local_addr or socket.getfqdn(),
+            worker_group.group_rank if joins is None else self.config.rdzv_configs.get("rank"),
+            cast(int, worker_group.group_world_size),
+            min_machines=self.config.min_nodes,
+            start=self.num_restarts,
+            lighthouse=self.job.lighthouse,
+            joins=joins,
+        )
+
+    def _leave_machines(self) -> None:
+        if self._machines is not None:
+            self._machines.close()
+            self._machines = None
+
+    def _join_again(self, worker_group: WorkerGroup, machines: Machines, reason: str) -> None:
+        """End the ranks of this machine, as the others may go on without them, and start others."""
+        log(reason)
+        assert self._pcontext is not None
+        kill_sessions(self._pcontext.pids().values())
+        run_folder.forget_ranks(self.job.folder)
+        # A machine that was not taken in meets the others as at the start of a job.
+        self._may_join = machines.number >= 0
+        with self._ending_at_once():
+            wait_for_host(self.config)
+        self._restart_workers(worker_group)
 
     def _recover(self, worker_group: WorkerGroup) -> bool:
         """Replace lost ranks, if the others can go on; return whether torch is to poll the ranks.
@@ -462,6 +523,14 @@ class _Agent(LocalElasticAgent):
         if recovery is None or not isinstance(ranks, _RankProcesses):
             return True
         recovery.poll()
+        self._follow(recovery, worker_group)
+        if (machines := self._machines) is not None:
+            handler = worker_group.spec.rdzv_handler
+            if isinstance(handler, RendezvousPerRestart):
+                handler.is_quorum_used = machines.number >= 0 or self._joins is not None
+            if (reason := machines.poll()) is not None:
+                self._join_again(worker_group, machines, reason)
+                return False
         codes = {local: handler.proc.poll() for local, handler in ranks.subprocess_handlers.items()}
         ended = {local: code for local, code in codes.items() if code}
         if not ended:
@@ -487,26 +556,28 @@ class _Agent(LocalElasticAgent):
             return True
         new = recovery.replace(lost, pids)
         handlers = {handler.proc.pid: handler for handler in (*ranks.subprocess_handlers.values(), *new.values())}
-        first = self.job.ranks.start
-        self._place({rank - first: handlers[pid] for pid, rank in recovery.ranks.items()}, ranks, worker_group)
+        by_rank = sorted(recovery.ranks, key=recovery.ranks.__getitem__)
+        ranks.subprocess_handlers = {local: handlers[pid] for local, pid in enumerate(by_rank)}
+        torch_internals.set_num_processes(ranks, len(by_rank))
+        del worker_group.workers[len(by_rank) :]
+        for worker, pid in zip(worker_group.workers, by_rank, strict=True):
+            worker.id = pid
+        worker_group.spec.local_world_size = len(by_rank)
+        self._follow(recovery, worker_group)
         ranks.watch(handler.proc.pid for handler in new.values())
         self.num_failures += len(lost)
         self.job.num_restarts_left -= len(lost)
         return False
 
-    def _place(self, handlers: dict[int, SubprocessHandler], ranks: _RankProcesses, worker_group: WorkerGroup) -> None:
-        """Make these processes the ranks of this machine; there may be fewer than before."""
-        ranks.subprocess_handlers = handlers
-        size = len(handlers)
-        torch_internals.set_num_processes(ranks, size)
-        del worker_group.workers[size:]
-        for local, worker in enumerate(worker_group.workers):
-            worker.id = handlers[local].proc.pid
-        if size < len(self.job.ranks):
-            worker_group.spec.local_world_size = size
-            self.job.ranks = self.job.ranks[:size]
+    def _follow(self, recovery: Recovery, worker_group: WorkerGroup) -> None:
+        """Take over the ranks' numbers, of which there may be fewer than before."""
+        for worker in worker_group.workers:
+            worker.global_rank = recovery.ranks[worker.id]
+        first = min(recovery.ranks.values())
+        if (ranks := range(first, first + len(recovery.ranks))) != self.job.ranks:
+            self.job.ranks = ranks
             if self.job.log_tail is not None:
-                self.job.log_tail.started(self.job.ranks)
+                self.job.log_tail.started(ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         is_to_poll = self._recover(worker_group)
@@ -544,6 +615,7 @@ class _Agent(LocalElasticAgent):
             # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
         exits = self.job.exits(failures)
+        self._leave_machines()
         text = "lockstep: machines joined or left; the ranks start again"
         if failures:
             first = first_failure(exits)
@@ -576,6 +648,9 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on
+            if self._machines is not None and self._machines.number >= 0:
+                self._machines.finish()  # the machines may not be those of the rendezvous
+                return
             with self._ending_at_once():
                 super()._exit_barrier()  # type: ignore[no-untyped-call]
 
@@ -613,13 +688,13 @@ class _RankProcesses(SubprocessContext):
                 self.job.ended_at_ns[running.pop(descriptor)] = time.time_ns()
                 os.close(descriptor)
 
-    def start_late(self, rank: int, num_ranks: int, *, first: int) -> SubprocessHandler:
-        """Start a process for the place of a rank in a running job; ``first`` is the first rank of this machine."""
-        env = self.envs[rank - first]
+    def start_late(self, rank: int, local: int, num_ranks: int) -> SubprocessHandler:
+        """Start a process for the place of a rank in a running job, which has so many ranks on this machine."""
+        env = self.envs[local]
         world_size = int(env["WORLD_SIZE"]) - int(env["LOCAL_WORLD_SIZE"]) + num_ranks
-        changed = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        self.envs[rank - first] = env | changed | {JOINS: "1"}
-        return self._start_rank(rank - first)
+        changed = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        self.envs[local] = env | changed | {JOINS: "1"}
+        return self._start_rank(local)
 
     def start_spare(self, number: int) -> SubprocessHandler:
         """Start a spare, which prepares as if it were the last rank, with a device of its own."""

@@ -246,13 +246,12 @@ class Recovery:
         all_gather_object(True, group=group, device=world.device)
         if world.rank == source:
             after = f"after {(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s"
-            what = f"the job goes on with {world.world_size} rank{'s' * (world.world_size != 1)} {after}"
+            what = f"{world.world_size} ranks have met {after}"  # which may be fewer
             if lacking:
                 are = "is" if len(lacking) == 1 else "are"
                 what = f"{format_ranks(lacking)} {are} back {after} with the state of rank {source}"
-            RecoveryReport(found.number, f"{what}; {self._doing()} is done again", num_bytes * len(lacking)).write(
-                current_run_folder()
-            )
+            text, num_sent = f"{what}; {self._doing()} is done again", num_bytes * len(lacking)
+            RecoveryReport(found.number, text, num_sent).write(current_run_folder())
 
 
 def exchange_state(
