@@ -9,11 +9,14 @@ from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.test_recovery import TASK
 
 # A subclass is not known to be element-wise; here its step is one of the places where a rank ends.
-SHARDED = TASK.replace("    num_steps = 0\n", "    num_steps = 0\n    elementwise = True\n") + """
+SHARDED = (
+    TASK.replace("    num_steps = 0\n", "    num_steps = 0\n    elementwise = True\n")
+    + """
 import functools
 import lockstep.train.fit
 lockstep.train.fit.init = functools.partial(lockstep.init, backend=os.environ["BACKEND"])
 """
+)
 
 
 @pytest.fixture
@@ -65,4 +68,6 @@ def test_without_copies_all_ranks_start_again(train):
     found, lines, _ = train("backward@1", redundancy="0")
     assert found == undisturbed
     assert [line.partition(";")[2] for line in lines] == [" restart 1 of 8"]
-    assert "a lost rank restarts all: it holds the only copy of its optimizer state (redundancy=1 keeps one more)" in said
+    assert (
+        "a lost rank restarts all: it holds the only copy of its optimizer state (redundancy=1 keeps one more)" in said
+    )

@@ -163,13 +163,16 @@ class RunRecord:
         reporter.judge(dict(enumerate(all_gather_object(pace, group=self._trainer.group, device=self._device))))
         self._compared.clear()
 
-    def reconnect(self) -> None:
-        """Go on with the ranks of another generation of the world."""
+    def reconnect(self, display: Subscriber | None = None) -> None:
+        """Go on with the ranks of another generation of the world; ``display``: if this has become rank zero."""
         world = self._world
         self._place = Place(world.rank, world.world_size, world.group)
         self._num_ranks = world.world_size
         self._compared.clear()  # of which a rank that came late has fewer
         self._recorder.reconnect(self._place, self._num_ranks)
+        if display is not None:
+            self._recorder.lead(display)
+            self.sinks = self._recorder.sinks
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""

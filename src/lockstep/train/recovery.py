@@ -255,14 +255,12 @@ class Recovery:
         all_gather_object(True, group=group, device=world.device)
         if world.rank == source:
             after = f"after {(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s"
-            text = f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back {after}"
-            RecoveryReport(
-                found.number,
-                # Without a rank that was replaced, the ranks of another machine are fewer.
-                (f"{text} with the state of rank {source}" if lacking else f"{world.world_size} ranks have met {after}")
-                + f"; {self._doing()} is done again",
-                num_bytes * len(lacking),
-            ).write(current_run_folder())
+            what = f"{world.world_size} ranks have met {after}"  # which may be fewer
+            if lacking:
+                are = "is" if len(lacking) == 1 else "are"
+                what = f"{format_ranks(lacking)} {are} back {after} with the state of rank {source}"
+            text, num_sent = f"{what}; {self._doing()} is done again", num_bytes * len(lacking)
+            RecoveryReport(found.number, text, num_sent).write(current_run_folder())
 
 
 def _state_of(part: Stateful) -> dict[str, Any]:
