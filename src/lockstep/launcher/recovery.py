@@ -104,7 +104,8 @@ class Recovery:
         self.ranks |= {process.proc.pid: rank for rank, process in new.items()}
         self._whole -= set(pids.values())
         self.number += 1
-        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns).post(self.folder)
+        why = "; ".join(map(how_it_ended, lost))
+        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns, why=why).post(self.folder)
         return new
 
     def poll(self) -> None:
