@@ -2,10 +2,13 @@
 
 import os
 import re
+from unittest import mock
 
 import pytest
+import torch
 
 from lockstep.telemetry.record import read_run
+from lockstep.train import recovery
 from tests.distributed.commands import lockstep as run_lockstep
 
 # Ends a rank by SIGKILL at a place, once in the whole job.
@@ -241,3 +244,33 @@ def test_a_monitored_script_goes_on(run_script, tmp_path, where):
         steps = {line.step for line in run.ranks[rank].steps}
         assert steps | set(missing) == set(range(30)), "those before the loss may not have been written"
         assert {line.samples for line in run.ranks[rank].steps} == {16.0}
+
+
+def exchanged(world):
+    """Send a state from rank 1 to rank 0, in messages of 16 bytes; return what arrived."""
+    values = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "model": {
+            "transposed": values.t(),
+            "bf16": values.bfloat16(),
+            "scalar": torch.tensor(7),
+            "no": torch.empty(0, 3),
+        },
+        "optimizer": {"state": {0: {"step": 3, "flag": torch.tensor([True, False])}}, "names": ("a", None)},
+    }
+    with mock.patch.object(recovery, "_CHUNK_BYTES", 16):
+        received, size = recovery.exchange_state(state if world.rank == 1 else {}, 1, 0, world.group, world.device)
+    if world.rank == 1:
+        return received, size
+    moved = received["model"].pop("transposed")
+    assert torch.equal(moved, values.t()) and moved.is_contiguous()
+    for name, value in received["model"].items():
+        assert value.dtype == state["model"][name].dtype and torch.equal(value, state["model"][name])
+    flags = received["optimizer"]["state"][0].pop("flag")
+    return flags.tolist(), received["optimizer"], size
+
+
+def test_a_state_arrives_as_it_was(ranks):
+    (flags, rest, size), (nothing, sent) = ranks(2)(exchanged)
+    assert (flags, rest) == ([True, False], {"state": {0: {"step": 3}}, "names": ("a", None)})
+    assert nothing == {} and size == sent > 12 * 4 + 12 * 2 + 8 + 2
