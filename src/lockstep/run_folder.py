@@ -194,7 +194,7 @@ def forget_ranks(folder: Path) -> None:
 
     A signal's request to stop also applies to the next ranks.
     """
-    for kind in (*_OF_RANKS, _RECOVERS):
+    for kind in (*_OF_RANKS, _RECOVERS, _BROKEN):
         for path in rank_files(folder, kind).values():
             path.unlink(missing_ok=True)
     for name in (_GENERATION, _RECOVERED):
@@ -205,7 +205,7 @@ def forget_ranks(folder: Path) -> None:
 
 # Recovery in place: a rank that can go on without a lost one announces this; the launcher posts the next generation.
 
-_GENERATION, _RECOVERS, _RECOVERED = "generation", "recovers", "recovered"
+_GENERATION, _RECOVERS, _RECOVERED, _BROKEN = "generation", "recovers", "recovered", "broken"
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,20 @@ def withdraw_recovery(folder: Path, pid: int) -> None:
 def recovering_processes(folder: Path) -> set[int]:
     """Return the processes of this machine that can go on in a next generation."""
     return set(rank_files(folder, _RECOVERS))
+
+
+def report_broken(folder: Path, pid: int, number: int) -> None:
+    """Report to the launcher that this process cannot reach a rank of its generation, maybe on another machine."""
+    replace_file(rank_file(folder, _BROKEN, pid), str(number))
+
+
+def broken_generation(folder: Path) -> int:
+    """Return the newest generation in which a process of this machine could not reach a rank; -1 if there is none."""
+    numbers = [-1]
+    for path in rank_files(folder, _BROKEN).values():
+        with contextlib.suppress(OSError):  # removed in this moment
+            numbers.append(int(path.read_text()))
+    return max(numbers)
 
 
 # The terminal: rank zero's live view and the launcher's lines share it.

@@ -35,9 +35,9 @@ from lockstep.comm.network import cut_links
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import USE_LIBUV
 from lockstep.comm.world import BARRIER_TIMEOUT_S, JOINS, World, destroy_default_group, form_group
-from lockstep.env import RankEnv
+from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.run_folder import Generation, announce_recovery, current_run_folder, withdraw_recovery
+from lockstep.run_folder import Generation, announce_recovery, current_run_folder, report_broken, withdraw_recovery
 from lockstep.torch_internals import backend_of, process_groups
 
 # How often a rank looks for a new generation; and how long after an error in a collective it waits for one.
@@ -84,10 +84,19 @@ class Membership:
     def newer(self) -> Generation | None:
         """Return the newest generation if this process has not joined it yet."""
         found = Generation.read(self._folder)
-        return found if found is not None and found.number > self.number else None
+        # A new process waits until there is one that it belongs to: it was started before that was agreed on.
+        is_early = found is not None and JOINS in os.environ and os.getpid() not in found.ranks
+        return found if found is not None and found.number > self.number and not is_early else None
 
-    def await_newer(self, limit_s: float = _PATIENCE_S) -> Generation | None:
-        """Wait for a generation that this process has not joined, at most ``limit_s``."""
+    def await_newer(self, limit_s: float | None = None) -> Generation | None:
+        """Wait for a generation that this process has not joined, at most ``limit_s``; by default some seconds."""
+        if limit_s is None:
+            limit_s = max(_PATIENCE_S, 2 * machine_timeout_s())
+        if self.newer() is None:
+            report_broken(self._folder, os.getpid(), self.number)
+            if self._world.local_world_size < self._world.world_size:
+                # So that the ranks of other machines, which may wait for this one, notice it, too.
+                interrupt_groups()
         rendezvous.poll_until(lambda: self.newer() is not None, limit_s, _PERIOD_S)
         return self.newer()
 
@@ -141,7 +150,11 @@ class Membership:
             node_rank=found.node_rank,
         )
         prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{found.number}"
-        base = met.store if found.store is None else _open_store(found.store)
+        base = met.store
+        if found.store is not None:
+            # A store for this start of the job, which some of its machines may have joined later.
+            prefix, base = f"lockstep/generation/{found.number}", _open_store(found.store)
+            env = replace(env, master_addr=found.store[0])
         store = PrefixStore(prefix, base)
         store.set(f"here/{env.rank}", "")
         keys = [f"here/{other}" for other in range(env.world_size)]

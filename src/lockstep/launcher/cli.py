@@ -23,6 +23,7 @@ from lockstep.launcher.api import choose_num_ranks, environment_restored, num_co
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.node_rendezvous import choose_interfaces, choose_rendezvous, max_nodes, wait_for_host
 from lockstep.launcher.output import LEVELS, LogSettings, LogTail
+from lockstep.launcher.quorum import check_lighthouse
 from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import Job, supervise
 from lockstep.run_folder import ENDED, FailureRecord
@@ -99,6 +100,7 @@ def build_parser() -> _Parser:
     flag(
         "--min-devices", type=int, metavar="N", help="with --max-restarts: go on without killed ranks, with N at least"
     )
+    flag("--lighthouse", metavar="HOST:PORT", help="torchft's, where machines agree; default: the first serves one")
     flag("--logs", choices=("merged", "raw"), default="merged", help="merge the output of the ranks, or not")
     flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
     flag("--quiet", action="store_const", dest="log_level", const="error", help="the same as --log-level error")
@@ -164,6 +166,7 @@ def run(argv: Sequence[str]) -> None:
     args.nproc_per_node = str(num_ranks)
     mode = _check_target(args)
     choose_rendezvous(args)
+    check_lighthouse(args.lighthouse, max_nodes(args))
     logs = _log_settings(args)
     # The code below sets variables of this process for the ranks to inherit.
     with environment_restored(), _monitoring(args), Reaper() as reaper:
@@ -179,7 +182,9 @@ def run(argv: Sequence[str]) -> None:
         config, python = _config(args)
         wait_for_host(config)
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
-            job = Job(reaper, log_tail, args.min_devices, args.watchdog, args.watchdog_action)
+            job = Job(
+                reaper, log_tail, args.min_devices, args.watchdog, args.watchdog_action, lighthouse=args.lighthouse
+            )
             supervise(job, config, mode, args.training_script, args.training_script_args, python)
         if mode == "script":
             _refuse_unused_task(args, reaper.run_dir)

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from lockstep import run_folder
 from lockstep.activity import format_ranks
 from lockstep.launcher.failure_report import RankExit, how_it_ended
+from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.run_folder import Generation, RecoveryReport
 
@@ -41,6 +42,7 @@ class Recovery:
         most: How many ranks may be replaced.
         exceptions: Whether a rank that raised an exception is replaced.
         min_ranks: The job may go on with fewer ranks, but no fewer than this.
+        machines: Of a job with several.
 
     Attributes:
         number: The generation.
@@ -53,6 +55,7 @@ class Recovery:
     most: int
     exceptions: bool = False
     min_ranks: int | None = None
+    machines: Machines | None = None
     number: int = 0
     num_lost: int = 0
     _whole: set[int] = field(default_factory=set)
@@ -66,13 +69,18 @@ class Recovery:
         """Return why the others cannot go on without a restart; an empty text if that need not be said."""
         left = set(self.ranks) - lost_pids
         can = run_folder.recovering_processes(self.folder)
-        if run_folder.stop_reason(self.folder) is not None or not left & can:
+        if run_folder.stop_reason(self.folder) is not None or not set(self.ranks) & can:
             return ""
         if any(exit.exit_code > 0 for exit in lost) and not self.exceptions:
             return ""
+        has_others = self.machines is not None and self.machines.have_met()
+        if self.machines is not None and not has_others:
+            return "the machines have not come together at a lighthouse"
+        if not (left & can or has_others):
+            return ""
         if self.num_lost + len(lost) > self.most:
             return "" if self.most == 0 else "no restart is left"
-        if not left & can & self._whole:
+        if not (left & can & self._whole or has_others):
             return "no rank that holds the state of the run is left"
         if missing := {self.ranks[pid] for pid in left & self._whole - can}:
             return f"{format_ranks(sorted(missing))} cannot go on in this step"
@@ -89,27 +97,31 @@ class Recovery:
             lost: How they ended.
             pids: Their processes, by rank.
         """
-        at_ns = min(exit.record.time_ns for exit in lost)
+        at_ns, why = min(exit.record.time_ns for exit in lost), "; ".join(map(how_it_ended, lost))
         for exit in lost:
             self._losses[exit.record.step] += 1
         self.num_lost += len(lost)
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
         left = [rank for pid, rank in self.ranks.items() if pid not in pids.values()]
+        go_on = f"{format_ranks(left)} {'goes' if len(left) == 1 else 'go'} on" if left else "the other machines go on"
         for exit in lost:
-            go = "goes" if len(left) == 1 else "go"
-            print(f"lockstep: {how_it_ended(exit)}; {format_ranks(left)} {go} on", file=sys.stderr, flush=True)
+            print(f"lockstep: {how_it_ended(exit)}; {go_on}", file=sys.stderr, flush=True)
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         new = {exit.rank: self.start(exit.rank) for exit in lost}
         self.ranks = {pid: rank for pid, rank in self.ranks.items() if rank not in new}
         self.ranks |= {process.proc.pid: rank for rank, process in new.items()}
         self._whole -= set(pids.values())
+        if self.machines is not None:
+            self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns, why)
+            return new
         self.number += 1
-        why = "; ".join(map(how_it_ended, lost))
         Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns, why=why).post(self.folder)
         return new
 
     def poll(self) -> None:
         """Print the ranks' report of a generation that is complete."""
+        if self.machines is not None:
+            self.number = self.machines.number
         report = RecoveryReport.read(self.folder)
         if report is not None and report.number > self._reported:
             self._reported = report.number

@@ -40,8 +40,9 @@ from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
-from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of
+from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.output import LogTail
+from lockstep.launcher.quorum import Lighthouse, Machines, running_job
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.launcher.recovery import Recovery
 from lockstep.telemetry.rank_state import process_state
@@ -197,6 +198,7 @@ class Job:
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
         num_replaced: How many ranks were replaced while the others went on.
+        lighthouse: As for `supervise`.
         is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
         has_started: Whether ranks were started.
         hang: The watchdog's report, if the ranks were killed: then this is the cause, not the ranks' exit codes.
@@ -218,6 +220,7 @@ class Job:
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
     num_replaced: int = 0
+    lighthouse: str | None = None
     is_command: bool = False
     has_started: bool = False
     hang: str = ""
@@ -337,6 +340,12 @@ class _Agent(LocalElasticAgent):
         # machine failed.
         self.num_restarts, self.num_failures = -1, 0
         self._recovery: Recovery | None = None
+        # Where the launchers of several machines agree on recovery; and the running job that this one joins, if it may.
+        has_board = config.rdzv_backend in ("static", "c10d") and config.max_nodes > 1 and config.max_restarts > 0
+        self._board = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_board else None
+        self._joins: Lighthouse | None = None
+        self._machines: Machines | None = None
+        self._may_join = True
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -360,12 +369,22 @@ class _Agent(LocalElasticAgent):
             # A spare machine that was never used has no result.
             return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
         finally:
+            self._leave_machines()
             if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
                 self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
+        self._joins = running_job(self._board) if self._board is not None and self._may_join else None
+        self._may_join = False
+        if self._joins is not None:
+            # The ranks begin alone, as on a single machine.
+            worker_group.spec.rdzv_handler = self._alone = RendezvousPerRestart(self.config, None, bool)
+            super()._rendezvous(worker_group)
+            worker_group.spec.rdzv_handler = handler
+            self.num_restarts += 1
+            return
         for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
             try:
                 with self._ending_at_once():
@@ -396,6 +415,8 @@ class _Agent(LocalElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
+        if self._joins is not None:
+            of_all[JOINS] = 1
         envs: dict[int, dict[str, str]] = {}
         args = {}
         for worker in worker_group.workers:
@@ -423,12 +444,47 @@ class _Agent(LocalElasticAgent):
         self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
         ranks, self._recovery = self._pcontext, None
-        if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and self.job.store is None:
+        can_agree = self.config.max_nodes == 1 or self._board is not None
+        if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and can_agree:
             workers = {worker.id: worker.global_rank for worker in worker_group.workers}
             start = partial(ranks.start_late, first=first)
             self._recovery = Recovery(self.job.folder, workers, start, self.job.num_restarts_left)
+            if self._board is not None:
+                self._machines = self._recovery.machines = self._meet_machines(worker_group, list(workers), self._board)
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
+
+    def _meet_machines(self, worker_group: WorkerGroup, pids: list[int], board: InterNodeStore) -> Machines:
+        joins = self._joins
+        return Machines(
+            self.job.folder,
+            pids,
+            board,
+            self.config.local_addr or socket.getfqdn(),
+            worker_group.group_rank if joins is None else self.config.rdzv_configs.get("rank"),
+            cast(int, worker_group.group_world_size),
+            min_machines=self.config.min_nodes,
+            start=self.num_restarts,
+            lighthouse=self.job.lighthouse,
+            joins=joins,
+        )
+
+    def _leave_machines(self) -> None:
+        if self._machines is not None:
+            self._machines.close()
+            self._machines = None
+
+    def _join_again(self, worker_group: WorkerGroup, machines: Machines, reason: str) -> None:
+        """End the ranks of this machine, as the others may go on without them, and start others."""
+        log(reason)
+        assert self._pcontext is not None
+        kill_sessions(self._pcontext.pids().values())
+        run_folder.forget_ranks(self.job.folder)
+        # A machine that was not taken in meets the others as at the start of a job.
+        self._may_join = machines.number >= 0
+        with self._ending_at_once():
+            wait_for_host(self.config)
+        self._restart_workers(worker_group)
 
     def _recover(self, worker_group: WorkerGroup) -> None:
         """Replace lost ranks, if the others can go on; otherwise torch finds them lost."""
@@ -436,6 +492,13 @@ class _Agent(LocalElasticAgent):
         if recovery is None or not isinstance(ranks, _RankProcesses):
             return
         recovery.poll()
+        if (machines := self._machines) is not None:
+            handler = worker_group.spec.rdzv_handler
+            if isinstance(handler, RendezvousPerRestart):
+                handler.is_quorum_used = machines.number >= 0 or self._joins is not None
+            if (reason := machines.poll()) is not None:
+                self._join_again(worker_group, machines, reason)
+                return
         ended = {local: code for local, handler in ranks.subprocess_handlers.items() if (code := handler.proc.poll())}
         if not ended:
             return
@@ -495,6 +558,7 @@ class _Agent(LocalElasticAgent):
             # The loader processes of a killed rank would go on for some seconds.
             kill_sessions(self._pcontext.pids().values())
         exits = self.job.exits(failures)
+        self._leave_machines()
         text = "lockstep: machines joined or left; the ranks start again"
         if failures:
             first = first_failure(exits)
@@ -527,6 +591,9 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         if not run_folder.is_stopped_by_signal(self.job.folder):  # else this machine leaves, and the others may go on
+            if self._machines is not None and self._machines.number >= 0:
+                self._machines.finish()  # the machines may not be those of the rendezvous
+                return
             with self._ending_at_once():
                 super()._exit_barrier()  # type: ignore[no-untyped-call]
 

@@ -267,7 +267,7 @@ def record_recovery(report: RecoveryReport, place: Place, num_missed: int, *, jo
         joins: Whether this process took the place of a lost rank; then it is also in a record that is created later.
     """
     global _joined
-    text = f"{report.why or 'ranks were lost'}; {report.text}; {report.num_bytes:,} bytes copied"
+    text = "; ".join(filter(None, (report.why, report.text, f"{report.num_bytes:,} bytes copied")))
     event = Event(event="recovery", step=0, time=report.lost_at_s, seconds=report.seconds, text=text)
     _joined = event if joins else _joined
     for each in _recorders:

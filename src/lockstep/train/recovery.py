@@ -249,15 +249,22 @@ class Recovery:
         num_missed = rows[source][2] - mine[2] if world.rank in lacking else 0
         lost_at_s = found.lost_at_ns / 1e9
         seconds = time.time() - lost_at_s
-        text = f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back after {seconds:.1f} s with the "
-        text += f"state of rank {source}; {self._doing()} is done again"
-        report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
+        # Without a rank that was replaced, there are fewer ranks than before.
+        met = f"{world.world_size} ranks have met after {seconds:.1f} s"
+        if lacking:
+            are = "is" if len(lacking) == 1 else "are"
+            met = f"{format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
+        text = f"{met}; {self._doing()} is done again"
         # Until all have the state, none may change its own.
+        report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
         reports = all_gather_object(asdict(report), group=group, device=world.device)
         if world.rank == source:
             report.write(current_run_folder())
+        # Only the launcher of the machine of a lost rank knows why.
+        why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
+        report = RecoveryReport(**reports[source] | {"why": why})
         place = Place(world.rank, world.world_size, group)
-        record_recovery(RecoveryReport(**reports[source]), place, num_missed, joins=self._is_late)
+        record_recovery(report, place, num_missed, joins=self._is_late)
 
 
 def exchange_state(
