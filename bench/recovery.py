@@ -102,6 +102,7 @@ class Event:
 
     @classmethod
     def of(cls, line: str) -> "Event":
+        """Return the event in a line."""
         at_s, what, rank, pid, step, share = line.split()
         return cls(float(at_s), what, int(rank), int(pid), int(step), float(share))
 

@@ -242,6 +242,7 @@ class Generation:
         num_nodes: The number of machines.
         store: Host and port of the store in which the ranks meet; None: that of the start.
         lost_at_ns: When the rank was lost, in nanoseconds since the epoch.
+        why: Who was lost, how and in which step.
     """
 
     number: int
@@ -251,6 +252,7 @@ class Generation:
     num_nodes: int = 1
     store: tuple[str, int] | None = None
     lost_at_ns: int = 0
+    why: str = ""
 
     def post(self, folder: Path) -> None:
         """Publish it for the ranks of this machine, each of which leaves the generation before."""
@@ -274,11 +276,17 @@ class RecoveryReport:
         number: Of the generation.
         text: For the user.
         num_bytes: Of the state that was copied.
+        why: Who was lost, how and in which step.
+        lost_at_s: When, in Unix time.
+        seconds: From then until all had the state.
     """
 
     number: int
     text: str
     num_bytes: int
+    why: str = ""
+    lost_at_s: float = 0.0
+    seconds: float = 0.0
 
     def write(self, folder: Path | None) -> None:
         """Write it for the launcher."""

@@ -2,9 +2,13 @@
 
 import os
 import re
+from unittest import mock
 
 import pytest
+import torch
 
+from lockstep.telemetry.record import read_run
+from lockstep.train import recovery
 from tests.distributed.commands import lockstep as run_lockstep
 
 # Ends a rank by SIGKILL at a place, once in the whole job.
@@ -312,3 +316,82 @@ def test_a_survivor_keeps_nothing_of_old_generations(run_script, capfd):
         faults = " ".join(f"step{step}@1" for step in range(5, 28))
         _, lines = run_script(backend, faults, restarts=30, SHOWS="1")
         assert len([line for line in lines if "is back" in line]) == 23
+
+
+def recoveries(run):
+    """Return step and text of the recoveries in a record, without seconds."""
+    found = [event for event in run.events if event.event == "recovery"]
+    assert all(0 < event.seconds < 60 for event in found)
+    # The phase is known if the rank has written a heartbeat in it.
+    return [(event.step, re.sub(r" after [\d.]+ s| [\d,]+ bytes| \([a-z]+\)(?=;)", "", event.text)) for event in found]
+
+
+def test_the_record_goes_on_when_rank_zero_is_lost(run_task, tmp_path):
+    folder = tmp_path / "record"
+    _, lines = run_task("backward@1 before3@0", "--run-dir", folder)
+    assert len(lines) == 4
+    run = read_run(folder)
+    assert run.gaps == [] and len(run.sessions) == 1 and list(tmp_path.glob("record/earlier*")) == []
+    assert recoveries(run) == [
+        (
+            0,
+            "rank 1 was killed by SIGKILL (signal 9) in step 1; rank 1 is back with the state of rank 0; "
+            "step 1 is done again; copied",
+        ),
+        (
+            4,
+            "rank 0 was killed by SIGKILL (signal 9) in step 4; rank 0 is back with the state of rank 1; "
+            "step 5 is done again; copied",
+        ),
+    ]
+    kinds = {event.event for event in run.events}
+    assert "restart" not in kinds and "resume" not in kinds and "end" in kinds
+    # Of rank zero, the last steps before its loss may not have been written.
+    assert [line.step for line in run.ranks[1].steps] == list(range(27))
+    assert {line.step for line in run.ranks[0].steps} >= set(range(4, 27))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_monitored_script_goes_on(run_script, tmp_path, where):
+    script, folder = tmp_path / "train.py", tmp_path / "record"
+    call = f"    lockstep.monitor(model, optimizer, run_dir={str(folder)!r})\n"
+    marked = "    recovery = lockstep.Recovery(world, model=model, optimizer=optimizer)\n"
+    script.write_text(SCRIPT.replace(marked, call + marked if where == "before" else marked + call))
+    run_script("shm", "backward7@0 step20@1")
+    run = read_run(folder)
+    assert run.gaps == [] and len(run.sessions) == 1
+    assert [step for step, _ in recoveries(run)] == [7, 20]
+    for rank, missing in ((0, range(8)), (1, range(21))):
+        steps = {line.step for line in run.ranks[rank].steps}
+        assert steps | set(missing) == set(range(30)), "those before the loss may not have been written"
+        assert {line.samples for line in run.ranks[rank].steps} == {16.0}
+
+
+def exchanged(world):
+    """Send a state from rank 1 to rank 0, in messages of 16 bytes; return what arrived."""
+    values = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "model": {
+            "transposed": values.t(),
+            "bf16": values.bfloat16(),
+            "scalar": torch.tensor(7),
+            "no": torch.empty(0, 3),
+        },
+        "optimizer": {"state": {0: {"step": 3, "flag": torch.tensor([True, False])}}, "names": ("a", None)},
+    }
+    with mock.patch.object(recovery, "_CHUNK_BYTES", 16):
+        received, size = recovery.exchange_state(state if world.rank == 1 else {}, 1, 0, world.group, world.device)
+    if world.rank == 1:
+        return received, size
+    moved = received["model"].pop("transposed")
+    assert torch.equal(moved, values.t()) and moved.is_contiguous()
+    for name, value in received["model"].items():
+        assert value.dtype == state["model"][name].dtype and torch.equal(value, state["model"][name])
+    flags = received["optimizer"]["state"][0].pop("flag")
+    return flags.tolist(), received["optimizer"], size
+
+
+def test_a_state_arrives_as_it_was(ranks):
+    (flags, rest, size), (nothing, sent) = ranks(2)(exchanged)
+    assert (flags, rest) == ([True, False], {"state": {0: {"step": 3}}, "names": ("a", None)})
+    assert nothing == {} and size == sent > 12 * 4 + 12 * 2 + 8 + 2

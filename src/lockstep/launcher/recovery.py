@@ -140,7 +140,7 @@ class Recovery:
             lost: How they ended.
             pids: Their processes, by rank.
         """
-        at_ns = min(exit.record.time_ns for exit in lost)
+        at_ns, why = min(exit.record.time_ns for exit in lost), "; ".join(map(how_it_ended, lost))
         self._losses.update(_steps_of(lost))
         self.num_lost += len(lost)
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
@@ -172,10 +172,10 @@ class Recovery:
         self.ranks |= {process.proc.pid: rank for rank, process in new.items()}
         self._whole -= set(pids.values())
         if self.machines is not None:
-            self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns)
+            self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns, why)
             return new
         self.number += 1
-        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns).post(self.folder)
+        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns, why=why).post(self.folder)
         return new
 
     def poll(self) -> None:

@@ -130,7 +130,8 @@ def supervise(
     if stopped is not None:
         raise stopped
     if failures:
-        raise job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, num_nodes=config.max_nodes)
+        counts = {"num_nodes": config.max_nodes, "num_replaced": job.num_replaced}
+        raise job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, **counts)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -207,6 +208,7 @@ class Job:
         server: Forks the ranks, if they need not be new interpreters.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
+        num_replaced: How many ranks were replaced while the others went on.
         lighthouse: As for `supervise`.
         is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
         has_started: Whether ranks were started.
@@ -231,6 +233,7 @@ class Job:
     server: ForkServer | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
+    num_replaced: int = 0
     lighthouse: str | None = None
     is_command: bool = False
     has_started: bool = False
@@ -567,6 +570,7 @@ class _Agent(LocalElasticAgent):
         ranks.watch(handler.proc.pid for handler in new.values())
         self.num_failures += len(lost)
         self.job.num_restarts_left -= len(lost)
+        self.job.num_replaced += len(lost)
         return False
 
     def _follow(self, recovery: Recovery, worker_group: WorkerGroup) -> None:
