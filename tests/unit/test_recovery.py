@@ -98,7 +98,7 @@ def test_a_step_in_which_ranks_are_lost_again_and_again_is_to_blame(recovery):
         recovery.ranks = {11: 0, 12: 1, 13: 2}
     assert recovery.why_not([lost(1, step=7)], {12}) is None
     assert recovery.why_not([lost(1, step=6)], {12}) == (
-        "3 ranks were lost in step 7: its samples or its code may be to blame"
+        "3 times ranks were lost in step 7: its samples or its code may be to blame"
     )
 
 
