@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import threading
 import time
 import weakref
@@ -328,6 +329,7 @@ class Recorder:
         self.means, self.sampler = RankMeans(place.rank, self._device_names, first_step), MachineSampler(devices)
         self._writer: record.LineWriter | None = None
         self.sinks: list[MetricsSink] = []
+        self._of_lead = log_to, memory, facts
         if run_dir is not None or log_to:
             known = {"num_steps": run.num_steps, "world_size": place.num_ranks, "device": str(self._device)}
             self._open(log_to, memory, known | facts() if place.rank == 0 else {})
@@ -443,6 +445,17 @@ class Recorder:
         self._run = replace(self._run, world_size=place.num_ranks)
         if self.keys is not None:
             self._meet()
+
+    def lead(self, display: Subscriber | None) -> None:
+        """Do what rank zero does, as this rank has become it: open the sinks, and pass all figures and events on."""
+        log_to, memory, facts = self._of_lead
+        self._session = getattr(self, "_session", {}) | facts()
+        if log_to:
+            info = run_info(self._session, memory or self._run_dir, self._first_step, is_fresh=False)
+            self.sinks, problem = open_sinks(log_to, info)
+            if problem is not None:
+                print(f"lockstep: {problem}", file=sys.stderr, flush=True)
+        self.subscribe(display)
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""

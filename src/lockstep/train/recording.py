@@ -161,12 +161,15 @@ class RunRecord:
         reporter.judge(dict(enumerate(all_gather_object(pace, group=self._trainer.group, device=self._device))))
         self._compared.clear()
 
-    def reconnect(self) -> None:
-        """Go on with the ranks of another generation of the world."""
+    def reconnect(self, display: Subscriber | None = None) -> None:
+        """Go on with the ranks of another generation of the world; ``display``: if this has become rank zero."""
         world = self._world
         self._place = Place(world.rank, world.world_size, world.group)
         self._num_ranks = world.world_size
         self._compared.clear()  # of which a rank that came late has fewer
+        if display is not None:
+            self._recorder.lead(display)
+            self.sinks = self._recorder.sinks
 
     def _recovered(self, _num_missed: int) -> int:
         self._release(None)

@@ -45,6 +45,7 @@ from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
+from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.run_folder import Generation, RecoveryReport, current_run_folder
 from lockstep.telemetry.recorder import Place, record_recovery
 from lockstep.train.skipping import BufferSnapshot
@@ -81,6 +82,14 @@ class Connected(Protocol):
 
     def use_plan(self, plan: Any) -> None:
         """Use what another rank's `agreed_plan` returned. Collective: every rank."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A part of whose state each rank has a shard, which `Connected.use_plan` divides again."""
+
+    def replica_state(self) -> dict[str, Any]:
+        """Return the rest of its state, for ``load_state_dict``."""
 
 
 class Recovery:
@@ -239,7 +248,7 @@ class Recovery:
         num_bytes = 0
         if world.rank == source or world.rank in lacking:
             self._has_state = self._has_state and world.rank == source
-            states = {name: part.state_dict() for name, part in self._parts.items()} if world.rank == source else {}
+            states = {name: _state_of(part) for name, part in self._parts.items()} if world.rank == source else {}
             for rank in lacking if world.rank == source else [world.rank]:
                 received, size = exchange_state(states, source, rank, group, world.device)
                 num_bytes += size
@@ -265,6 +274,10 @@ class Recovery:
         report = RecoveryReport(**reports[source] | {"why": why})
         place = Place(world.rank, world.world_size, group)
         record_recovery(report, place, num_missed, joins=self._is_late)
+
+
+def _state_of(part: Stateful) -> dict[str, Any]:
+    return part.replica_state() if isinstance(part, Sharded) else part.state_dict()
 
 
 def exchange_state(
@@ -323,4 +336,10 @@ def check_parts(parts: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"{name} is of type {type(part).__name__}, which has no state_dict() and load_state_dict().\n"
                 "Give the wrapped model, the optimizer, and other parts with a state."
+            )
+        if isinstance(part, ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                f"{name} is a ZeroRedundancyOptimizer: a lost rank takes the only copy of its shard along, so a script "
+                "cannot go on in place.\nUse lockstep.fit with strategy ddp-zero1 and redundancy=1, or an optimizer "
+                "that is not sharded."
             )
