@@ -35,7 +35,8 @@ def recovery(tmp_path):
     """Ranks 0 to 2 are the processes 11 to 13, all of which can go on; a new rank r is the process 21 + r."""
     for pid in (11, 12, 13):
         run_folder.announce_recovery(tmp_path, pid)
-    return Recovery(tmp_path, {11: 0, 12: 1, 13: 2}, lambda rank: Started(21 + rank), most=4)
+    ranks = {11: 0, 12: 1, 13: 2}
+    return Recovery(tmp_path, ranks, lambda rank, *_: Started(21 + rank), 4, Started, hide=lambda *_: None)
 
 
 def test_a_killed_rank_is_replaced(recovery, tmp_path, capsys, killed):
@@ -91,7 +92,7 @@ def test_a_step_in_which_ranks_are_lost_again_and_again_is_to_blame(recovery):
         recovery.ranks = {11: 0, 12: 1, 13: 2}
     assert recovery.why_not([lost(1, step=7)], {12}) is None
     assert recovery.why_not([lost(1, step=6)], {12}) == (
-        "3 ranks were lost in step 7: its samples or its code may be to blame"
+        "3 times ranks were lost in step 7: its samples or its code may be to blame"
     )
 
 
