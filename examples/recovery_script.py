@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import lockstep
 
-NUM_STEPS, BATCH_SIZE = 200, 64
+NUM_STEPS, BATCH_SIZE = 120, 64
 
 
 def order_of(epoch: int, size: int) -> torch.Tensor:

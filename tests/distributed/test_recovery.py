@@ -392,7 +392,7 @@ def test_the_record_goes_on_when_rank_zero_is_lost(run_task, tmp_path):
 def test_a_monitored_script_goes_on(run_script, tmp_path, where):
     script, folder = tmp_path / "train.py", tmp_path / "record"
     call = f"    lockstep.monitor(model, optimizer, run_dir={str(folder)!r})\n"
-    marked = "    recovery = lockstep.Recovery(world, model=model, optimizer=optimizer, part=Part(world))\n"
+    marked = re.search(r"^    recovery = lockstep.Recovery.*\n", SCRIPT, re.MULTILINE)[0]
     script.write_text(SCRIPT.replace(marked, call + marked if where == "before" else marked + call))
     run_script("shm", "backward7@0 step20@1")
     run = read_run(folder)

@@ -35,14 +35,8 @@ def recovery(tmp_path):
     """Ranks 0 to 2 are the processes 11 to 13, all of which can go on; a new rank r is the process 21 + r."""
     for pid in (11, 12, 13):
         run_folder.announce_recovery(tmp_path, pid)
-    return Recovery(
-        tmp_path,
-        {11: 0, 12: 1, 13: 2},
-        lambda rank, index, count: Started(21 + rank),
-        most=4,
-        start_spare=lambda number: Started(31 + number),
-        hide=lambda rank, count: None,
-    )
+    ranks = {11: 0, 12: 1, 13: 2}
+    return Recovery(tmp_path, ranks, lambda rank, *_: Started(21 + rank), 4, Started, hide=lambda *_: None)
 
 
 def test_a_killed_rank_is_replaced(recovery, tmp_path, capsys, killed):
