@@ -173,6 +173,11 @@ class RankEnv:
         return self
 
 
+def machine_timeout_s() -> float:
+    """Return after how long without a sign of life a machine counts as lost."""
+    return float(os.environ.get("LOCKSTEP_MACHINE_TIMEOUT_S", 5.0))
+
+
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` names this machine's loopback interface, without asking a name server."""
     if host.lower() in ("localhost", "localhost.localdomain"):

@@ -84,7 +84,7 @@ def clock(monkeypatch):
 
 
 def record(loss, num_samples, timer):
-    return StepRecord(0, num_samples, torch.tensor(loss, dtype=torch.float64), None, True, None, timer)
+    return StepRecord(0, num_samples, torch.tensor(loss, dtype=torch.float64), None, True, None, False, timer)
 
 
 def test_throughput_leaves_out_the_first_step_and_the_pauses(clock):

@@ -709,28 +709,24 @@ class BatchIterator:
         self.copies: list[Copy] | None = None
         self.seek(0)
 
-    def end_step(self) -> None:
-        """Note that a step is complete: `rewind` does not return before the next one."""
-        self._of_step, self._note_before = [], self._note
-
-    def rewind(self) -> None:
-        """Return to the begin of the current step: its micro-batches are returned again."""
-        self._again, self._of_step, self._note = [*self._of_step, *self._again], [], self._note_before
-
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
-        batch = self._again.pop(0) if self._again else self._load()
+        if self._batches is None:
+            batches = self._open_at(self._step, self._state)
+            is_on_cpu = all(device.type == "cpu" for device in self._devices.values())
+            self._batches = batches if is_on_cpu else Prefetcher(batches, self._devices, self.copies)
+        batch = self._again.pop(0) if self._again else next(self._batches)
+        if self._of_step and self._of_step[0].step != batch.step:
+            self._of_step, self._note_before = [], self._note
         self._of_step.append(batch)
         # Of this batch, not of the newest: loader processes and prefetching are ahead of the training.
         self._note = batch.note
         return batch
 
-    def _load(self) -> MicroBatch:
-        if self._batches is None:
-            batches = self._open_at(self._step, self._state)
-            is_on_cpu = all(device.type == "cpu" for device in self._devices.values())
-            self._batches = batches if is_on_cpu else Prefetcher(batches, self._devices, self.copies)
-        return next(self._batches)
+    def rewind(self, step: int) -> None:
+        """Return the micro-batches of ``step`` again, if any of them were returned: it was not completed."""
+        if self._of_step and self._of_step[0].step == step:
+            self._again, self._of_step, self._note = [*self._of_step, *self._again], [], self._note_before
 
     def prefetch(self) -> None:
         """Start to copy the next micro-batch to the devices while they compute."""

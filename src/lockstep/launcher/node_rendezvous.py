@@ -80,6 +80,8 @@ class RendezvousPerRestart(rendezvous.RendezvousHandler):
         # How often the ranks of the job have been started again, for any reason; the same on all machines.
         self.num_restarts = -1
         self._is_lost, self._next_try_s = False, 0.0
+        # Whether machines join and leave in place, see [Note: machines]: then this one need not take part here.
+        self.is_quorum_used = False
 
     def get_backend(self) -> str:
         """Return the name of the kind of rendezvous."""
@@ -128,7 +130,8 @@ class RendezvousPerRestart(rendezvous.RendezvousHandler):
         try:
             if not self._is_lost:
                 # The others remove this machine if its keepalives did not arrive in time.
-                return self._inner.num_nodes_waiting() or int(torch_internals.is_removed(self._inner))
+                is_removed = torch_internals.is_removed(self._inner) and not self.is_quorum_used
+                return self._inner.num_nodes_waiting() or int(is_removed)
         except rendezvous.RendezvousConnectionError:
             if self._inner.get_backend() != "c10d":  # its store keeps its contents, and may answer again
                 return 0

@@ -254,6 +254,14 @@ class Run:
             trainer.failure_seen = lambda: checkpoints.failure is not None
         # What is due after the last step, in order; the same on every rank.
         self._due: list[str] = []
+        self._actions: dict[str, Callable[[], None]] = {
+            "agree": self._agree,  # raises an error if a checkpoint could not be written
+            "check": trainer.check_replicas,
+            "compare": lambda: self._record.compare_ranks(self._stragglers),
+            "evaluate": self.evaluate,
+            "save": self.save,
+            "finish": self._finish,
+        }
         self.stops = self._has_evaluated = self._is_finished = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
@@ -262,10 +270,12 @@ class Run:
         lines = [] if is_late else self._resume()
         self._first_step = trainer.num_steps_done
         # A rank that takes the place of a lost one gets the state here.
-        self._recovery = (
-            Recovery(world, trainer=trainer, run=self, doing=self._doing) if trainer.can_reconnect else None
-        )
-        if self._recovery is not None and self._recovery.is_active:
+        recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing) if trainer.can_reconnect else None
+        self._recovery = recovery if recovery is not None and recovery.is_active else None
+        if is_late and checkpoints is not None:
+            checkpoints.lead()  # a spare was not rank zero before
+        self._leads = world.is_rank_zero
+        if self._recovery is not None:
             trainer.before_update = self._recovery.before_update
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
@@ -317,10 +327,11 @@ class Run:
     @property
     def has_more(self) -> bool:
         """Whether there is something to do before the run is finished or stopped."""
-        if not self._due and not self.stops and self.num_steps_done >= self.num_steps and not self._is_finished:
+        trains = self.trainer.num_steps_done < self.num_steps and not self.stops
+        if not self._due and not trains and not self.stops and not self._is_finished:
             # A run that was resumed at its end evaluates once.
             self._due = ["finish"] if self._has_evaluated else ["evaluate", "finish"]
-        return bool(self._due) or (self.num_steps_done < self.num_steps and not self.stops)
+        return trains or bool(self._due)
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for `advance`; if a rank is lost in it, the same is done again."""
@@ -333,28 +344,26 @@ class Run:
             around: From the number of a step to its context.
         """
         if self._due:
-            actions = {"agree": self._agree, "check": self._check, "save": self.save, "finish": self._finish}
             due = self._due[0]
-            (actions | {"evaluate": self.evaluate})[due]()
+            self._actions[due]()
             self._due.pop(0)
             if due == "evaluate" and self.has_new_best and "save" not in self._due:
                 self._due.insert(0, "save")
             return
-        with around(self.num_steps_done + 1):
-            self._step()
+        with around(self.trainer.num_steps_done + 1):
+            self.step()
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Train on the next global batch, and find what is due after it."""
         trainer, settings = self.trainer, self._settings
         record = trainer.step()  # with the last collective first: what follows is done by all ranks or by none
-        self._record.step(record)
+        compares = self._record.step(record)
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
         self._throughput.add(record)
         self.stops, failed = trainer.reported() if self._checkpoints is not None else (False, False)
         self._due = ["agree"] * failed
-        if trainer.is_check_due or self._record.is_comparison_due:
-            self._due.append("check")
+        self._due += ["check"] * record.checks + ["compare"] * compares
         if not self.stops:
             self._due += ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
             self._due += ["save"] * self.is_due(settings.checkpoint_every)
@@ -367,13 +376,6 @@ class Run:
         """
         if self._checkpoints is not None:
             self._checkpoints.agree()
-
-    def _check(self) -> None:
-        """Compare the replicas, and the speed of the ranks, if that is due. Collective: every rank."""
-        if self.trainer.is_check_due:
-            self.trainer.check_replicas()
-        if self._record.is_comparison_due:
-            self._record.compare_ranks(self._stragglers)
 
     # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
 
@@ -398,8 +400,14 @@ class Run:
         return f"the {names.get(self._due[0], 'check')} {after}" if self._due else f"step {self.num_steps_done + 1}"
 
     def _rejoined(self) -> None:
-        """Go on in another generation of the ranks."""
-        self._record.reconnect()
+        """Go on in another generation of the ranks, in which this one may be rank zero."""
+        is_new_lead = self._world.is_rank_zero and not self._leads
+        self._leads = self._world.is_rank_zero
+        if is_new_lead and self._checkpoints is not None:
+            self._checkpoints.lead()
+        if is_new_lead:
+            self._display = Display(self._settings.view, silent=self._settings.quiet)
+        self._record.reconnect(self._display if is_new_lead else None)
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""

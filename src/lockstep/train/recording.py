@@ -74,9 +74,7 @@ class RunRecord:
         self._settings, self._world, self._trainer, self._device = settings, world, trainer, trainer.device
         self._num_ranks = 1 if trainer.group is None else world.world_size
         self._began_with = began_with
-        is_late = began_with < trainer.num_steps_done
-        # The others do not wait for a rank that comes late.
-        self._place = Place(world.rank, world.world_size, None if is_late else world.group)
+        self._place = Place(world.rank, world.world_size, world.group)
         # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         self._recorder = Recorder(
             self._place,
@@ -90,7 +88,7 @@ class RunRecord:
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
-        self._place = Place(world.rank, world.world_size, world.group)
+        self._recorder.on_recovery = self._recovered
         self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
         trainer.strategy.stamp_buckets(self._stamps)
@@ -101,15 +99,16 @@ class RunRecord:
         self._loss_at = float("-inf")
         self._paused_at: float | None = None
         self._is_over = False
-        self._window: list[StepMarks] = []  # steps whose times the ranks compare
+        # The next steps whose times the ranks compare, and those of them that are done.
+        self._window, self._compared = window_of(0), list[StepMarks]()
 
     def deliver(self, display: Subscriber | None) -> None:
         """Start to measure, and to pass figures and events to ``display`` and the sinks if this is rank zero."""
         self._recorder.subscribe(display)
         self._recorder.start()
 
-    def step(self, done: StepRecord) -> None:
-        """Record a step that has just ended on the host. Does not block."""
+    def step(self, done: StepRecord) -> bool:
+        """Record a step that has just ended on the host; return whether `compare_ranks` is due. Does not block."""
         step = done.timer.marks
         self._release(step.began_at)
         self._paused_at = None
@@ -124,13 +123,17 @@ class RunRecord:
             step.exposed_s = 0.0
         step.copies, step.has_timeline = self._copies[:], self._stamps.closely
         self._last = step
-        group, number = self._trainer.group, done.step - self._began_with
-        # Between exchanges ranks do not wait for each other.
-        if number in window_of(number) and group is not None and group is self._trainer.strategy.step_group:
-            self._window.append(step)
         self._copies.clear()
         # Single buckets get time stamps only in steps with a timeline.
         self._stamps.closely = has_timeline(done.step + 1)
+        group, number = self._trainer.group, done.step - self._began_with
+        if number > self._window[-1]:
+            self._window = window_of(number)
+        # Between exchanges ranks do not wait for each other.
+        if number not in self._window or group is None or group is not self._trainer.strategy.step_group:
+            return False
+        self._compared.append(step)
+        return number == self._window[-1]
 
     def _numbers(self, done: StepRecord) -> dict[str, Number]:
         """Return loss, norm and count of a step, with the state of their copies to the host."""
@@ -147,12 +150,6 @@ class RunRecord:
         copy = HostCopy(torch.stack([value.detach().to(done.loss.dtype) for value in values.values()]))
         return {name: Number(copy.value, copy.arrived, place) for place, name in enumerate(values)}
 
-    @property
-    def is_comparison_due(self) -> bool:
-        """Whether the ranks are to be compared after this step; the same on every rank."""
-        number = self._trainer.num_steps_done - self._began_with - 1
-        return bool(self._window) and number == window_of(number)[-1]
-
     def compare_ranks(self, reporter: figures.StragglerReporter) -> None:
         """Report a straggler, a rank for which the others wait in each step.
 
@@ -160,17 +157,23 @@ class RunRecord:
         """
         assert self._trainer.group is not None, "there are no times otherwise"
         synchronize(self._device)
-        pace = figures.pace_of([_times_of(step) for step in self._window])
+        pace = figures.pace_of([_times_of(step) for step in self._compared])
         reporter.judge(dict(enumerate(all_gather_object(pace, group=self._trainer.group, device=self._device))))
-        self._window.clear()
+        self._compared.clear()
 
-    def reconnect(self) -> None:
-        """Go on with the ranks of another generation of the world."""
+    def reconnect(self, display: Subscriber | None = None) -> None:
+        """Go on with the ranks of another generation of the world; ``display``: if this has become rank zero."""
         world = self._world
         self._place = Place(world.rank, world.world_size, world.group)
         self._num_ranks = world.world_size
-        self._window.clear()  # which is shorter on a rank that came late
-        self._recorder.reconnect(self._place, self._num_ranks)
+        self._compared.clear()  # of which a rank that came late has fewer
+        if display is not None:
+            self._recorder.lead(display)
+            self.sinks = self._recorder.sinks
+
+    def _recovered(self, _num_missed: int) -> int:
+        self._release(None)
+        return self._trainer.num_steps_done
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""

@@ -204,7 +204,7 @@ _NEEDS = (
     ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
     ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
     ("profile_dir or run_dir", "profile", "profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)"),
-    ("max_restarts", "min_devices", "max_restarts=N (--max-restarts N)"),
+    ("max_restarts", "min_devices spares recover", "max_restarts=N (--max-restarts N)"),
     ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
 )
 
@@ -397,6 +397,10 @@ class LaunchSettings:
 
     max_restarts: int = setting(0, "Maximum number of restarts after a rank has failed.", "N", 0)
     min_devices: int | None = setting(None, "Continue without killed ranks, with at least N ranks.", "N", 1)
+    spares: int | None = setting(None, "Keep N processes ready to replace lost ranks at once.", "N", 1)
+    recover: Literal["deaths", "exceptions"] | None = setting(
+        None, "Ranks replaced while the others go on: those that died, or raised exceptions, too."
+    )
     watchdog: float | None = setting(None, "Report a hang after this time; default: 60; 0: never.", "SECONDS", 0)
     watchdog_action: Literal["end", "warn"] | None = setting(None, "After that: end with exit code 83, or continue.")
     logs: Literal["merged", "raw"] = setting("merged", "Merge the output of the ranks, or not.")
@@ -412,7 +416,7 @@ class LaunchSettings:
     @property
     def flags(self) -> str:
         """The given flags that only ranks have which this command starts; those of their output are `LogSettings`'."""
-        names = ("max_restarts", "min_devices", "watchdog", "watchdog_action")
+        names = ("max_restarts", "min_devices", "spares", "recover", "watchdog", "watchdog_action")
         return " and ".join(f"--{name.replace('_', '-')}" for name in names if _is_given(self, name))
 
 

@@ -61,6 +61,8 @@ class StepRecord:
         grad_norm: Global norm of the gradient before clipping, if it was needed.
         updated: Whether the optimizer made a step; False after an overflow in fp16, and without synchronisation.
         count: Number of items, such as tokens, that the loss is a mean over, a 0-dimensional tensor; None: samples.
+        checks: Whether `check_replicas` is due after it, as set; the same on every rank. Done already, unless there is
+            a `Trainer.before_update`.
         timer: The time by phase.
     """
 
@@ -70,6 +72,7 @@ class StepRecord:
     grad_norm: Tensor | None
     updated: bool
     count: Tensor | None
+    checks: bool
     timer: StepTimer = field(repr=False)
 
     @property
@@ -240,7 +243,7 @@ class Trainer:
     def restore(self) -> None:
         """Return to the begin of the step that a lost rank has interrupted."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.batches.rewind()
+        self.batches.rewind(self.num_steps_done)
         self.bad_samples.pending.clear()
         self._flags = self._unsettled = None
         # They change before the update, and the step of a sharded optimizer has collectives.
@@ -381,8 +384,13 @@ class Trainer:
                 norm = None
             self._began_with = None
             self.num_steps_done += 1
-            self.batches.end_step()
-        return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, timer)
+            every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
+            # Also after the first step, so that an error can name the last step after which the replicas were equal.
+            is_due = known is None or (every and done // every > known // every) or done == self.plan.num_steps
+            checks = bool(every) and group is not None and is_due
+            if checks and self.before_update is None:  # else a rank may be lost in it, when the step is complete
+                self.check_replicas()
+        return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, checks, timer)
 
     def _accumulate(self, timer: StepTimer, group: Group | None) -> tuple[Computed, step_parts.StepMetrics]:
         """Fetch, forward and backward of each micro-batch; return them with their losses, whose sum has been started.
@@ -582,15 +590,6 @@ class Trainer:
         return stop > 0, failed > 0
 
     # --- check that replicas are equal --------------------------------------------------------------------------------
-
-    @property
-    def is_check_due(self) -> bool:
-        """Whether the replicas are to be compared after this step, as set; the same on every rank."""
-        every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
-        if not every or self.group is None or (self.strategy.exchanges and not self.strategy.agrees(done - 1)):
-            return False
-        # Also after the first step, so that an error can name the last step after which the replicas were equal.
-        return known is None or done // every > known // every or done == self.plan.num_steps
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same bits, unless this was done after this step already.

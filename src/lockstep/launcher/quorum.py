@@ -1,0 +1,398 @@
+"""The machines of a job as members of a quorum, so that a lost rank or machine costs the others one step.
+
+[Note: machines]
+On one machine the launcher decides who is in the next generation (comm/generations.py); on several, the launchers have
+to agree. torchft's lighthouse is the service for that. Each launcher sends it heartbeats, and asks it for a quorum:
+twice a second, and at once when a rank was lost or ranks report that their groups are broken. The answer comes when all
+machines whose heartbeats arrive have asked. It lists them with what each says about itself, and is the same for all. So
+each launcher computes from it alone, with `next_generation`, whether there is a next generation, and its number, ranks
+and store. If an answer does not reach a launcher, its next request shows an old generation, and all form another one.
+
+- A machine that is lost sends no heartbeats: after the timeout the answer comes without it.
+- A machine that comes back finds the lighthouse's address in the store of the rendezvous. It starts its ranks, each
+  with a group of its own, and asks for the first time when they are ready, so nobody waits for it.
+- Heartbeats are a lease: a launcher whose own have not been answered for the timeout ends its ranks, as the others may
+  have gone on without them, and joins again.
+- The first generation, number 0, is that of the rendezvous. It counts once all its machines have asked; before that,
+  and for all that cannot be repaired in place, the ranks are restarted by torch elastic.
+
+Source: torchft (https://github.com/meta-pytorch/torchft), whose managers use the lighthouse in the same way.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep import run_folder
+from lockstep.activity import format_ranks
+from lockstep.comm.rendezvous import poll_until
+from lockstep.comm.store import InterNodeStore, start_store_server
+from lockstep.env import machine_timeout_s
+from lockstep.errors import ConfigurationError
+from lockstep.run_folder import Generation
+
+_TOPIC = "lighthouse"
+# How often to ask without a reason, and how soon a reason is noticed.
+_PERIOD_S, _NOTICE_S = 0.5, 0.05
+# How often to look for the lighthouse at the start.
+_SEARCH_S = 0.2
+# How long a machine waits until the others take it in, or go on with it after a loss.
+_PATIENCE_S = 60.0
+# How long a machine waits at the end for the others; torch elastic's default.
+_END_S = 300.0
+# How long the server of the lighthouse stays, so that its last answer arrives.
+_FAREWELL_S = 0.2
+_STORE_TIMEOUT_S = 600.0
+_WITHOUT = (
+    "if a rank is lost, the ranks of all machines start again: to go on in place, the machines need torchft, which is "
+    'not installed (pip install "lockstep-torch[recovery]")'
+)
+
+
+class Member(NamedTuple):
+    """A machine as it describes itself when it asks for a quorum.
+
+    Attributes:
+        name: Unique in the job.
+        store: Host and port of its store.
+        number: The generation of its ranks; -1: none yet.
+        num_ranks: The number of its ranks.
+        of: The digest of the machines of that generation; of a machine that joins, empty.
+        place: Orders the machines; None: the first place that is free.
+        host: The name of the machine, for the user.
+        is_broken: Whether its ranks need a next generation.
+        is_done: Whether its ranks have ended.
+    """
+
+    name: str
+    store: str
+    number: int
+    num_ranks: int
+    of: str
+    place: int | None
+    host: str
+    is_broken: bool
+    is_done: bool
+
+
+def digest(names: Sequence[str]) -> str:
+    """Return a short text that identifies a set of machines."""
+    return f"{len(names)}:{zlib.crc32(' '.join(sorted(names)).encode()):08x}"
+
+
+def next_generation(found: Sequence[Member]) -> list[Member] | None:
+    """Return the machines of the next generation in the order of their ranks; None: the present one goes on."""
+    newest = max(each.number for each in found)
+    # The others went on without a machine with an older generation. It comes again, with other ranks.
+    found = [each for each in found if each.number in (-1, newest)]
+    of = digest([each.name for each in found])
+    is_same = all(each.of == of for each in found)
+    # At the start, the ranks are in generation 0 already, but not all launchers may have asked yet.
+    is_incomplete = newest < 0 and not is_same
+    goes_on = newest >= 0 and is_same and not any(each.is_broken for each in found)
+    if is_incomplete or goes_on or any(each.is_done for each in found):
+        return None
+    taken = {each.place for each in found}
+    free = (place for place in itertools.count() if place not in taken)
+    placed = [each._replace(place=next(free)) if each.place is None else each for each in sorted(found, key=_name)]
+    return sorted(placed, key=lambda each: (each.place, each.name))
+
+
+def _name(member: Member) -> str:
+    return member.name
+
+
+class Lighthouse(NamedTuple):
+    """Where the machines of a running job agree, as the first of them has written it for the others.
+
+    Attributes:
+        start: How often the ranks of the job had been started.
+        address: Of the server.
+        job: Begins the names of the machines.
+        is_served: Whether a launcher of the job serves it.
+    """
+
+    start: int
+    address: str
+    job: str
+    is_served: bool
+
+
+def running_job(board: InterNodeStore) -> Lighthouse | None:
+    """Return the lighthouse of the job whose machines meet in the store of ``board``; None if there is none."""
+    found = []
+    for note in board.others(_TOPIC).values():
+        with suppress(TypeError):  # None: the job was restarted
+            found.append(Lighthouse(*note))
+    return max(found, default=None)
+
+
+class Machines:
+    """This machine as a member of the quorum of the job; see [Note: machines].
+
+    Args:
+        folder: Of the run.
+        pids: The processes of the ranks of this machine, in their order.
+        board: The store in which the machines met.
+        address: At which others reach this machine.
+        place: The index of this machine; None if the job decides.
+        num_machines: That began together with this one, which is one of them.
+        min_machines: The ranks wait while there are fewer.
+        start: How often the ranks of the job were started.
+        lighthouse: ``HOST:PORT`` of a lighthouse to use; None: the first machine serves one.
+        joins: The running job that this machine joins.
+
+    Attributes:
+        number: The generation; -1: the machines have not come together.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pids: list[int],
+        board: InterNodeStore,
+        address: str,
+        place: int | None,
+        num_machines: int,
+        *,
+        min_machines: int,
+        start: int,
+        lighthouse: str | None,
+        joins: Lighthouse | None,
+    ) -> None:
+        self.number = -1
+        self._folder, self._pids, self._board, self._address = folder, pids, board, address
+        self._place, self._num_machines, self._min_machines = place, num_machines, min_machines
+        self._start, self._wanted, self._joins, self._found = start, lighthouse, joins, joins
+        self._store: Any = None
+        self._server: Any = None
+        self._library: Any = None
+        self._name, self._of = "", ""
+        self._members: dict[str, Member] = {}
+        self._is_changed = self._is_done = self._are_done = self._is_left_out = False
+        self._lost_at_ns, self._why = 0, ""
+        # When a heartbeat that was answered was sent; and since when a next generation has been asked for.
+        self._alive_at_s, self._asks_since_s = time.monotonic(), float("inf")
+        self._lock, self._ends, self._wake = threading.Lock(), threading.Event(), threading.Event()
+
+    # --- the launcher's main thread -----------------------------------------------------------------------------------
+
+    def poll(self) -> str | None:
+        """Take part from now on if the ranks can go on in place; return why they have to end and join again."""
+        if self._library is None:  # while the ranks start
+            self._library = _torchft()
+            threading.Thread(target=self._run, name="lockstep-quorum", daemon=True).start()
+        now_s, limit_s = time.monotonic(), machine_timeout_s()
+        if self.number >= 0 and now_s - self._alive_at_s > limit_s and (self._is_broken or self._is_lighthouse_served):
+            return f"this machine has not reached the others for {limit_s:g} s; its ranks end, and join again"
+        if self._is_left_out:
+            return "the other machines went on without this one; its ranks end, and it joins again"
+        if now_s - self._asks_since_s > _PATIENCE_S:
+            return f"the other machines did not go on with this one within {_PATIENCE_S:g} s"
+        return None
+
+    def have_met(self) -> bool:
+        """Return whether all machines take part; wait some seconds for that if the ranks have just become ready."""
+        return poll_until(lambda: self.number >= 0, machine_timeout_s() * self._is_ready(), _NOTICE_S)
+
+    def replaced(self, pids: list[int], at_ns: int, why: str) -> None:
+        """Ask for a next generation, as a rank of this machine was lost and ``pids`` are its processes now."""
+        with self._lock:
+            self._pids, self._lost_at_ns, self._why, self._is_changed = pids, at_ns, why, True
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Wait until the ranks of all machines have ended, as the others may use the store of this one."""
+        self._is_done = True
+        self._wake.set()
+        limit_s = machine_timeout_s()
+        poll_until(lambda: self._are_done or time.monotonic() - self._alive_at_s > limit_s, _END_S, _NOTICE_S)
+        if self._server is not None:
+            time.sleep(_FAREWELL_S)
+
+    def close(self) -> None:
+        """Leave: the next heartbeats of this machine do not come."""
+        with self._lock:
+            self._ends.set()
+        if self._found is not None and self._joins is None and self._place == 0:
+            self._board.post(_TOPIC, None)
+        self._server = self._store = None
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        client = None
+        while client is None and self._library and not self._ends.is_set():
+            with suppress(RuntimeError, OSError):  # not there yet
+                self._found = self._found or self._find_lighthouse()
+                if self._found is not None:
+                    client = self._library.LighthouseClient(self._found.address, timedelta(seconds=machine_timeout_s()))
+            self._ends.wait(_SEARCH_S if client is None else 0.0)
+        while not self._is_ready() and not self._ends.is_set():
+            self._ends.wait(_NOTICE_S)
+        if not self._library:
+            print(f"lockstep: {_WITHOUT}", file=sys.stderr, flush=True)
+        if client is None or self._found is None or self._ends.is_set():
+            return
+        if self._joins is None:
+            names = [f"{self._found.job}/{place}" for place in range(self._num_machines)]
+            self._name, self._of = f"{self._found.job}/{self._place}", digest(names)
+        else:
+            self._name = f"{self._found.job}/{uuid.uuid4()}"
+        self._store, port = start_store_server(self._address, _STORE_TIMEOUT_S)
+        self._alive_at_s = time.monotonic()
+        threading.Thread(target=self._beat, args=(client,), name="lockstep-heartbeats", daemon=True).start()
+        try:
+            while not self._ends.is_set():
+                self._ask(client, f"{self._address}:{port}")
+                time.sleep(_NOTICE_S)  # also while requests fail at once
+                poll_until(lambda: self._wake.is_set() or self._ends.is_set() or self._is_broken, _PERIOD_S, _NOTICE_S)
+                self._wake.clear()
+        finally:
+            self._ends.set()  # the heartbeats end, too: the others would wait for a machine that does not ask
+
+    def _is_ready(self) -> bool:
+        """Return whether all ranks of this machine can go on in place."""
+        return run_folder.recovering_processes(self._folder) >= {*self._pids}
+
+    def _find_lighthouse(self) -> Lighthouse | None:
+        if self._place != 0:
+            found = running_job(self._board)
+            return found if found is not None and found.start == self._start else None
+        address = self._wanted
+        if address is None:
+            host, limit_ms = f"[{self._address}]" if ":" in self._address else self._address, 1000 * machine_timeout_s()
+            try:
+                ipaddress.ip_address(self._address.partition("%")[0])
+                bind = host
+            except ValueError:
+                bind = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+            # All that send heartbeats ask within the same time, or are left out.
+            self._server = self._library.LighthouseServer(
+                f"{bind}:0", 1, join_timeout_ms=int(limit_ms), heartbeat_timeout_ms=int(limit_ms)
+            )
+            address = f"{host}:{self._server.address().rpartition(':')[2]}"
+        found = Lighthouse(self._start, f"http://{address}", uuid.uuid4().hex[:8], self._wanted is None)
+        self._board.post(_TOPIC, found)
+        return found
+
+    def _beat(self, client: Any) -> None:
+        limit_s = machine_timeout_s()
+        while not self._ends.wait(limit_s / 10):
+            now_s = time.monotonic()
+            with suppress(TimeoutError, RuntimeError):
+                client.heartbeat(self._name, timedelta(seconds=limit_s / 2))
+                self._alive_at_s = now_s
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether the ranks of this machine need a next generation."""
+        return self._is_changed or (self.number >= 0 and run_folder.broken_generation(self._folder) == self.number)
+
+    @property
+    def _is_lighthouse_served(self) -> bool:
+        return self._found is not None and self._found.is_served
+
+    def _ask(self, client: Any, store: str) -> None:
+        is_broken = self._is_broken
+        if is_broken or (self._joins is not None and self.number < 0):
+            self._asks_since_s = min(self._asks_since_s, time.monotonic())
+            self._lost_at_ns = self._lost_at_ns or time.time_ns()
+        told = {
+            "of": self._of,
+            "place": self._place,
+            "host": socket.gethostname(),
+            "is_broken": is_broken,
+            "is_done": self._is_done,
+        }
+        where = {"store_address": store, "step": self.number, "world_size": len(self._pids)}
+        with suppress(TimeoutError, RuntimeError):  # out of reach, or another machine has not asked in time
+            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), **where, data=told)
+            self._take(
+                [
+                    Member(each.replica_id, each.store_address, each.step, each.world_size, **each.data)
+                    for each in answer.participants
+                ]
+            )
+
+    def _take(self, found: list[Member]) -> None:
+        """Enter the next generation, if ``found`` leads to one."""
+        with self._lock:
+            members = next_generation(found)
+            self._are_done = all(each.is_done for each in found)
+            newest = max(each.number for each in found)
+            self._is_left_out = 0 <= self.number < newest
+            if members is None or self._is_left_out or self._ends.is_set() or self._is_done:
+                return
+            self.number = newest + 1
+            before, self._members = self._members, {each.name: each for each in members}
+            self._of, own = digest(list(self._members)), self._members[self._name]
+            self._place, index = own.place, members.index(own)
+            if self.number > 0:
+                first = sum(each.num_ranks for each in members[:index])
+                world_size = sum(each.num_ranks for each in members)
+                num_missing = max(0, self._min_machines - len(members))
+                host, _, port = members[0].store.rpartition(":")
+                # A machine that is lost without a word was there until its last heartbeat.
+                silence_s = machine_timeout_s() if before.keys() - self._members.keys() else 0.0
+                Generation(
+                    self.number,
+                    {pid: first + index for index, pid in enumerate(self._pids)},
+                    # With a rank too many, all wait until the next generation, which has another machine.
+                    world_size + (num_missing > 0),
+                    index,
+                    len(members),
+                    (host, int(port)),
+                    self._lost_at_ns or int((time.time() - silence_s) * 1e9),
+                    self._why,
+                ).post(self._folder)
+                _report(before, self._members, world_size, num_missing)
+            self._is_changed, self._lost_at_ns, self._why, self._asks_since_s = False, 0, "", float("inf")
+
+
+def _report(before: dict[str, Member], now: dict[str, Member], world_size: int, num_missing: int) -> None:
+    """Print which machines were lost and which have come."""
+    lost = [f"machine {before[name].host} was lost" for name in before.keys() - now.keys()]
+    # A machine that joins knows nothing of those before.
+    came = [f"machine {now[name].host} joins" for name in now.keys() - before.keys() if before]
+    go_on = f"{format_ranks(range(world_size))} go on"
+    if num_missing:
+        go_on = f"the ranks wait for {num_missing} more of --nnodes"
+    for text in lost + came:
+        print(f"lockstep: {text}; {go_on}", file=sys.stderr, flush=True)
+
+
+def _torchft() -> Any:
+    """Return torchft's coordination; False if it is not installed."""
+    # Otherwise it logs each request; it reads the variable once.
+    wanted = os.environ.get("RUST_LOG")
+    os.environ["RUST_LOG"] = wanted or "error"
+    try:
+        from torchft import coordination
+    except ImportError:
+        return False
+    finally:
+        if wanted is None:
+            del os.environ["RUST_LOG"]
+    return coordination
+
+
+def check_lighthouse(address: str | None, num_machines: int) -> None:
+    """Raise ConfigurationError if ``--lighthouse`` has another form than HOST:PORT, or is of no use."""
+    if address is not None and (not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit()):
+        raise ConfigurationError(f"--lighthouse {address} is not an address.\nPass <host>:<port>.")
+    if address is not None and num_machines == 1:
+        raise ConfigurationError("--lighthouse needs several machines.\nAdd --nnodes, or omit --lighthouse.")
