@@ -1,10 +1,16 @@
 """With ddp-zero1 and a copy of each shard at the next rank, a lost rank is replaced while the others go on."""
 
+import functools
 import os
 import re
 
 import pytest
+import torch
 
+import lockstep
+from lockstep.errors import ConfigurationError
+from lockstep.train.recovery import check_parts
+from lockstep.train.settings import FitSettings
 from tests.distributed.commands import lockstep as run_lockstep
 from tests.distributed.test_recovery import TASK
 
@@ -60,7 +66,9 @@ def test_a_rank_and_the_holder_of_its_copy_are_lost(train):
     undisturbed, _, _ = train(ranks=3)
     found, lines, said = train("evaluation@0 evaluation@1", ranks=3)
     assert found == undisturbed
-    print(lines, said)
+    assert "; restart " in lines[-1]
+    why = "A rank and the next one, which held the copy of its optimizer state, were lost at once: all ranks restart"
+    assert why in said
 
 
 def test_without_copies_all_ranks_start_again(train):
@@ -71,3 +79,22 @@ def test_without_copies_all_ranks_start_again(train):
     assert (
         "a lost rank restarts all: it holds the only copy of its optimizer state (redundancy=1 keeps one more)" in said
     )
+
+
+def test_what_cannot_have_copies_is_refused():
+    with pytest.raises(ConfigurationError) as found:
+        FitSettings(strategy="ddp", redundancy=1)
+    assert str(found.value) == "redundancy is for strategy ddp-zero1, but the strategy is ddp.\nOmit redundancy."
+    with pytest.raises(ConfigurationError) as found:
+        FitSettings(strategy="ddp-zero1", redundancy=2)
+    assert str(found.value) == "redundancy=2 is not allowed.\nGive 0 or 1."
+    optimizer = object.__new__(lockstep.ZeroRedundancyOptimizer)
+    with pytest.raises(ConfigurationError, match=r"^optimizer is a ZeroRedundancyOptimizer: a lost rank takes"):
+        check_parts({"optimizer": optimizer})
+
+
+def test_an_optimizer_of_whole_parameters_has_no_copies():
+    optimizer = object.__new__(lockstep.ZeroRedundancyOptimizer)
+    optimizer.is_elementwise, optimizer._make = False, functools.partial(torch.optim.Adafactor)
+    with pytest.raises(ConfigurationError, match=r"^redundancy=1 needs an element-wise optimizer, which Adafactor is"):
+        optimizer.keep_copies()

@@ -533,7 +533,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         mine = [self._num_updates, own, copied] if self.has_state else None
         rows = collectives.all_gather_object(mine, group=group, device=self.join_device)
         known = [Row.read(row) for row in rows if row is not None]
-        check_complete(known, [each.numel() for each in self._parameters])
+        check_complete(known, [each.numel() for each in self._parameters], says=group.rank() == 0)
         most = max(row.num_updates for row in known)
         if self.has_state and self._num_updates < most:
             assert self._pending is not None, "a rank that has made the update knew that all could"

@@ -19,6 +19,7 @@ What is left of the state is then divided again among the ranks of the new group
 the one after it are lost at once, a shard is lost.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -114,8 +115,13 @@ class Row(NamedTuple):
         return cls(row[0], *([ShardRange(*each) for each in ranges] for ranges in row[1:]))
 
 
-def check_complete(rows: Iterable[Row], sizes: Sequence[int]) -> None:
+def check_complete(rows: Iterable[Row], sizes: Sequence[int], *, says: bool) -> None:
     """Check that the ranks together hold all elements of the parameters, which have these ``sizes``.
+
+    Args:
+        rows: Of all ranks.
+        sizes: Numbers of elements.
+        says: Whether to print why the run is restarted, since the report names the rank that was lost.
 
     Raises:
         LockstepError: Some were lost.
@@ -125,7 +131,7 @@ def check_complete(rows: Iterable[Row], sizes: Sequence[int]) -> None:
         if each.start <= ends[each.parameter]:
             ends[each.parameter] = max(ends[each.parameter], each.stop)
     if any(ends[index] < size for index, size in enumerate(sizes)):
-        raise LockstepError(
-            "A rank and the next one, which held the copy of its optimizer state, were lost at once.\n"
-            "The ranks cannot go on in place; they are restarted from the newest checkpoint."
-        )
+        why = "A rank and the next one, which held the copy of its optimizer state, were lost at once"
+        if says:
+            print(f"lockstep: {why}: all ranks restart", file=sys.stderr, flush=True)
+        raise LockstepError(f"{why}.\nThe ranks cannot go on in place; restart them from the newest checkpoint.")

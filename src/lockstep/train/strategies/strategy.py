@@ -7,6 +7,7 @@ all devices of ``grad(value * weight) * scale``. Everything else in the training
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -289,6 +290,11 @@ class Distributed(Strategy):
                 self._sharded = optimizer
             else:
                 self._sharded = shard_optimizer(optimizer, group=self.group)
+                if not self._redundancy and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+                    self.note = (
+                        "a lost rank restarts all: it holds the only copy of its optimizer state "
+                        "(redundancy=1 keeps one more)"
+                    )
                 if self._redundancy:
                     self._sharded.keep_copies()
                     sent, kept = (f"{each / 2**20:.1f} MiB" for each in self._sharded.cost_of_copies())
