@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 # Operations of `waiting`: the host waits for its device, which may itself wait for other ranks; and a rank that needs
-# nothing any more waits for the others to leave with them.
-DEVICE, CLOSE = "a wait for its device", "World.close"
+# nothing any more waits for the others to leave with them. The ranks that are left wait for one that is new.
+DEVICE, CLOSE, REJOIN = "a wait for its device", "World.close", "World.rejoin"
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class Activity:
         waited_s: Seconds that this rank has spent in blocking collectives since its start.
         failure: The exception that ended this rank's part in the job, although its process may go on; empty if none.
         on_failure: Called with the exception of `fail`: the launcher is to learn of it before the peers fail.
+        on_rank: Called when this process has another number, or is a spare no more, with the name that its files have.
     """
 
     device: int | None = None
@@ -46,6 +47,7 @@ class Activity:
     waited_s: float = 0.0
     failure: str = ""
     on_failure: Callable[[BaseException], None] | None = None
+    on_rank: Callable[[str], None] | None = None
 
     @property
     def step(self) -> int | None:

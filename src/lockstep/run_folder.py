@@ -48,6 +48,16 @@ def rank_files(folder: Path, kind: str) -> dict[int, Path]:
     return {int(number): path for number, path in named.items() if number.isdigit()}
 
 
+# The environment variable that names a spare: a process that is no rank until one is lost. Its files, which have this
+# name in place of a number, are no rank's.
+SPARE = "LOCKSTEP_SPARE"
+
+
+def own_name() -> str:
+    """Return the number of this rank, or the name of this spare, as in the names of its files."""
+    return os.environ.get(SPARE) or os.environ["RANK"]
+
+
 def replace_file(path: Path, text: str) -> None:
     """Replace a whole file atomically: a reader finds the old text or the new one."""
     temporary = path.with_name(f"{path.name}.new")
@@ -138,20 +148,20 @@ _STOP, _CAN_STOP, _STOPPED = "stop", "stops", "stopped"
 _OF_RANKS = (HEARTBEAT, STEP, FAILURE, ENDED, CRASH, RESULT, ERROR, _CAN_STOP, _STOPPED)
 
 
-def announce_graceful_stop(folder: Path, rank: int) -> None:
+def announce_graceful_stop(folder: Path, rank: int | str) -> None:
     """Report to the launcher that this rank stops gracefully when requested."""
     rank_file(folder, _CAN_STOP, rank).touch()
 
 
-def withdraw_graceful_stop(folder: Path, rank: int) -> None:
+def withdraw_graceful_stop(folder: Path, rank: int | str) -> None:
     """Report to the launcher that this rank no longer stops gracefully."""
     with contextlib.suppress(OSError):
         rank_file(folder, _CAN_STOP, rank).unlink(missing_ok=True)
 
 
-def num_graceful_ranks(folder: Path) -> int:
-    """Return how many ranks of this machine would stop gracefully."""
-    return len(rank_files(folder, _CAN_STOP))
+def graceful_ranks(folder: Path) -> set[int]:
+    """Return the ranks of this machine that would stop gracefully."""
+    return set(rank_files(folder, _CAN_STOP))
 
 
 def request_stop(folder: Path, reason: str) -> None:
@@ -171,7 +181,7 @@ def is_stopped_by_signal(folder: Path) -> bool:
     return stop_reason(folder) not in (None, ANOTHER_MACHINE)
 
 
-def report_stopped(folder: Path, rank: int, text: str) -> None:
+def report_stopped(folder: Path, rank: int | str, text: str) -> None:
     """Report to the launcher that this rank has stopped gracefully, and what it saved."""
     with contextlib.suppress(OSError):
         replace_file(rank_file(folder, _STOPPED, rank), text)
@@ -184,9 +194,20 @@ def stop_reports(folder: Path) -> list[str]:
 
 def forget_rank(folder: Path, rank: int, pid: int) -> None:
     """Remove the files of a rank that has ended, as another process takes its place."""
-    for kind in _OF_RANKS:
-        rank_file(folder, kind, rank).unlink(missing_ok=True)
+    # It may have been given another number, which it had not taken yet.
+    names = {rank} | {
+        name for name, path in rank_files(folder, HEARTBEAT).items() if read_object(path).get("pid") == pid
+    }
+    for kind, name in itertools.product(_OF_RANKS, names):
+        rank_file(folder, kind, name).unlink(missing_ok=True)
     withdraw_recovery(folder, pid)
+
+
+def rename_rank(folder: Path, before: str, after: str) -> None:
+    """Give a rank's files another number. Those that are open, or mapped into memory, stay so."""
+    for kind in (*_OF_RANKS, STACKS):
+        with contextlib.suppress(FileNotFoundError):
+            rank_file(folder, kind, before).replace(rank_file(folder, kind, after))
 
 
 def forget_ranks(folder: Path) -> None:
@@ -194,7 +215,7 @@ def forget_ranks(folder: Path) -> None:
 
     A signal's request to stop also applies to the next ranks.
     """
-    for kind in (*_OF_RANKS, _RECOVERS, _BROKEN):
+    for kind in (*_OF_RANKS, _RECOVERS, _COMPLETE, _BROKEN):
         for path in rank_files(folder, kind).values():
             path.unlink(missing_ok=True)
     for name in (_GENERATION, _RECOVERED):
@@ -205,7 +226,8 @@ def forget_ranks(folder: Path) -> None:
 
 # Recovery in place: a rank that can go on without a lost one announces this; the launcher posts the next generation.
 
-_GENERATION, _RECOVERS, _RECOVERED, _BROKEN = "generation", "recovers", "recovered", "broken"
+_GENERATION, _RECOVERS, _RECOVERED = "generation", "recovers", "recovered"
+_COMPLETE, _BROKEN = "complete", "broken"
 
 
 @dataclass(frozen=True)
@@ -220,6 +242,7 @@ class Generation:
         num_nodes: The number of machines.
         store: Host and port of the store in which the ranks meet; None: that of the start.
         lost_at_ns: When the rank was lost, in nanoseconds since the epoch.
+        why: Who was lost, how and in which step.
     """
 
     number: int
@@ -229,6 +252,7 @@ class Generation:
     num_nodes: int = 1
     store: tuple[str, int] | None = None
     lost_at_ns: int = 0
+    why: str = ""
 
     def post(self, folder: Path) -> None:
         """Publish it for the ranks of this machine, each of which leaves the generation before."""
@@ -252,11 +276,17 @@ class RecoveryReport:
         number: Of the generation.
         text: For the user.
         num_bytes: Of the state that was copied.
+        why: Who was lost, how and in which step.
+        lost_at_s: When, in Unix time.
+        seconds: From then until all had the state.
     """
 
     number: int
     text: str
     num_bytes: int
+    why: str = ""
+    lost_at_s: float = 0.0
+    seconds: float = 0.0
 
     def write(self, folder: Path | None) -> None:
         """Write it for the launcher."""
@@ -275,14 +305,21 @@ def announce_recovery(folder: Path, pid: int) -> None:
     rank_file(folder, _RECOVERS, pid).touch()
 
 
-def withdraw_recovery(folder: Path, pid: int) -> None:
-    """Report to the launcher that this process goes on in no next generation."""
+def withdraw_recovery(folder: Path, pid: int, *, is_complete: bool = False) -> None:
+    """Report to the launcher that this process goes on in no next generation, as it may have completed its part."""
+    if is_complete and rank_file(folder, _RECOVERS, pid).exists():
+        rank_file(folder, _COMPLETE, pid).touch()
     rank_file(folder, _RECOVERS, pid).unlink(missing_ok=True)
 
 
 def recovering_processes(folder: Path) -> set[int]:
     """Return the processes of this machine that can go on in a next generation."""
     return set(rank_files(folder, _RECOVERS))
+
+
+def complete_processes(folder: Path) -> set[int]:
+    """Return the processes of this machine that have completed their part: no other rank needs them any more."""
+    return set(rank_files(folder, _COMPLETE))
 
 
 def report_broken(folder: Path, pid: int, number: int) -> None:

@@ -391,6 +391,16 @@ def prepare_elastic_ranks(agent: Any, envs: dict[int, dict[str, str]]) -> None:
     getattr(agent, "_setup_healthcheck", _nothing)()
 
 
+def set_num_processes(context: Any, number: int) -> None:
+    """Make a `SubprocessContext`, whose first processes were replaced, have only so many. Without it: none has ended.
+
+    Args:
+        context: Of torch elastic.
+        number: How many there are.
+    """
+    context.nprocs, context._running_local_ranks = number, set(range(number))
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 

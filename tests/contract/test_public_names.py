@@ -15,6 +15,7 @@ PUBLIC_NAMES = {
     "DistributedSampler",
     "LocalSGD",
     "Loss",
+    "Recovery",
     "SyncBatchNorm",
     "Task",
     "World",

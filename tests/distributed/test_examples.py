@@ -1,6 +1,7 @@
 """The examples that use other libraries, and the one with a memory-mapped file, run as their first lines say."""
 
 import math
+import os
 import re
 import runpy
 import sys
@@ -39,6 +40,37 @@ def test_workers_do_not_change_what_is_learnt_from_a_mapped_file(tmp_path, monke
         out = capfd.readouterr().out
         ends.append(re.findall(r"(?:evaluation: |last )loss [\d.]+", out))
     assert ends[0] == ends[1] and len(ends[0]) == 2
+
+
+def test_a_loop_goes_on_with_the_same_bits_when_a_rank_is_killed(tmp_path):
+    """Rank 1 is killed in its 50th update, once; the example itself is not changed."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        f"""import os, runpy, signal, sys, torch
+sys.path.insert(0, {str(EXAMPLES)!r})
+
+class Killed(torch.optim.AdamW):
+    num_steps = 0
+    def step(self, closure=None):
+        self.num_steps += 1
+        if os.environ["RANK"] == os.environ.get("LOST") and self.num_steps == 50 and not os.path.exists("once"):
+            open("once", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+torch.optim.AdamW = Killed
+runpy.run_path({str(EXAMPLES / "recovery_script.py")!r}, run_name="__main__")
+"""
+    )
+    found = []
+    for lost in ("", "1"):
+        environ = {**os.environ, "LOST": lost}
+        done = commands.lockstep("run", "--devices", "2", "--max-restarts", "3", str(script), env=environ)
+        assert done.code == 0, done.err
+        assert ("rank 1 was killed" in done.err) == bool(lost) and "restart" not in done.err
+        assert len(re.findall(r"rank \d is process", done.out)) == 2 + bool(lost)
+        found.append(re.search(r"([\d.]+)% right, sum of the weights (\S+)", done.out).groups())
+    assert found[0] == found[1] and float(found[0][0]) > 97
 
 
 @pytest.mark.soak

@@ -2,14 +2,18 @@
 
 import os
 import re
+from unittest import mock
 
 import pytest
+import torch
 
+from lockstep.telemetry.record import read_run
+from lockstep.train import recovery
 from tests.distributed.commands import lockstep as run_lockstep
 
 # Ends a rank by SIGKILL at a place, once in the whole job.
 FAULTS = """\
-import os, signal, torch
+import os, pathlib, signal, time, torch
 from torch import nn
 
 def lose(place, rank=None):
@@ -21,14 +25,35 @@ def lose(place, rank=None):
                 os.close(os.open(f"{os.environ['ONCE']}-{number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            os.kill(os.getpid(), signal.SIGKILL)
+            if number == 0:  # spares are ready some time after the ranks
+                folder = pathlib.Path(os.environ["LOCKSTEP_RUN_DIR"])
+                while len(list(folder.glob("recovers-*"))) < int(os.environ.get("READY", 0)):
+                    time.sleep(0.02)
+            by = os.environ.get("BY", "SIGKILL")
+            if by == "exception":
+                raise ValueError("boom")
+            os.kill(os.getpid(), getattr(signal, by))
 """
 
 SCRIPT = (
     FAULTS
     + """
-import hashlib, sys
+import hashlib, sys, threading
 import lockstep
+
+class Part:
+    def __init__(self, world):
+        self.world = world
+    def state_dict(self):
+        lose("copied", self.world.rank)
+        return {}
+    def load_state_dict(self, state):
+        lose("received", self.world.rank)
+
+def used():
+    # Threads, open files, and what is mapped into memory: the old groups are gone.
+    maps = len(open("/proc/self/maps").readlines())
+    return threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), maps
 
 torch.set_num_threads(1)
 with lockstep.init(backend=sys.argv[1]) as world:
@@ -36,7 +61,7 @@ with lockstep.init(backend=sys.argv[1]) as world:
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
     model = lockstep.DistributedDataParallel(net, bucket_cap_mb=0.001)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    recovery = lockstep.Recovery(world, model=model, optimizer=optimizer)
+    recovery = lockstep.Recovery(world, model=model, optimizer=optimizer, part=Part(world))
     while recovery.step < 30:
         with recovery.attempt():
             step = recovery.step
@@ -47,9 +72,12 @@ with lockstep.init(backend=sys.argv[1]) as world:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        if os.environ.get("SHOWS") and world.is_rank_zero and step % 5 == 4:
+            print("used", *used())
     found = hashlib.sha1(b"".join(value.numpy().tobytes() for value in net.state_dict().values()))
     if world.is_rank_zero:
         print("weights", recovery.step, found.hexdigest())
+lose("end")
 """
 )
 
@@ -60,12 +88,13 @@ def run_script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
 
-    def run(backend, faults="", ranks=2, restarts=5):
-        environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{abs(hash(faults))}")}
-        command = "run", "--devices", str(ranks), "--max-restarts", str(restarts), path, backend
+    def run(backend, faults="", *flags, ranks=2, restarts=5, **variables):
+        once = tmp_path / f"once-{abs(hash((faults, flags)))}"
+        environ = {**os.environ, "FAULTS": faults, "ONCE": str(once), **variables}
+        command = "run", *flags, "--devices", str(ranks), "--max-restarts", str(restarts), path, backend
         done = run_lockstep(*command, env=environ)
         assert done.code == 0, done.err
-        lines = [line for line in done.err.splitlines() if line.startswith("lockstep: ") and "rank" in line]
+        lines = [line for line in done.err.splitlines() if re.match("lockstep: .*(rank|spare)|Rank", line)]
         return re.findall("weights (.*)", done.out), [line for line in lines if "OMP_NUM_THREADS" not in line]
 
     return run
@@ -146,9 +175,9 @@ def run_task(tmp_path):
     path = tmp_path / "task.py"
     path.write_text(TASK)
 
-    def run(faults="", *flags, ranks=2, code=0, restarts=5):
+    def run(faults="", *flags, ranks=2, code=0, restarts=5, **variables):
         name = f"weights-{abs(hash((faults, flags)))}.safetensors"
-        environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}")}
+        environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}"), **variables}
         command = "train", path, "--devices", str(ranks), "--max-restarts", str(restarts), "--epochs", "3"
         done = run_lockstep(*command, "--export", tmp_path / name, *flags, env=environ)
         assert done.code == code, done.err
@@ -191,3 +220,178 @@ def test_an_exception_is_an_error_of_the_program(run_task, tmp_path):
     _, lines = run_task(code=1, restarts=1)
     assert [line.partition(":")[0] for line in lines if "goes on" in line] == []
     assert any("restart 1 of 1" in line for line in lines)
+
+
+def without_times(lines):
+    return [re.sub(r"[\d.]+ s ", "", line.removeprefix("lockstep: ")) for line in lines]
+
+
+def test_a_spare_takes_the_place_of_a_lost_rank(run_script):
+    undisturbed, _ = run_script("shm")
+    found, lines = run_script("shm", "step7@1", "--spares", "1", READY="3")
+    assert found == undisturbed
+    assert without_times(lines) == [
+        "rank 1 was killed by SIGKILL (signal 9) after 7 optimizer steps; rank 0 goes on",
+        "rank 1 is back after with the state of rank 0; step 8 is done again",
+    ]
+
+
+def test_one_rank_fewer_has_the_same_bits_with_virtual_shards(run_task):
+    undisturbed, _ = run_task("", "--reproducible", "4")
+    found, lines = run_task("sample77@0 before9@1", "--reproducible", "4", "--min-devices", "1", ranks=3)
+    assert found == undisturbed
+    # The rank that has sample 77, and then the one that has become rank 1, or rank zero.
+    assert [line for line in lines if "from now on" in line] == [
+        "rank 2 is rank 1 of 2 from now on",
+        "rank 1 is rank 0 of 1 from now on",
+    ]
+    assert not any("restart" in line or "back" in line for line in lines)
+
+
+def test_a_rank_that_becomes_rank_zero_shows_and_writes(run_task, tmp_path):
+    flags = "--checkpoint", tmp_path / "kept", "--checkpoint-every", "4", "--min-devices", "1"
+    _, lines = run_task("before9@0", *flags)
+    assert "rank 1 is rank 0 of 1 from now on" in lines and not any("restart" in line for line in lines)
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir() if path.name.startswith("step-"))
+    assert names == ["step-0000000024", "step-0000000027"]
+
+
+def test_an_exception_is_recovered_if_that_is_asked_for(run_script):
+    undisturbed, _ = run_script("gloo")
+    found, lines = run_script("gloo", "step7@1", "--recover", "exceptions", BY="exception")
+    assert found == undisturbed
+    assert re.fullmatch(
+        r"lockstep: rank 1 ValueError: boom \(.*train.py:\d+\) after 7 optimizer steps; rank 0 goes on", lines[0]
+    )
+    assert "is back" in lines[1] and len(lines) == 2
+
+
+def test_losses_during_a_recovery(run_script):
+    # All but one; then the rank that sends the state, and the rank that receives it.
+    undisturbed, _ = run_script("shm", ranks=3)
+    found, lines = run_script("shm", "step7@1 step7@2 step12@2 copied@0 received@2", ranks=3, restarts=9)
+    assert found == undisturbed
+    assert len([line for line in lines if "was killed" in line]) == 5
+    assert not any("restart" in line for line in lines)
+
+
+def test_a_rank_that_is_lost_in_the_same_step_again_and_again_is_not_replaced_for_ever(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace('lose(f"step{step}")', "step == 4 and world.rank == 1 and os.kill(os.getpid(), 9)"))
+    done = run_lockstep("run", "--devices", "2", "--max-restarts", "3", path, "shm", env=os.environ)
+    assert done.code == 1
+    said = "lockstep: the ranks cannot go on in place: 3 times ranks were lost in step 5: its samples or its code may"
+    assert f"{said} be to blame" in done.err
+    assert done.err.count("is back") == 2 and "restart 3 of 3" in done.err
+
+
+def test_a_rank_that_is_killed_after_the_training_is_not_missed(run_script):
+    undisturbed, _ = run_script("shm")
+    found, lines = run_script("shm", "end@1")
+    assert found == undisturbed
+    assert without_times(lines) == [
+        "rank 1 was killed by SIGKILL (signal 9) after 30 optimizer steps; the training was complete"
+    ]
+
+
+def test_a_stopped_rank_is_killed_and_replaced(run_script):
+    undisturbed, _ = run_script("shm")
+    found, lines = run_script("shm", "step7@1", "--watchdog", "1", BY="SIGSTOP")
+    assert found == undisturbed
+    assert "Rank 1 is replaced." in lines and not any("again" in line for line in lines if "done again" not in line)
+    assert [line for line in lines if "is back" in line] != []
+
+
+def test_a_spare_that_dies_is_gone(run_script):
+    # The first fault is that of a rank, which waits for the spare; the spare then dies, as it takes the place.
+    undisturbed, _ = run_script("shm")
+    found, lines = run_script("shm", "step7@1 received@1", "--spares", "1", READY="3")
+    assert found == undisturbed
+    assert len([line for line in lines if "is back" in line]) == 1
+
+
+@pytest.mark.soak
+def test_a_survivor_keeps_nothing_of_old_generations(run_script, capfd):
+    for backend in ("shm", "gloo"):
+        faults = " ".join(f"step{step}@1" for step in range(5, 28))
+        _, lines = run_script(backend, faults, restarts=30, SHOWS="1")
+        assert len([line for line in lines if "is back" in line]) == 23
+
+
+def recoveries(run):
+    """Return step and text of the recoveries in a record, without seconds."""
+    found = [event for event in run.events if event.event == "recovery"]
+    assert all(0 < event.seconds < 60 for event in found)
+    # The phase is known if the rank has written a heartbeat in it.
+    return [(event.step, re.sub(r" after [\d.]+ s| [\d,]+ bytes| \([a-z]+\)(?=;)", "", event.text)) for event in found]
+
+
+def test_the_record_goes_on_when_rank_zero_is_lost(run_task, tmp_path):
+    folder = tmp_path / "record"
+    _, lines = run_task("backward@1 before3@0", "--run-dir", folder)
+    assert len(lines) == 4
+    run = read_run(folder)
+    assert run.gaps == [] and len(run.sessions) == 1 and list(tmp_path.glob("record/earlier*")) == []
+    assert recoveries(run) == [
+        (
+            0,
+            "rank 1 was killed by SIGKILL (signal 9) in step 1; rank 1 is back with the state of rank 0; "
+            "step 1 is done again; copied",
+        ),
+        (
+            4,
+            "rank 0 was killed by SIGKILL (signal 9) in step 4; rank 0 is back with the state of rank 1; "
+            "step 5 is done again; copied",
+        ),
+    ]
+    kinds = {event.event for event in run.events}
+    assert "restart" not in kinds and "resume" not in kinds and "end" in kinds
+    # Of rank zero, the last steps before its loss may not have been written.
+    assert [line.step for line in run.ranks[1].steps] == list(range(27))
+    assert {line.step for line in run.ranks[0].steps} >= set(range(4, 27))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_monitored_script_goes_on(run_script, tmp_path, where):
+    script, folder = tmp_path / "train.py", tmp_path / "record"
+    call = f"    lockstep.monitor(model, optimizer, run_dir={str(folder)!r})\n"
+    marked = "    recovery = lockstep.Recovery(world, model=model, optimizer=optimizer)\n"
+    script.write_text(SCRIPT.replace(marked, call + marked if where == "before" else marked + call))
+    run_script("shm", "backward7@0 step20@1")
+    run = read_run(folder)
+    assert run.gaps == [] and len(run.sessions) == 1
+    assert [step for step, _ in recoveries(run)] == [7, 20]
+    for rank, missing in ((0, range(8)), (1, range(21))):
+        steps = {line.step for line in run.ranks[rank].steps}
+        assert steps | set(missing) == set(range(30)), "those before the loss may not have been written"
+        assert {line.samples for line in run.ranks[rank].steps} == {16.0}
+
+
+def exchanged(world):
+    """Send a state from rank 1 to rank 0, in messages of 16 bytes; return what arrived."""
+    values = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "model": {
+            "transposed": values.t(),
+            "bf16": values.bfloat16(),
+            "scalar": torch.tensor(7),
+            "no": torch.empty(0, 3),
+        },
+        "optimizer": {"state": {0: {"step": 3, "flag": torch.tensor([True, False])}}, "names": ("a", None)},
+    }
+    with mock.patch.object(recovery, "_CHUNK_BYTES", 16):
+        received, size = recovery.exchange_state(state if world.rank == 1 else {}, 1, 0, world.group, world.device)
+    if world.rank == 1:
+        return received, size
+    moved = received["model"].pop("transposed")
+    assert torch.equal(moved, values.t()) and moved.is_contiguous()
+    for name, value in received["model"].items():
+        assert value.dtype == state["model"][name].dtype and torch.equal(value, state["model"][name])
+    flags = received["optimizer"]["state"][0].pop("flag")
+    return flags.tolist(), received["optimizer"], size
+
+
+def test_a_state_arrives_as_it_was(ranks):
+    (flags, rest, size), (nothing, sent) = ranks(2)(exchanged)
+    assert (flags, rest) == ([True, False], {"state": {0: {"step": 3}}, "names": ("a", None)})
+    assert nothing == {} and size == sent > 12 * 4 + 12 * 2 + 8 + 2

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lockstep.errors import LockstepError
+from tests.distributed.test_recovery import run_task  # noqa: F401 - a fixture
 from tests.distributed.test_scenarios import LOST, SCENARIOS, launch_losing, one_context, resume_on_fewer, run_in_turn
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,3 +54,11 @@ def test_a_run_goes_on_with_fewer_gpus(on_gpus, tmp_path, strategy):
 @pytest.mark.parametrize("how", LOST)
 def test_a_lost_rank_is_named(how):
     launch_losing(torch.cuda.device_count(), how)
+
+
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+def test_a_rank_is_replaced_in_place_with_the_same_bits(run_task):  # noqa: F811
+    undisturbed, _ = run_task()
+    found, lines = run_task("backward@1 before3@0")
+    assert found == undisturbed
+    assert len(lines) == 4 and not any("restart" in line for line in lines)

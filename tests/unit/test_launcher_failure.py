@@ -147,6 +147,12 @@ def test_report():
     )
 
 
+@pytest.mark.parametrize(("num", "were"), [(1, "1 lost rank was"), (3, "3 lost ranks were")])
+def test_report_counts_the_ranks_that_were_replaced_before(num, were):
+    report = failure_report([raised(0, "ValueError: boom", 10)], range(1), num_replaced=num)
+    assert report.splitlines()[-1] == f"Before that, {were} replaced while the others went on."
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_nodes", "where"),
     [

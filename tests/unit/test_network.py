@@ -2,10 +2,11 @@
 
 import os
 import resource
+import socket
 
 import pytest
 
-from lockstep.comm.network import allow_open_files, gloo_cause
+from lockstep.comm.network import allow_open_files, cut_links, gloo_cause, noting_links
 from lockstep.errors import ConfigurationError
 
 
@@ -48,3 +49,23 @@ def test_the_soft_limit_of_open_files_is_raised_and_a_hard_one_that_is_too_low_i
     cause, advice = str(raised.value).splitlines()
     assert cause.startswith("A mesh of 5000 ranks takes 5") and cause.endswith("but a process may have 4096.")
     assert "ulimit -Hn" in advice
+
+
+def test_only_the_connections_of_groups_are_cut():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = socket.create_connection(listener.getsockname())
+        with noting_links(), socket.create_server(("127.0.0.1", 0)) as noted:
+            link = socket.create_connection(listener.getsockname())
+        ends = [listener.accept()[0] for _ in range(2)]
+        cut_links()
+        for each in (*ends, before, link):
+            each.settimeout(10)
+        assert link.recv(1) == b"" and ends[1].recv(1) == b"", "both ends notice it"
+        before.sendall(b"x")
+        assert ends[0].recv(1) == b"x"
+        # The next groups have other connections, whose files may have the same numbers.
+        cut_links()
+        ends[0].sendall(b"y")
+        assert before.recv(1) == b"y"
+        for each in (before, link, noted, *ends):
+            each.close()

@@ -39,7 +39,7 @@ def recorder_into(folder):
 
 def test_the_names_of_metrics_stay():
     assert " ".join(record.EVENTS) == (
-        "resume restart evaluation checkpoint skipped straggler profile remark stop error end"
+        "resume restart recovery evaluation checkpoint skipped straggler profile remark stop error end"
     )
     assert (record.VERSION, record.RUN_FILE, record.RANK_FILES) == (1, "run.json", "rank-*.jsonl")
 

@@ -119,7 +119,7 @@ _SECTIONS = {
     "Strategies local-sgd and diloco": "sync_every fragments sync_delay across outer_lr outer_momentum",
     "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best eval_every",
     "Recorded and shown": "profile profile_steps profile_dir log_to view quiet price logs log_level log_dir",
-    "When ranks fail or hang": "max_restarts min_devices watchdog watchdog_action",
+    "When ranks fail or hang": "max_restarts min_devices spares recover redundancy watchdog watchdog_action",
 }
 
 
@@ -220,6 +220,8 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
             devices=num_ranks,
             max_restarts=launching.max_restarts,
             min_ranks=launching.min_devices,
+            num_spares=launching.spares or 0,
+            recover=launching.recover,
             logs=log_settings,
             watchdog_s=launching.watchdog,
             watchdog_action=launching.watchdog_action,

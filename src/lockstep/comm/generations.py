@@ -18,6 +18,7 @@ more was replaced: it ends. So there is one rule for each moment, also for a los
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -37,7 +38,15 @@ from lockstep.comm.store import USE_LIBUV
 from lockstep.comm.world import BARRIER_TIMEOUT_S, JOINS, World, destroy_default_group, form_group
 from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.run_folder import Generation, announce_recovery, current_run_folder, report_broken, withdraw_recovery
+from lockstep.run_folder import (
+    SPARE,
+    Generation,
+    announce_recovery,
+    current_run_folder,
+    own_name,
+    report_broken,
+    withdraw_recovery,
+)
 from lockstep.torch_internals import backend_of, process_groups
 
 # How often a rank looks for a new generation; and how long after an error in a collective it waits for one.
@@ -67,14 +76,14 @@ class Membership:
         self.number = 0
         self._cut, self._lock = 0, threading.Lock()
         self._ends = threading.Event()
-        world.is_cut = lambda: self.is_cut
+        world.is_cut, world.leave = lambda: self.is_cut, self.close
         announce_recovery(folder, os.getpid())
         threading.Thread(target=self._watch, name="lockstep-generations", daemon=True).start()
 
-    def close(self) -> None:
-        """Stop to follow the generations."""
+    def close(self, is_complete: bool = True) -> None:
+        """Stop to follow the generations; ``is_complete``: as this rank has completed its part of the job."""
         self._ends.set()
-        withdraw_recovery(self._folder, os.getpid())
+        withdraw_recovery(self._folder, os.getpid(), is_complete=is_complete)
 
     @property
     def is_cut(self) -> bool:
@@ -113,7 +122,8 @@ class Membership:
     def rejoin(self, limit_s: float = BARRIER_TIMEOUT_S) -> Generation:
         """Leave the groups of this generation, and make those of the newest one with its other ranks.
 
-        Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``.
+        Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``. A spare
+        first blocks until it is in one, without limit.
 
         Raises:
             Replaced: This process is not among them.
@@ -121,16 +131,21 @@ class Membership:
         """
         deadline = time.monotonic() + limit_s
         while True:
-            found = self.await_newer(deadline - time.monotonic())
+            found = self.await_newer(math.inf if SPARE in os.environ else deadline - time.monotonic())
             if found is None:
                 raise CollectiveError("No other rank took the place of the lost one in time.")
+            if os.getpid() not in found.ranks and JOINS in os.environ:
+                self.number = found.number  # it is one of the others
+                continue
+            if SPARE in os.environ:
+                deadline = time.monotonic() + limit_s
             if os.getpid() not in found.ranks:
                 raise Replaced(f"Process {os.getpid()} was replaced: generation {found.number} goes on without it.")
             with self._lock:
                 self._cut = self.number = found.number
                 interrupt_groups()
             destroy_default_group(abort=True, at_exit=False, is_cut=True)
-            with activity.waiting("World.rejoin"), suppress(_Superseded):
+            with activity.waiting(activity.REJOIN), suppress(_Superseded):
                 self._enter(found, deadline)
                 return found
 
@@ -149,6 +164,7 @@ class Membership:
             local_world_size=len(local),
             node_rank=found.node_rank,
         )
+        _take_number(env)
         prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{found.number}"
         base = met.store
         if found.store is not None:
@@ -182,6 +198,18 @@ class Membership:
             base.set_timeout(default_pg_timeout)
         world.enter(env, group, (met._replace(store=base, is_host=False, prefix=prefix), undone))
         os.environ.pop(JOINS, None)
+
+
+def _take_number(env: RankEnv) -> None:
+    """Make the variables, files and title of this process those of its rank, which may be another one than before."""
+    before, os.environ["WORLD_SIZE"] = own_name(), str(env.world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(env.local_world_size)
+    if before == str(env.rank):
+        return
+    os.environ.update(RANK=str(env.rank), ROLE_RANK=str(env.rank), LOCAL_RANK=str(env.local_rank))
+    os.environ.pop(SPARE, None)
+    if activity.now.on_rank is not None:
+        activity.now.on_rank(before)
 
 
 class _Superseded(Exception):

@@ -264,6 +264,8 @@ class World:
     wanted_backend = "gloo"
     # Returns whether a rank was lost and another generation of the world has begun.
     is_cut: Callable[[], bool] = bool
+    # Called when this process leaves the job, with whether it has completed its part.
+    leave: Callable[[bool], object] = bool
 
     def __init__(self, env: RankEnv, device: torch.device, group: dist.ProcessGroup, owned: Owned | None) -> None:
         make_forks_safe()
@@ -412,6 +414,7 @@ class World:
 
     def _close(self, *, abort: bool, at_exit: bool = False) -> None:
         owned, self.owned = self.owned, None
+        self.leave(not abort)
         if owned is not None:
             atexit.unregister(self._close_at_exit)
             met, undo = owned

@@ -83,6 +83,8 @@ def launch_with(
     timeout_s: float | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
+    num_spares: int = 0,
+    recover: str | None = None,
     logs: LogSettings = RAW_LOGS,
     watchdog_s: float | None = None,
     watchdog_action: str | None = None,
@@ -95,6 +97,8 @@ def launch_with(
         devices: Likewise.
         timeout_s: Likewise.
         max_restarts: How often all ranks are started again after one has failed.
+        num_spares: How many processes wait to take the place of a lost rank; each needs a device of its own.
+        recover: See `lockstep.launcher.supervise.Job`.
         min_ranks: After a rank was killed, go on with one fewer, but no fewer than this; as many as before if ``None``.
         logs: Settings for the ranks' output.
         watchdog_s: How long ranks may wait for each other; see `lockstep.launcher.supervise.Job`.
@@ -106,6 +110,7 @@ def launch_with(
     _refuse_inside_a_rank()
     open_closed_streams()
     num_ranks = choose_num_ranks(devices, f"devices={devices!r}")
+    check_count(num_ranks + num_spares)
     with environment_restored(), Reaper() as reaper:  # the agent sets variables of this process
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
@@ -128,7 +133,7 @@ def launch_with(
             with LogTail(reaper.run_dir, num_ranks, logs) if is_merged else nullcontext() as log_tail:
                 if timeout_s is not None:
                     timer.start()
-                job = Job(reaper, log_tail, min_ranks, watchdog_s, watchdog_action)
+                job = Job(reaper, log_tail, min_ranks, watchdog_s, watchdog_action, num_spares, recover)
                 supervise(job, config, "call", str(reaper.run_dir))
             return _results(reaper.run_dir)
         except RankFailed as error:

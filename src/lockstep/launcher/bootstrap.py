@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 
 from lockstep import activity
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError
-from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, FailureRecord, rank_file
+from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
 # The environment variable with the functions that each rank calls before the program: a JSON list of
@@ -49,28 +49,50 @@ def main(argv: list[str]) -> None:
     mode, target, args, run_dir = orders["mode"], argv[2], argv[3:], orders["run_dir"]
     end_with_launcher(run_dir, orders["launcher_pid"])
     os.environ[RUN_DIR] = run_dir
-    if orders["has_pipes"]:
+    # A spare is no rank yet, so nobody is to see what it prints.
+    streams = [(number, os.dup(number)) for number in (1, 2)] if SPARE in os.environ else []
+    if streams:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        os.close(null)
+    elif orders["has_pipes"]:
         redirect_output(run_dir)
     if mode == "command":
         # None of our Python code runs there: no heartbeat, no record of an exception, only an exit status.
         os.execvp(target, [target, *args])
     # After a fatal signal no Python code runs. A script that enables it itself, or PYTHONFAULTHANDLER, has priority.
     if not faulthandler.is_enabled():
-        path = rank_file(run_dir, CRASH, os.environ["RANK"])
+        path = rank_file(run_dir, CRASH, own_name())
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
-    title = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, {orders['program']}"
-    set_title(title)
-    os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
+
+    def title() -> str:
+        spare = os.environ.get(SPARE, "").replace("-", " ")
+        return f"{spare or 'rank {RANK} of {WORLD_SIZE}'.format(**os.environ)}, {orders['program']}"
+
+    set_title(title())
+    os.register_at_fork(after_in_child=lambda: set_title(f"child of {title()}"))  # loader workers
     sys.argv = [target, *args]
     # A function of `lockstep.launch` may be meant to run alone.
     num_peers = int(os.environ["WORLD_SIZE"]) if mode != "call" else 1
-    heartbeat = Heartbeat(run_dir, int(os.environ["RANK"]), patience_s=orders["watchdog_s"], num_peers=num_peers)
+    heartbeat = Heartbeat(run_dir, own_name(), patience_s=orders["watchdog_s"], num_peers=num_peers)
 
     def on_failure(error: BaseException) -> None:
         record_end(error)
         heartbeat.write()  # peers are released at once, not at the next beat
 
-    activity.now.on_failure = on_failure
+    def on_rank(before: str) -> None:
+        heartbeat.rename(before, own_name())
+        set_title(title())
+        if orders["has_pipes"]:
+            redirect_output(run_dir)
+        while streams:
+            number, kept = streams.pop()
+            if not orders["has_pipes"]:
+                os.dup2(kept, number)
+            os.close(kept)
+
+    activity.now.on_failure, activity.now.on_rank = on_failure, on_rank
 
     def program() -> None:
         heartbeat.start()
@@ -177,7 +199,6 @@ def run_call(run_dir: str) -> None:
     import pickle
 
     _fresh_main()
-    rank = int(os.environ["RANK"])
     with open(os.path.join(run_dir, "call"), "rb") as sent:
         sys.path[:], sources = pickle.load(sent)
         for name, lines in sources.items():
@@ -187,7 +208,7 @@ def run_call(run_dir: str) -> None:
         fn, args = cloudpickle.load(sent)
 
     def leave(kind: str, value: object) -> None:
-        rank_file(run_dir, kind, rank).write_bytes(cloudpickle.dumps(value))
+        rank_file(run_dir, kind, own_name()).write_bytes(cloudpickle.dumps(value))
 
     try:
         result = fn(*args)
@@ -200,7 +221,8 @@ def run_call(run_dir: str) -> None:
         leave(RESULT, result)
     except Exception as error:
         raise LockstepError(
-            f"What {getattr(fn, '__name__', 'the function')} returned on rank {rank} cannot be sent back: {error}\n"
+            f"What {getattr(fn, '__name__', 'the function')} returned on rank {own_name()} cannot be sent back: "
+            f"{error}\n"
             "Return numbers, CPU tensors or other data that can be pickled."
         ) from error
 
@@ -283,7 +305,7 @@ def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
             trace="".join(traceback.format_exception(type(error), error, trace)),
             time_ns=raised_at_ns,
         )
-    ended.write(os.environ[RUN_DIR], os.environ["RANK"])
+    ended.write(os.environ[RUN_DIR], own_name())
 
 
 def print_unless_recorded(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from lockstep import torch_internals
+from lockstep.accelerator import check_count
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
@@ -100,6 +101,9 @@ def build_parser() -> _Parser:
     flag(
         "--min-devices", type=int, metavar="N", help="with --max-restarts: go on without killed ranks, with N at least"
     )
+    flag("--spares", type=int, metavar="N", help="with --max-restarts: keep N processes ready to replace lost ranks")
+    replaced = "ranks replaced while the others go on: those that died, or raised exceptions, too"
+    flag("--recover", choices=("deaths", "exceptions"), help=replaced)
     flag("--lighthouse", metavar="HOST:PORT", help="torchft's, where machines agree; default: the first serves one")
     flag("--logs", choices=("merged", "raw"), default="merged", help="merge the output of the ranks, or not")
     flag("--log-level", choices=tuple(LEVELS), default="info", help="show all, standard error only, or reports only")
@@ -164,6 +168,7 @@ def run(argv: Sequence[str]) -> None:
     was_chosen = args.nproc_per_node is not None
     num_ranks = choose_num_ranks(args.nproc_per_node, f"--devices {args.nproc_per_node}")
     args.nproc_per_node = str(num_ranks)
+    check_count(num_ranks + (args.spares or 0))
     mode = _check_target(args)
     choose_rendezvous(args)
     check_lighthouse(args.lighthouse, max_nodes(args))
@@ -183,7 +188,9 @@ def run(argv: Sequence[str]) -> None:
         wait_for_host(config)
         with LogTail(reaper.run_dir, num_ranks, logs) if logs.need_launcher(num_ranks) else nullcontext() as log_tail:
             job = Job(
-                reaper, log_tail, args.min_devices, args.watchdog, args.watchdog_action, lighthouse=args.lighthouse
+                *(reaper, log_tail, args.min_devices, args.watchdog, args.watchdog_action, args.spares or 0),
+                recover=args.recover,
+                lighthouse=args.lighthouse,
             )
             supervise(job, config, mode, args.training_script, args.training_script_args, python)
         if mode == "script":
@@ -222,8 +229,14 @@ def _check_target(args: argparse.Namespace) -> str:
         raise ConfigurationError(
             "--monitor records Python scripts, but --no-python starts any executable.\nLeave one out."
         )
+    if args.spares is not None and (args.spares < 1 or args.no_python):
+        raise ConfigurationError(
+            f"--spares {args.spares} is not possible: it must be at least 1, and the program a Python script.\n"
+            "Leave it out, or --no-python."
+        )
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
-    needs = {"--min-devices": "--max-restarts N", "--view": "--monitor DIR", "--log-to": "--monitor DIR"}
+    needs = dict.fromkeys(("--min-devices", "--spares", "--recover"), "--max-restarts N")
+    needs |= dict.fromkeys(("--view", "--log-to"), "--monitor DIR")
     for flag, needed in needs.items():
         other = needed.partition(" ")[0]
         if given[flag] is not None and not given[other]:

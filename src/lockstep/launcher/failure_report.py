@@ -61,7 +61,13 @@ class RankExit:
 
 
 def job_error(
-    exits: list[RankExit], ranks: range, *, hang: str, store: InterNodeStore | None, num_nodes: int
+    exits: list[RankExit],
+    ranks: range,
+    *,
+    hang: str,
+    store: InterNodeStore | None,
+    num_nodes: int,
+    num_replaced: int = 0,
 ) -> LockstepError:
     """Return the error to raise after ranks have failed. With several machines, waits some seconds for the others.
 
@@ -83,6 +89,7 @@ def job_error(
         hang: The watchdog's report, if that ended the job.
         store: The store of the launchers, if there are several machines.
         num_nodes: The largest number of machines.
+        num_replaced: Number of ranks of this machine that were lost before, and replaced in place.
     """
     first = first_failure(exits)
     text = "\n".join([headline(first, exits), first.place])
@@ -91,7 +98,7 @@ def job_error(
     if cause.hang:
         return JobHangs(cause.hang)
     if cause == mine:
-        return RankFailed(failure_report(exits, ranks, num_nodes=num_nodes), rank=first.rank)
+        return RankFailed(failure_report(exits, ranks, num_nodes=num_nodes, num_replaced=num_replaced), rank=first.rank)
     lines = rank_lines(exits, ranks)
     return RankFailed(f"{cause.text}\nThe report of that machine has more.\n\n{lines}", rank=cause.rank)
 
@@ -256,13 +263,14 @@ def _rank_of_cause(note: Mapping[str, Any]) -> tuple[bool, bool, int]:
 # 5. The message.
 
 
-def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1) -> str:
+def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1, num_replaced: int = 0) -> str:
     """Return the whole report, the cause on its first line.
 
     Args:
         exits: The ranks of this machine that failed or were stopped; one of them is the cause.
         ranks: All ranks of this machine.
         num_nodes: Number of machines.
+        num_replaced: Number of ranks that were lost before, and replaced in place.
     """
     first = first_failure(exits)
     record = first.record
@@ -281,7 +289,9 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1) -
     lines = rank_lines(exits, [rank for rank in ranks if rank != first.rank])
     # A program that calls sys.exit has printed its own message.
     trace = "" if record.error_type == "SystemExit" else record.trace.rstrip()
-    return "\n\n".join(filter(None, ("\n".join(filter(None, top)), trace, hint, lines, elsewhere)))
+    ranks_were = "rank was" if num_replaced == 1 else "ranks were"
+    earlier = f"Before that, {num_replaced} lost {ranks_were} replaced while the others went on." * bool(num_replaced)
+    return "\n\n".join(filter(None, ("\n".join(filter(None, top)), trace, hint, lines, elsewhere, earlier)))
 
 
 def restart_report(first: RankExit, restart: str) -> str:

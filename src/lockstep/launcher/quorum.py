@@ -183,7 +183,7 @@ class Machines:
         self._name, self._of = "", ""
         self._members: dict[str, Member] = {}
         self._is_changed = self._is_done = self._are_done = self._is_left_out = False
-        self._lost_at_ns = 0
+        self._lost_at_ns, self._why = 0, ""
         # When a heartbeat that was answered was sent; and since when a next generation has been asked for.
         self._alive_at_s, self._asks_since_s = time.monotonic(), float("inf")
         self._lock, self._ends, self._wake = threading.Lock(), threading.Event(), threading.Event()
@@ -208,10 +208,10 @@ class Machines:
         """Return whether all machines take part; wait some seconds for that if the ranks have just become ready."""
         return poll_until(lambda: self.number >= 0, machine_timeout_s() * self._is_ready(), _NOTICE_S)
 
-    def replaced(self, pids: list[int], at_ns: int) -> None:
+    def replaced(self, pids: list[int], at_ns: int, why: str) -> None:
         """Ask for a next generation, as a rank of this machine was lost and ``pids`` are its processes now."""
         with self._lock:
-            self._pids, self._lost_at_ns, self._is_changed = pids, at_ns, True
+            self._pids, self._lost_at_ns, self._why, self._is_changed = pids, at_ns, why, True
         self._wake.set()
 
     def finish(self) -> None:
@@ -357,9 +357,10 @@ class Machines:
                     len(members),
                     (host, int(port)),
                     self._lost_at_ns or int((time.time() - silence_s) * 1e9),
+                    self._why,
                 ).post(self._folder)
                 _report(before, self._members, world_size, num_missing)
-            self._is_changed, self._lost_at_ns, self._asks_since_s = False, 0, float("inf")
+            self._is_changed, self._lost_at_ns, self._why, self._asks_since_s = False, 0, "", float("inf")
 
 
 def _report(before: dict[str, Member], now: dict[str, Member], world_size: int, num_missing: int) -> None:

@@ -3,15 +3,22 @@
 What the launcher decides, each time that it polls its ranks:
 
 1. Which of them are lost: ended by a signal, or ended by the watchdog. An exception is an error of the program, which
-   every rank would make again, so it ends the job unless ``--recover exceptions``.
+   every rank would make again, so it ends the job unless ``--recover exceptions``. A rank that is killed when the
+   training is complete is not lost, unless it is rank zero, which may still write files.
 2. Whether the others can go on: each must have said that it can, and one of them must hold the state of the run. Else
    all ranks are restarted from the checkpoint, as for any other failure.
-3. Who takes the place: a spare, a new rank, or nobody (``--min-devices``).
+3. Who takes the place: a spare that is ready; nobody, if ``--min-devices`` allows one rank fewer: then the last rank
+   gets the number; or a new rank.
 4. The next generation, which it posts.
+
+Spares are started when all ranks have said that they can go on: of a program that cannot, a spare would be of no use,
+and would run it alone.
 """
 
 from __future__ import annotations
 
+import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,11 +29,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from lockstep import run_folder
 from lockstep.activity import format_ranks
+from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.run_folder import Generation, RecoveryReport
+from lockstep.run_folder import FAILURE, FailureRecord, Generation, RecoveryReport, rank_file, read_object
 
+# A spare's name in the names of its files.
+NAME_OF_SPARE = "spare-{}"
 # After so many losses in the same step, the same sample or code is to blame.
 _MOST_IN_A_STEP = 3
 
@@ -37,7 +47,11 @@ class Recovery:
 
     Args:
         folder: Of the run.
-        start: Starts a process for the place of a rank on this machine, as a part of a running job.
+        start: Starts a process for the place of a rank on this machine, as a part of a running job; with its index
+            there, and how many ranks the machine then has.
+        start_spare: Starts the spare with this number.
+        hide: Called when a rank is left out, with its number and how many ranks there were before.
+        num_spares: How many spares there are to be.
         exits_of: Returns how processes ended, by rank.
         most: How many ranks may be replaced.
         exceptions: Whether a rank that raised an exception is replaced.
@@ -47,19 +61,24 @@ class Recovery:
     Attributes:
         number: The generation.
         ranks: By process, the ranks of this machine.
+        spares: The spares that run, by number.
     """
 
     folder: Path
     ranks: dict[int, int]
-    start: Callable[[int], SubprocessHandler]
+    start: Callable[[int, int, int], SubprocessHandler]
     most: int
+    start_spare: Callable[[int], SubprocessHandler]
+    hide: Callable[[int, int], None]
+    num_spares: int = 0
     exceptions: bool = False
     min_ranks: int | None = None
     machines: Machines | None = None
     number: int = 0
     num_lost: int = 0
+    spares: dict[int, SubprocessHandler] = field(default_factory=dict)
     _whole: set[int] = field(default_factory=set)
-    _losses: Counter[int | None] = field(default_factory=Counter)
+    _losses: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._whole = set(self.ranks)
@@ -69,9 +88,10 @@ class Recovery:
         """Return why the others cannot go on without a restart; an empty text if that need not be said."""
         left = set(self.ranks) - lost_pids
         can = run_folder.recovering_processes(self.folder)
+        codes = {exit.exit_code for exit in lost}
         if run_folder.stop_reason(self.folder) is not None or not set(self.ranks) & can:
             return ""
-        if any(exit.exit_code > 0 for exit in lost) and not self.exceptions:
+        if RESUME_EXIT_CODE in codes or (max(codes) > 0 and not self.exceptions):
             return ""
         has_others = self.machines is not None and self.machines.have_met()
         if self.machines is not None and not has_others:
@@ -84,11 +104,34 @@ class Recovery:
             return "no rank that holds the state of the run is left"
         if missing := {self.ranks[pid] for pid in left & self._whole - can}:
             return f"{format_ranks(sorted(missing))} cannot go on in this step"
-        for exit in lost:
-            if self._losses[exit.record.step] + 1 >= _MOST_IN_A_STEP and exit.record.step is not None:
-                step = exit.record.step + 1
-                return f"{_MOST_IN_A_STEP} ranks were lost in step {step}: its samples or its code may be to blame"
+        for step in _steps_of(lost):
+            if self._losses[step] + 1 >= _MOST_IN_A_STEP:
+                return (
+                    f"{_MOST_IN_A_STEP} times ranks were lost in step {step}: its samples or its code may be to blame"
+                )
         return None
+
+    def can_replace(self, pids: dict[int, int]) -> bool:
+        """Return whether ranks will be replaced if they are killed now; ``pids``: their processes, by rank."""
+        exits = [RankExit(rank, -signal.SIGKILL, FailureRecord()) for rank in pids]
+        return self.why_not(exits, set(pids.values())) is None
+
+    def is_harmless(self, exit: RankExit, pid: int, ended: set[int]) -> bool:
+        """Return whether a rank was killed when the training was complete.
+
+        Args:
+            exit: How it ended.
+            pid: Its process.
+            ended: The processes that have ended normally.
+        """
+        complete = run_folder.complete_processes(self.folder)
+        is_complete = pid in complete or self.ranks.keys() - {pid} <= complete | ended
+        return exit.rank != 0 and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
+
+    @property
+    def settled_ranks(self) -> set[int]:
+        """The ranks of this machine that hold the state of the run."""
+        return {rank for pid, rank in self.ranks.items() if pid in self._whole}
 
     def replace(self, lost: list[RankExit], pids: dict[int, int]) -> dict[int, SubprocessHandler]:
         """Give the places of lost ranks to others, and post the next generation; return the new processes by rank.
@@ -97,33 +140,73 @@ class Recovery:
             lost: How they ended.
             pids: Their processes, by rank.
         """
-        at_ns = min(exit.record.time_ns for exit in lost)
-        for exit in lost:
-            self._losses[exit.record.step] += 1
+        at_ns, why = min(exit.record.time_ns for exit in lost), "; ".join(map(how_it_ended, lost))
+        self._losses.update(_steps_of(lost))
         self.num_lost += len(lost)
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
         left = [rank for pid, rank in self.ranks.items() if pid not in pids.values()]
         go_on = f"{format_ranks(left)} {'goes' if len(left) == 1 else 'go'} on" if left else "the other machines go on"
         for exit in lost:
-            print(f"lockstep: {how_it_ended(exit)}; {go_on}", file=sys.stderr, flush=True)
+            _print(f"{how_it_ended(exit)}; {go_on}")
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
-        new = {exit.rank: self.start(exit.rank) for exit in lost}
-        self.ranks = {pid: rank for pid, rank in self.ranks.items() if rank not in new}
+        can = run_folder.recovering_processes(self.folder)
+        ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
+        # By rank, who has that number next; None: still to be found.
+        places: dict[int, int | None] = {rank: pid for pid, rank in self.ranks.items() if pid not in pids.values()}
+        places |= dict.fromkeys(pids)
+        num_spared = 0
+        for exit in sorted(lost, key=lambda exit: -exit.rank):
+            if num_spared < len(ready):
+                num_spared += 1
+            elif exit.exit_code < 0 and len(places) > (self.min_ranks or math.inf):
+                self.hide(exit.rank, len(places))
+                places[exit.rank] = places[max(places)]
+                del places[max(places)]
+        moved = {self.ranks[pid]: rank for rank, pid in places.items() if pid is not None and self.ranks[pid] != rank}
+        for before, rank in moved.items():
+            _print(f"rank {before} is rank {rank} of {len(places)} from now on")
+        new = {}
+        for rank in [rank for rank, pid in places.items() if pid is None]:
+            new[rank] = self.spares.pop(ready.pop(0)) if ready else self.start(rank, rank - min(places), len(places))
+        self.ranks = {pid: rank for rank, pid in places.items() if pid is not None}
         self.ranks |= {process.proc.pid: rank for rank, process in new.items()}
         self._whole -= set(pids.values())
         if self.machines is not None:
-            self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns)
+            self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns, why)
             return new
         self.number += 1
-        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns).post(self.folder)
+        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns, why=why).post(self.folder)
         return new
 
     def poll(self) -> None:
-        """Print the ranks' report of a generation that is complete."""
+        """Print the ranks' report of a generation that is complete; start spares, and notice when one is lost."""
         if self.machines is not None:
             self.number = self.machines.number
+            newest = Generation.read(self.folder)
+            if newest is not None and newest.ranks.keys() == self.ranks.keys():
+                self.ranks = newest.ranks  # there may be more or fewer machines
         report = RecoveryReport.read(self.folder)
         if report is not None and report.number > self._reported:
             self._reported = report.number
             self._whole |= set(self.ranks) if report.number == self.number else set()
-            print(f"lockstep: {report.text}", file=sys.stderr, flush=True)
+            _print(report.text)
+        for number, spare in list(self.spares.items()):
+            if (code := spare.proc.poll()) is not None:
+                del self.spares[number]
+                found = read_object(rank_file(self.folder, FAILURE, NAME_OF_SPARE.format(number)))
+                ended = how_it_ended(RankExit(number, code, FailureRecord(**found)))
+                _print(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
+        if self.num_spares and self.ranks.keys() <= run_folder.recovering_processes(self.folder):
+            self.spares |= {number: self.start_spare(number) for number in range(1, self.num_spares + 1)}
+            self.num_spares = 0
+
+
+def _steps_of(lost: list[RankExit]) -> set[int]:
+    """Return the steps in which ranks were lost, counted from 1, as far as they are known."""
+    # Our loops count a step from 0 while it runs; other loops count the steps that are done.
+    steps = {each.record.step if each.record.step is not None else each.record.num_steps or None for each in lost}
+    return {step + 1 for step in steps if step is not None}
+
+
+def _print(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
@@ -32,19 +31,28 @@ from torch.numa.binding import NumaOptions
 
 from lockstep import run_folder, torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
+from lockstep.activity import format_ranks
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.comm.world import JOINS
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
-from lockstep.launcher.failure_report import SIGTERM_S, RankExit, first_failure, job_error, rank_exits, restart_report
+from lockstep.launcher.failure_report import (
+    SIGTERM_S,
+    RankExit,
+    first_failure,
+    how_it_ended,
+    job_error,
+    rank_exits,
+    restart_report,
+)
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.quorum import Lighthouse, Machines, running_job
 from lockstep.launcher.reaper import Reaper, kill_sessions
-from lockstep.launcher.recovery import Recovery
+from lockstep.launcher.recovery import NAME_OF_SPARE, Recovery
 from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
@@ -122,7 +130,8 @@ def supervise(
     if stopped is not None:
         raise stopped
     if failures:
-        raise job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, num_nodes=config.max_nodes)
+        counts = {"num_nodes": config.max_nodes, "num_replaced": job.num_replaced}
+        raise job_error(job.exits(failures), job.ranks, hang=job.hang, store=job.store, **counts)
 
 
 def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
@@ -191,14 +200,19 @@ class Job:
         watchdog_s: How long ranks may wait for one that does nothing; zero: no watchdog. If it or the action is set,
             the watchdog also covers ranks that compute: they may keep the others waiting five times as long.
         watchdog_action: The action after that time: ``end`` the job, or ``warn`` only.
+        num_spares: How many processes wait to take the place of a lost rank.
+        recover: Which lost ranks are replaced while the others go on: of those that died, or that raised
+            ``exceptions``, too.
         ranks: Their numbers, which may change after a restart.
         store: The store in which the launchers of several machines exchange notes.
         server: Forks the ranks, if they need not be new interpreters.
         resources: The memory that the ranks use.
         num_restarts_left: How often they may be started again after a failure.
+        num_replaced: How many ranks were replaced while the others went on.
         lighthouse: As for `supervise`.
         is_command: Whether this process is the command ``lockstep run``, which a signal may end before the ranks start.
         has_started: Whether ranks were started.
+        recovery: Replaces lost ranks while the others go on, if they can.
         hang: The watchdog's report, if the ranks were killed: then this is the cause, not the ranks' exit codes.
         requested_for: The signal for which they were requested to stop gracefully.
         stop_by_s: Until when they must have stopped then.
@@ -212,14 +226,18 @@ class Job:
     min_ranks: int | None = None
     watchdog_s: float | None = None
     watchdog_action: str | None = None
+    num_spares: int = 0
+    recover: str | None = None
     ranks: range = range(0)
     store: InterNodeStore | None = None
     server: ForkServer | None = None
     resources: Resources = field(default_factory=Resources)
     num_restarts_left: int = 0
+    num_replaced: int = 0
     lighthouse: str | None = None
     is_command: bool = False
     has_started: bool = False
+    recovery: Recovery | None = None
     hang: str = ""
     requested_for: signal.Signals | None = None
     stop_by_s: float = math.inf
@@ -246,7 +264,9 @@ class Job:
         elif verdict is not Verdict.HANGS:
             log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
         elif self.num_restarts_left and awaited:
-            log(f"{text}\nThe ranks are started again.")
+            is_replaced = self.recovery is not None and self.recovery.can_replace(awaited)
+            who = f"{format_ranks(list(awaited))} {'is' if len(awaited) == 1 else 'are'}"
+            log(f"{text}\n{f'{who[0].upper()}{who[1:]} replaced.' if is_replaced else 'The ranks are started again.'}")
             # They cannot write it themselves any more, and a bare SIGKILL would be reported as "killed from outside".
             message = "JobHangs: it kept the others waiting; the report is above"
             for rank, pid in awaited.items():
@@ -279,8 +299,11 @@ class Job:
             signal.signal(sigval, signal.SIG_DFL)
             signal.raise_signal(sigval)
         # Ranks that have stopped already count as those that can.
-        counts = run_folder.num_graceful_ranks(self.folder), len(run_folder.stop_reports(self.folder))
-        if self.requested_for is None and number in run_folder.STOP_SIGNALS and len(self.ranks) in counts:
+        stops = len(run_folder.stop_reports(self.folder)) == len(self.ranks)
+        # A rank that takes the place of a lost one stops with the others.
+        ranks = set(self.ranks) if self.recovery is None else self.recovery.settled_ranks
+        stops = stops or (bool(ranks) and ranks <= run_folder.graceful_ranks(self.folder))
+        if self.requested_for is None and number in run_folder.STOP_SIGNALS and stops:
             self.requested_for = sigval
             if sigval is signal.SIGINT and self.log_tail is not None:
                 self.log_tail.print(run_folder.FIRST_CTRL_C_MESSAGE.decode())
@@ -336,7 +359,6 @@ class _Agent(LocalElasticAgent):
         # How often the ranks of the job have been started again, for any reason; and how often because a rank of this
         # machine failed.
         self.num_restarts, self.num_failures = -1, 0
-        self._recovery: Recovery | None = None
         # Where the launchers of several machines agree on recovery; and the running job that this one joins, if it may.
         has_board = config.rdzv_backend in ("static", "c10d") and config.max_nodes > 1 and config.max_restarts > 0
         self._board = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_board else None
@@ -428,7 +450,7 @@ class _Agent(LocalElasticAgent):
         filters = spec.duplicate_stdout_filters, spec.duplicate_stderr_filters
         where = spec.role, cast(str, spec.entrypoint), args, envs, cast(LogsSpecs, self.config.logs_specs), None
         ranks = self._pcontext = _RankProcesses(*where, spec.numa_options, *filters)
-        ranks.job, ranks.numa_options = self.job, spec.numa_options
+        ranks.job, ranks.numa_options, ranks.spares = self.job, spec.numa_options, {}
         self.job.has_started = True
         ranks.start()
         return ranks.pids()
@@ -440,14 +462,26 @@ class _Agent(LocalElasticAgent):
         self.job.ranks = range(first, first + len(worker_group.workers))
         self.job.num_restarts_left = worker_group.spec.max_restarts - self.num_failures
         self.job.stopped_at_ns.clear()  # pids may be reused
-        ranks, self._recovery = self._pcontext, None
+        ranks, self.job.recovery = self._pcontext, None
         can_agree = self.config.max_nodes == 1 or self._board is not None
         if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and can_agree:
             workers = {worker.id: worker.global_rank for worker in worker_group.workers}
-            start = partial(ranks.start_late, first=first)
-            self._recovery = Recovery(self.job.folder, workers, start, self.job.num_restarts_left)
+            recovery = self.job.recovery = Recovery(
+                *(
+                    self.job.folder,
+                    workers,
+                    ranks.start_late,
+                    self.job.num_restarts_left,
+                    ranks.start_spare,
+                    _hide_device,
+                ),
+                num_spares=self.job.num_spares,
+                exceptions=self.job.recover == "exceptions",
+                min_ranks=self.job.min_ranks,
+                spares=ranks.spares,
+            )
             if self._board is not None:
-                self._machines = self._recovery.machines = self._meet_machines(worker_group, list(workers), self._board)
+                self._machines = recovery.machines = self._meet_machines(worker_group, list(workers), self._board)
         if self.job.log_tail is not None:
             self.job.log_tail.started(self.job.ranks)
 
@@ -483,22 +517,27 @@ class _Agent(LocalElasticAgent):
             wait_for_host(self.config)
         self._restart_workers(worker_group)
 
-    def _recover(self, worker_group: WorkerGroup) -> None:
-        """Replace lost ranks, if the others can go on; otherwise torch finds them lost."""
-        recovery, ranks = self._recovery, self._pcontext
+    def _recover(self, worker_group: WorkerGroup) -> bool:
+        """Replace lost ranks, if the others can go on; return whether torch is to poll the ranks.
+
+        It is not while some run and none is lost for good: it would end the job for one that is lost meanwhile.
+        """
+        recovery, ranks = self.job.recovery, self._pcontext
         if recovery is None or not isinstance(ranks, _RankProcesses):
-            return
+            return True
         recovery.poll()
+        self._follow(recovery, worker_group)
         if (machines := self._machines) is not None:
             handler = worker_group.spec.rdzv_handler
             if isinstance(handler, RendezvousPerRestart):
                 handler.is_quorum_used = machines.number >= 0 or self._joins is not None
             if (reason := machines.poll()) is not None:
                 self._join_again(worker_group, machines, reason)
-                return
-        ended = {local: code for local, handler in ranks.subprocess_handlers.items() if (code := handler.proc.poll())}
+                return False
+        codes = {local: handler.proc.poll() for local, handler in ranks.subprocess_handlers.items()}
+        ended = {local: code for local, code in codes.items() if code}
         if not ended:
-            return
+            return None not in codes.values()
         workers = {local: worker_group.workers[local] for local in ended}
         pids = {worker.global_rank: worker.id for worker in workers.values()}
         failures = {
@@ -507,24 +546,50 @@ class _Agent(LocalElasticAgent):
         }
         exits = rank_exits(failures, {}, self.job.ended_at_ns, self.job.folder, self.job.resources)
         lost = [exit for exit in exits if exit.rank in failures]
-        reason = recovery.why_not(lost, set(pids.values()))
+        normal = {worker_group.workers[local].id for local, code in codes.items() if code == 0}
+        if all(recovery.is_harmless(exit, pids[exit.rank], normal) for exit in lost):
+            for local in ended:
+                ranks.subprocess_handlers[local].proc.returncode = 0
+            log("; ".join(map(how_it_ended, lost)) + "; the training was complete")
+            return self._recover(worker_group)
+        reason = recovery.why_not(lost, {*pids.values(), *normal})
         if reason is not None:
             if reason:
                 log(f"the ranks cannot go on in place: {reason}")
-            return
+            return True
         new = recovery.replace(lost, pids)
-        for local, worker in workers.items():
-            process = ranks.subprocess_handlers[local] = new[worker.global_rank]
-            worker.id = process.proc.pid
-        ranks.watch(worker.id for worker in workers.values())
+        handlers = {handler.proc.pid: handler for handler in (*ranks.subprocess_handlers.values(), *new.values())}
+        by_rank = sorted(recovery.ranks, key=recovery.ranks.__getitem__)
+        ranks.subprocess_handlers = {local: handlers[pid] for local, pid in enumerate(by_rank)}
+        torch_internals.set_num_processes(ranks, len(by_rank))
+        del worker_group.workers[len(by_rank) :]
+        for worker, pid in zip(worker_group.workers, by_rank, strict=True):
+            worker.id = pid
+        worker_group.spec.local_world_size = len(by_rank)
+        self._follow(recovery, worker_group)
+        ranks.watch(handler.proc.pid for handler in new.values())
         self.num_failures += len(lost)
         self.job.num_restarts_left -= len(lost)
+        self.job.num_replaced += len(lost)
+        return False
+
+    def _follow(self, recovery: Recovery, worker_group: WorkerGroup) -> None:
+        """Take over the ranks' numbers, of which there may be fewer than before."""
+        for worker in worker_group.workers:
+            worker.global_rank = recovery.ranks[worker.id]
+        first = min(recovery.ranks.values())
+        if (ranks := range(first, first + len(recovery.ranks))) != self.job.ranks:
+            self.job.ranks = ranks
+            if self.job.log_tail is not None:
+                self.job.log_tail.started(ranks)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._recover(worker_group)
+        is_to_poll = self._recover(worker_group)
         if time.monotonic() > self.job.stop_by_s:
             self.job.reaper.kill_ranks()
             raise SignalException("the ranks have not stopped in time", sigval=self.job.requested_for or signal.SIGTERM)
+        if not is_to_poll:
+            return RunResult(WorkerState.HEALTHY)
         self._last = cast(RunResult, super()._monitor_workers(worker_group))
         codes = {failure.exitcode for failure in self._last.failures.values()}
         # Users' scripts exit with this code after `fit` has stopped; torch may have stopped the others.
@@ -572,7 +637,7 @@ class _Agent(LocalElasticAgent):
 
     def _is_done_after_stop(self, worker_group: WorkerGroup) -> bool:
         """Make the ranks save and stop for another machine, if all can; return whether their programs are done."""
-        if run_folder.num_graceful_ranks(self.job.folder) != worker_group.spec.local_world_size:
+        if len(run_folder.graceful_ranks(self.job.folder)) != worker_group.spec.local_world_size:
             return False
         run_folder.request_stop(self.job.folder, run_folder.ANOTHER_MACHINE)
         log("another machine waits to join; the ranks stop after this step, and start again with it")
@@ -603,6 +668,8 @@ class _RankProcesses(SubprocessContext):
     job: Job
     numa_options: NumaOptions | None
     watcher: threading.Thread | None = None
+    # The spares, by number.
+    spares: dict[int, SubprocessHandler]
 
     def _start(self) -> None:
         for rank in self.envs:
@@ -625,11 +692,28 @@ class _RankProcesses(SubprocessContext):
                 self.job.ended_at_ns[running.pop(descriptor)] = time.time_ns()
                 os.close(descriptor)
 
-    def start_late(self, rank: int, *, first: int) -> SubprocessHandler:
-        """Start a process for the place of a rank in a running job; ``first`` is the first rank of this machine."""
-        local = rank - first
-        self.envs[local] = self.envs[local] | {JOINS: "1"}
+    def start_late(self, rank: int, local: int, num_ranks: int) -> SubprocessHandler:
+        """Start a process for the place of a rank in a running job, which has so many ranks on this machine."""
+        env = self.envs[local]
+        world_size = int(env["WORLD_SIZE"]) - int(env["LOCAL_WORLD_SIZE"]) + num_ranks
+        changed = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        self.envs[local] = env | changed | {JOINS: "1"}
         return self._start_rank(local)
+
+    def start_spare(self, number: int) -> SubprocessHandler:
+        """Start a spare, which prepares as if it were the last rank, with a device of its own."""
+        last = len(self.subprocess_handlers) - 1
+        before = self.envs[last], self.stdouts[last], self.stderrs[last]
+        self.envs[last] = self.envs[last] | {JOINS: "1", run_folder.SPARE: NAME_OF_SPARE.format(number)}
+        if (found := _visible_devices(last + 1 + number)) is not None:
+            variable, visible = found
+            visible[last] = visible[last + number]
+            self.envs[last][variable] = ",".join(visible)
+        self.stdouts[last] = self.stderrs[last] = ""  # it is no rank yet
+        try:
+            return self._start_rank(last)
+        finally:
+            self.envs[last], self.stdouts[last], self.stderrs[last] = before
 
     def _start_rank(self, rank: int) -> SubprocessHandler:
         streams = self.stdouts[rank], self.stderrs[rank]
@@ -658,15 +742,26 @@ class _RankProcesses(SubprocessContext):
             if process_state(pid)[0]:
                 self.job.stopped_at_ns[pid] = time.time_ns()
         super().close(death_sig or signal.SIGTERM, SIGTERM_S if death_sig is None else timeout)
+        kill_sessions(spare.proc.pid for spare in self.spares.values())
+        for spare in self.spares.values():
+            spare.proc.wait(SIGTERM_S)
+        self.spares.clear()
         if self.watcher is not None:
             self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
 
 
 def _hide_device(index: int, num_ranks: int) -> None:
-    """Hide the GPU of a lost rank from ranks that start later."""
+    """Hide the GPU of a lost rank from ranks that start later. The last rank, with its GPU, has that number then."""
+    if (found := _visible_devices(num_ranks)) is not None:
+        variable, visible = found
+        visible[index] = visible[num_ranks - 1]
+        os.environ[variable] = ",".join(visible[: num_ranks - 1] + visible[num_ranks:])
+
+
+def _visible_devices(num_ranks: int) -> tuple[str, list[str]] | None:
+    """Return the variable that hides devices from ranks that start later, and the devices that it does not hide."""
     accelerator, num_gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if accelerator is None or num_gpus < num_ranks or accelerator.type not in VISIBLE_DEVICES:
-        return  # the ranks are on the CPU, or a device cannot be hidden from them
+        return None  # the ranks are on the CPU, or a device cannot be hidden from them
     variable = VISIBLE_DEVICES[accelerator.type]
-    visible = os.environ.get(variable, ",".join(map(str, range(num_gpus)))).split(",")
-    os.environ[variable] = ",".join(visible[:index] + visible[index + 1 :])
+    return variable, os.environ.get(variable, ",".join(map(str, range(num_gpus)))).split(",")

@@ -24,6 +24,7 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.comm.clocks import ClockOffset
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
+from lockstep.comm.world import JOINS
 from lockstep.containers import find_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Steps, num_samples, updates
@@ -34,7 +35,7 @@ from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.instrument import Hook, Instrument, compiled_call, in_backward
 from lockstep.telemetry.provenance import Provenance, gather
 from lockstep.telemetry.record import Event, EventName, num_restarts
-from lockstep.telemetry.recorder import Place, Recorder, has_timeline, learning_rate_of, moment
+from lockstep.telemetry.recorder import Place, Recorder, has_timeline, is_late, learning_rate_of, moment
 from lockstep.telemetry.step_times import Number, StepMarks
 from lockstep.train.settings import FitSettings, ViewName
 
@@ -172,7 +173,9 @@ class Watch:
         self.is_closed, self._provenance = False, provenance
         self._pid, self._error_before = os.getpid(), getattr(sys, "last_value", None)
         self._device = next(each.device for each in trained_parameters(models))
-        if not first_step and num_restarts():
+        if is_late():
+            first_step += activity.now.num_steps
+        elif not first_step and num_restarts():
             # The step at which the script resumes is unknown: the earlier record is renamed.
             name = f"rank-{place.rank}.jsonl"
             with suppress(OSError):
@@ -181,6 +184,7 @@ class Watch:
         self._recorder = Recorder(
             place, [self._device], run, first_step=first_step, run_dir=self.run_dir, log_to=log_to, facts=self._facts
         )
+        self._recorder.on_recovery = self._recovered
         display = None
         if settings.view != "none" and place.rank == 0:
             from lockstep.telemetry.live_view import Display  # imports rich
@@ -368,6 +372,12 @@ class Watch:
         text = "forwards without training"
         self._recorder.event(Event(event="evaluation", step=num_steps, time=wall_s, seconds=seconds, text=text))
 
+    def _recovered(self, num_missed: int) -> int:
+        """Drop the step in which a rank was lost; return the number of steps done."""
+        self._place = self._recorder.place
+        self.steps.drop(num_missed)
+        return self.num_steps
+
     def _event(self, event: EventName, text: str, num_done: int) -> None:
         self._recorder.event(Event(event=event, text=text, step=num_done))
 
@@ -473,6 +483,8 @@ def find_place() -> Place:
     """
     if is_initialized():
         group = default_group()
+        if JOINS in os.environ:  # it prepares alone for the place of a lost rank
+            return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), group)
         return Place(group.rank(), group.size(), group)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigurationError(

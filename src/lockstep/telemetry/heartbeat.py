@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep import activity
 from lockstep.activity import name_of_bucket
-from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, replace_file
+from lockstep.run_folder import HEARTBEAT, STACKS, STEP, rank_file, rename_rank, replace_file
 from lockstep.telemetry.rank_state import format_bytes, process_state
 
 # The signal at which a rank writes its stacks; programs may use SIGUSR1 and SIGUSR2.
@@ -77,12 +77,12 @@ class Heartbeat:
 
     Args:
         run_dir: The run's folder.
-        rank: Of this process.
+        rank: Of this process; or the name of a spare.
         patience_s: After how long the launcher asks what the rank waits for; zero: nobody reads the heartbeats.
         num_peers: The number of processes that are to train together; rank zero says if they do not.
     """
 
-    def __init__(self, run_dir: str, rank: int, *, patience_s: float, num_peers: int = 1) -> None:
+    def __init__(self, run_dir: str, rank: int | str, *, patience_s: float, num_peers: int = 1) -> None:
         self._path = rank_file(run_dir, HEARTBEAT, rank)
         # Kept open, as a signal handler cannot open it; for appending, as the launcher empties it.
         self._stacks = rank_file(run_dir, STACKS, rank).open("a")
@@ -91,7 +91,7 @@ class Heartbeat:
             size = file.truncate(activity.now.step_counter.nbytes)
             activity.now.step_counter = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
         self._patience_s = patience_s
-        self._num_peers, self._has_warned = num_peers, rank != 0 or num_peers == 1
+        self._num_peers, self._has_warned = num_peers, str(rank) != "0" or num_peers == 1
         self._counts_steps = False
         self._place: tuple[Any, ...] = ()
         # What a heartbeat has in common with the last one.
@@ -113,6 +113,12 @@ class Heartbeat:
         # interpreter is finalized, C++ ends the process with SIGABRT. Handlers run in the opposite order.
         atexit.register(thread.join, _STOP_TIMEOUT_S)
         atexit.register(self._ends.set)
+
+    def rename(self, before: str, after: str) -> None:
+        """Go on with the files of another rank, as this process has another number now."""
+        with self._writing:
+            rename_rank(self._path.parent, before, after)
+            self._path = rank_file(self._path.parent, HEARTBEAT, after)
 
     def write(self) -> None:
         """Write the state of this rank; called by the thread of the heartbeat, or by that of a fatal exception."""

@@ -40,6 +40,7 @@ EventName = str
 EVENTS = {
     "resume": "the run resumed from a checkpoint",
     "restart": "all ranks were restarted, after a failure or with other machines",
+    "recovery": "a rank was lost and the others went on; the time is from the loss until all had the state again",
     "evaluation": "the model was evaluated",
     "checkpoint": "a checkpoint was taken; the time is the pause of training",
     "skipped": "a step was skipped or undone, or a sample left out",
@@ -464,12 +465,14 @@ class Recorded:
 
     @property
     def events(self) -> list[Event]:
-        """Events of the run: those of the first rank, and errors of other ranks."""
-        found: dict[tuple[str, int], Event] = {}
+        """Events of the run: those of the first rank, and errors and recoveries of other ranks."""
+        found: dict[tuple[str, int, str], Event] = {}
         for number in sorted(self.ranks):
             for event in self.ranks[number].events:
-                if number == self.zero.rank or event.event == "error":
-                    found.setdefault((event.event, event.step), event)
+                # A rank that took part in a recovery may be lost before its line is written.
+                if number == self.zero.rank or event.event in ("error", "recovery"):
+                    text = event.text if event.event == "recovery" else ""  # several in the same step
+                    found.setdefault((event.event, event.step, text), event)
         return sorted(found.values(), key=lambda event: event.time)
 
 
@@ -571,7 +574,7 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
             bad.append(place)
     if bad:
         gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
-    # Of steps that were repeated after a restart, the last one counts.
+    # Of steps that were repeated after a restart or a recovery, the last one counts.
     rank.steps = sorted({step.step: step for step in rank.steps}.values(), key=lambda step: step.step)
     return rank
 

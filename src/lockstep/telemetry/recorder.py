@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -33,8 +35,9 @@ from lockstep.accelerator import mark_on, start_thread, synchronize
 from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
 from lockstep.comm.store import StatusKeys
+from lockstep.comm.world import JOINS
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import keep_rest_aside, read_object, replace_file
+from lockstep.run_folder import RecoveryReport, keep_rest_aside, read_object, replace_file
 from lockstep.telemetry import ranges, record
 from lockstep.telemetry.figures import RANK_METRICS, RankFigures, Snapshot, with_waits
 from lockstep.telemetry.record import Downsampler, Event, Line, StepLine, Timeline, guarded, num_restarts
@@ -148,7 +151,8 @@ class RankMeans:
 
     def __init__(self, rank: int, device: str, first_step: int = 0) -> None:
         self.num_done = self._sampled_at = first_step
-        self._who: dict[str, Any] = {"rank": rank, "host": platform.node(), "device": device}
+        self.rank = rank
+        self._who: dict[str, Any] = {"host": platform.node(), "device": device}
         # The steps since the last `read`. Not their marks, whose events would serve again later.
         self._new: list[StepLine] = []
         self._values: dict[str, Any] = {}
@@ -195,12 +199,12 @@ class RankMeans:
                 if merged.counts is not None:
                     of_run["tokens_per_s"] = merged.counts * len(new) / lasted_s
         values = {"age_s": 0.0, **self._values, **self._machine, "step_sent_bytes": self._step_sent}
-        return RankFigures(**self._who, step=self.num_done, num_steps=len(new), values=values), of_run
+        return RankFigures(rank=self.rank, **self._who, step=self.num_done, num_steps=len(new), values=values), of_run
 
     def whole_run(self) -> RankFigures:
         """Return the means over all steps that were read."""
         values = _values_of(self._whole) if self._num_steps else {}
-        return RankFigures(**self._who, step=self.num_done, num_steps=self._num_steps, values=values)
+        return RankFigures(rank=self.rank, **self._who, step=self.num_done, num_steps=self._num_steps, values=values)
 
 
 def _values_of(means: StepTimes) -> dict[str, float | None]:
@@ -237,6 +241,40 @@ class Place:
         return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
 
 
+# [Note: the record of a recovery]
+# All ranks that take part in a recovery record it, as any of them, rank zero too, may be the next that is lost. A
+# process that takes the place of a lost rank continues its file and its session. The others do not wait for it, so it
+# opens its record without collectives.
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+# The recovery in which this process has joined a running job.
+_joined: Event | None = None
+
+
+def is_late() -> bool:
+    """Return whether this process took the place of a lost rank, or is about to."""
+    return _joined is not None or JOINS in os.environ
+
+
+def record_recovery(report: RecoveryReport, place: Place, num_missed: int, *, joins: bool) -> None:
+    """Record a recovery in all records of this process, which go on with the ranks of ``place``.
+
+    On every rank, in the same order.
+
+    Args:
+        report: Of the recovery.
+        place: This rank, and the group of all that go on.
+        num_missed: Number of optimizer steps that the others have done and this rank has not.
+        joins: Whether this process took the place of a lost rank; then it is also in a record that is created later.
+    """
+    global _joined
+    text = "; ".join(filter(None, (report.why, report.text, f"{report.num_bytes:,} bytes copied")))
+    event = Event(event="recovery", step=0, time=report.lost_at_s, seconds=report.seconds, text=text)
+    _joined = event if joins else _joined
+    for each in _recorders:
+        each.go_on(event, place, num_missed)
+
+
 class Recorder:
     """Records the steps and events of this rank, and passes those of the run to subscribers on rank zero.
 
@@ -258,6 +296,8 @@ class Recorder:
         num_skipped: Returns the number of steps skipped so far.
 
     Attributes:
+        place: This rank; after a recovery, with another group.
+        on_recovery: Called with the number of steps that this rank has missed; returns the number of steps done.
         keys: Where the ranks post their figures; None if nobody reads them.
         means: The figures of this rank.
         sampler: Samples this process and its devices.
@@ -281,13 +321,15 @@ class Recorder:
         steps_per_epoch: int | None = None,
         num_skipped: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._device, self._first_step, self._run_dir = place, devices[0], first_step, run_dir
+        self.place, self._device, self._first_step, self._run_dir = place, devices[0], first_step, run_dir
+        self.on_recovery: Callable[[int], int] = lambda num_missed: first_step
         self._steps_per_epoch, self._num_skipped = steps_per_epoch, num_skipped
         self._run = replace(run, num_restarts=num_restarts())
         self._device_names = ", ".join(map(str, devices))
         self.means, self.sampler = RankMeans(place.rank, self._device_names, first_step), MachineSampler(devices)
         self._writer: record.LineWriter | None = None
         self.sinks: list[MetricsSink] = []
+        self._of_lead = log_to, memory, facts
         if run_dir is not None or log_to:
             known = {"num_steps": run.num_steps, "world_size": place.num_ranks, "device": str(self._device)}
             self._open(log_to, memory, known | facts() if place.rank == 0 else {})
@@ -306,15 +348,25 @@ class Recorder:
         self._began_s = time.perf_counter()
         # Number of steps, and time, when the first steps, which allocate and compile, were found to be done.
         self._first_done = first_step, 0.0
-        if restarts := self._run.num_restarts:
+        restarts = self._run.num_restarts
+        if _joined is not None:
+            self.event(replace(_joined, step=first_step))
+        elif restarts:
             self.event(Event(event="restart", text=f"start {restarts + 1} of this run", step=first_step))
-        if first_step:
+        if first_step and not is_late():
             self.event(Event(event="resume", text=f"resumed after step {first_step}", step=first_step))
+        _recorders.add(self)
 
     def _open(self, log_to: Sequence[str], memory: str | Path | None, facts: dict[str, Any]) -> None:
         """Open the file of this rank and the sinks, and describe the session in ``run.json``. Collective."""
-        place, folder, restarts = self._place, self._run_dir, self._run.num_restarts
-        is_fresh, began_at, problem = not self._first_step and not restarts, time.time(), None
+        place, folder, restarts = self.place, self._run_dir, self._run.num_restarts
+        is_fresh, began_at, problem = not (self._first_step or restarts or is_late()), time.time(), None
+        self._before: list[Any] = []
+        if folder is not None and not is_fresh:
+            self._before = read_object(folder / record.RUN_FILE).get("sessions", [])
+        goes_on = self._before.pop() if self._before and is_late() else {}
+        if is_late():
+            place = replace(place, group=None, name=goes_on.get("run", place.name))
         # A rank that cannot open them takes part in the exchange, so that all ranks raise, and none waits for it.
         try:
             if folder is not None:
@@ -343,15 +395,14 @@ class Recorder:
         # Without a group, rank zero knows only itself.
         known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
         session = {**run, "began_at": began_at, "num_restarts": restarts, "ranks": known}
-        self._session: dict[str, Any] = {**session, **record.how_called(), "clocks": {}, **facts}
-        self._before: list[Any] = [] if is_fresh else read_object(folder / record.RUN_FILE).get("sessions", [])
+        self._session: dict[str, Any] = goes_on or {**session, **record.how_called(), "clocks": {}, **facts}
         if is_fresh and place.rank == 0:
             keep_rest_aside(folder, place.num_ranks)
         self._describe(place.offsets(), "start")
 
     def _describe(self, offsets: Sequence[ClockOffset], when: str) -> None:
         """Write ``run.json`` on rank zero, with the offsets of the clocks if they were compared; ignore errors."""
-        if self._place.rank != 0 or self._run_dir is None:
+        if self.place.rank != 0 or self._run_dir is None:
             return
         if offsets:
             bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
@@ -378,15 +429,33 @@ class Recorder:
 
         Before `start`, and on every rank, in the same order.
         """
-        if self._place.rank == 0:
+        if self.place.rank == 0:
             self._deliveries = [Delivery(each) for each in (display, *self.sinks) if each is not None]
-        self.reconnect(self._place, self._run.world_size)
+        self._meet()
 
-    def reconnect(self, place: Place, world_size: int) -> None:
-        """Go on with these ranks. On every rank, in the same order."""
-        self._place, self._run = place, replace(self._run, world_size=world_size)
+    def _meet(self) -> None:
         # A script may have no process group.
-        self.keys = StatusKeys(place.rank, world_size if is_initialized() else 1)
+        self.keys = StatusKeys(self.place.rank, self._run.world_size if is_initialized() else 1)
+
+    def go_on(self, event: Event, place: Place, num_missed: int) -> None:
+        """Record a recovery, after which the ranks of ``place`` go on. On every rank, in the same order."""
+        self.place = place if self.place.group is not None else replace(place, group=None)
+        self.means.rank = place.rank
+        self.event(replace(event, step=self.on_recovery(num_missed)))
+        self._run = replace(self._run, world_size=place.num_ranks)
+        if self.keys is not None:
+            self._meet()
+
+    def lead(self, display: Subscriber | None) -> None:
+        """Do what rank zero does, as this rank has become it: open the sinks, and pass all figures and events on."""
+        log_to, memory, facts = self._of_lead
+        self._session = getattr(self, "_session", {}) | facts()
+        if log_to:
+            info = run_info(self._session, memory or self._run_dir, self._first_step, is_fresh=False)
+            self.sinks, problem = open_sinks(log_to, info)
+            if problem is not None:
+                print(f"lockstep: {problem}", file=sys.stderr, flush=True)
+        self.subscribe(display)
 
     def start(self) -> threading.Thread:
         """Start the recording thread."""
@@ -405,6 +474,7 @@ class Recorder:
         if waits and self._last is not None:
             for mark in self._last.device_marks:
                 synchronize(mark)
+        _recorders.discard(self)
         thread = self._thread or self.start()
         self._over.set()
         thread.join(_JOIN_S)
@@ -498,7 +568,7 @@ class Recorder:
         figures, of_run = self.means.read()
         events, self._events = self._events, []
         self._num_reports += 1
-        if self._place.rank != 0 and self.keys is not None:
+        if self.place.rank != 0 and self.keys is not None:
             self.keys.post([self._num_reports, asdict(figures)])
         if not self._deliveries:
             return  # the run is only recorded

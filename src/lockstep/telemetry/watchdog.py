@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.activity import DEVICE, format_ranks
+from lockstep.activity import DEVICE, REJOIN, format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
 from lockstep.run_folder import HEARTBEAT, STACKS, rank_file, rank_files, read_object
@@ -68,6 +68,8 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
         return _judge_without_waiting(ranks, patience_s, is_strict=is_strict)
     # The last rank counts, as the collective may have begun only then.
     waits_s = min(seen.idle_s for seen in waiting)
+    # A rank that takes the place of a lost one may build for long, as all do before they meet first.
+    is_strict = is_strict and not any(seen.operation == REJOIN for seen in waiting)
     if waits_s < patience_s:
         return Verdict.FINE
     is_long = waits_s >= GRACE * patience_s

@@ -272,6 +272,9 @@ class Run:
         # A rank that takes the place of a lost one gets the state here.
         recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing) if trainer.can_reconnect else None
         self._recovery = recovery if recovery is not None and recovery.is_active else None
+        if is_late and checkpoints is not None:
+            checkpoints.lead()  # a spare was not rank zero before
+        self._leads = world.is_rank_zero
         if self._recovery is not None:
             trainer.before_update = self._recovery.before_update
         # A resumed run may have done more steps than it is now asked for.
@@ -397,8 +400,14 @@ class Run:
         return f"the {names.get(self._due[0], 'check')} {after}" if self._due else f"step {self.num_steps_done + 1}"
 
     def _rejoined(self) -> None:
-        """Go on in another generation of the ranks."""
-        self._record.reconnect()
+        """Go on in another generation of the ranks, in which this one may be rank zero."""
+        is_new_lead = self._world.is_rank_zero and not self._leads
+        self._leads = self._world.is_rank_zero
+        if is_new_lead and self._checkpoints is not None:
+            self._checkpoints.lead()
+        if is_new_lead:
+            self._display = Display(self._settings.view, silent=self._settings.quiet)
+        self._record.reconnect(self._display if is_new_lead else None)
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:
         """Pause the training for ``act``, and log the text that it returns. Collective: every rank."""

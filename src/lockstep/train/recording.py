@@ -74,9 +74,7 @@ class RunRecord:
         self._settings, self._world, self._trainer, self._device = settings, world, trainer, trainer.device
         self._num_ranks = 1 if trainer.group is None else world.world_size
         self._began_with = began_with
-        is_late = began_with < trainer.num_steps_done
-        # The others do not wait for a rank that comes late.
-        self._place = Place(world.rank, world.world_size, None if is_late else world.group)
+        self._place = Place(world.rank, world.world_size, world.group)
         # In the folder of the checkpoints, so that a run that resumes from them also continues in the same sinks.
         self._recorder = Recorder(
             self._place,
@@ -90,7 +88,7 @@ class RunRecord:
             steps_per_epoch=trainer.plan.order.steps_per_epoch,
             num_skipped=lambda: len(trainer.nonfinite.found),
         )
-        self._place = Place(world.rank, world.world_size, world.group)
+        self._recorder.on_recovery = self._recovered
         self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
         trainer.strategy.stamp_buckets(self._stamps)
@@ -163,13 +161,19 @@ class RunRecord:
         reporter.judge(dict(enumerate(all_gather_object(pace, group=self._trainer.group, device=self._device))))
         self._compared.clear()
 
-    def reconnect(self) -> None:
-        """Go on with the ranks of another generation of the world."""
+    def reconnect(self, display: Subscriber | None = None) -> None:
+        """Go on with the ranks of another generation of the world; ``display``: if this has become rank zero."""
         world = self._world
         self._place = Place(world.rank, world.world_size, world.group)
         self._num_ranks = world.world_size
         self._compared.clear()  # of which a rank that came late has fewer
-        self._recorder.reconnect(self._place, self._num_ranks)
+        if display is not None:
+            self._recorder.lead(display)
+            self.sinks = self._recorder.sinks
+
+    def _recovered(self, _num_missed: int) -> int:
+        self._release(None)
+        return self._trainer.num_steps_done
 
     def pause(self) -> None:
         """Begin a pause of the training for the next event."""

@@ -24,6 +24,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -41,10 +42,12 @@ from lockstep.comm.collectives import (
     wait_for_transfer,
 )
 from lockstep.comm.generations import Membership
-from lockstep.comm.world import JOINS, World
+from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
+from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.run_folder import Generation, RecoveryReport, current_run_folder
+from lockstep.telemetry.recorder import Place, record_recovery
 from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
@@ -79,6 +82,14 @@ class Connected(Protocol):
 
     def use_plan(self, plan: Any) -> None:
         """Use what another rank's `agreed_plan` returned. Collective: every rank."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A part of whose state each rank has a shard, which `Connected.use_plan` divides again."""
+
+    def replica_state(self) -> dict[str, Any]:
+        """Return the rest of its state, for ``load_state_dict``."""
 
 
 class Recovery:
@@ -124,6 +135,7 @@ class Recovery:
         self.on_rejoined: Callable[[], None] | None = None
         modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
         self._buffers = [each for module in modules if (each := BufferSnapshot(module)).names]
+        self._is_late = world.is_late
         self._handles = []
         for part in parts.values():
             if isinstance(part, Optimizer):
@@ -135,7 +147,7 @@ class Recovery:
         # Only groups that `init` has made can be made again.
         if may_restart and current_run_folder() is not None and world.owned is not None:
             self._membership = Membership(world)
-            if JOINS in os.environ:
+            if self._is_late:
                 self._has_state = False
                 self._rejoin()
 
@@ -220,6 +232,7 @@ class Recovery:
                     raise
 
     def _share(self, found: Generation) -> None:
+        """Connect the engines, and copy the state to those that lack it. Collective: every rank. Blocks."""
         world, group = self._world, self._world.group
         for engine in self._connected.values():
             engine.reconnect(world)
@@ -235,83 +248,77 @@ class Recovery:
         num_bytes = 0
         if world.rank == source or world.rank in lacking:
             self._has_state = self._has_state and world.rank == source
-            states = {name: part.state_dict() for name, part in self._parts.items()} if world.rank == source else {}
+            states = {name: _state_of(part) for name, part in self._parts.items()} if world.rank == source else {}
             for rank in lacking if world.rank == source else [world.rank]:
-                received, num_bytes = exchange_state(states, source, rank, group, world.device)
-                if received is not None:
-                    for name, part in self._parts.items():
-                        part.load_state_dict(received[name])
+                received, size = exchange_state(states, source, rank, group, world.device)
+                num_bytes += size
+                for name in received:
+                    self._parts[name].load_state_dict(received[name])
             self._has_state, self.step, activity.now.num_steps = True, most, rows[source][2]
+        num_missed = rows[source][2] - mine[2] if world.rank in lacking else 0
+        lost_at_s = found.lost_at_ns / 1e9
+        seconds = time.time() - lost_at_s
+        # Without a rank that was replaced, there are fewer ranks than before.
+        met = f"{world.world_size} ranks have met after {seconds:.1f} s"
+        if lacking:
+            are = "is" if len(lacking) == 1 else "are"
+            met = f"{format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
+        text = f"{met}; {self._doing()} is done again"
         # Until all have the state, none may change its own.
-        all_gather_object(True, group=group, device=world.device)
+        report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)
+        reports = all_gather_object(asdict(report), group=group, device=world.device)
         if world.rank == source:
-            after = f"after {(time.time_ns() - found.lost_at_ns) / 1e9:.1f} s"
-            text = f"{format_ranks(lacking)} {'is' if len(lacking) == 1 else 'are'} back {after}"
-            RecoveryReport(
-                found.number,
-                # Without a rank that was replaced, the ranks of another machine are fewer.
-                (f"{text} with the state of rank {source}" if lacking else f"{world.world_size} ranks have met {after}")
-                + f"; {self._doing()} is done again",
-                num_bytes * len(lacking),
-            ).write(current_run_folder())
+            report.write(current_run_folder())
+        # Only the launcher of the machine of a lost rank knows why.
+        why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
+        report = RecoveryReport(**reports[source] | {"why": why})
+        place = Place(world.rank, world.world_size, group)
+        record_recovery(report, place, num_missed, joins=self._is_late)
+
+
+def _state_of(part: Stateful) -> dict[str, Any]:
+    return part.replica_state() if isinstance(part, Sharded) else part.state_dict()
 
 
 def exchange_state(
     state: Mapping[str, Any], source: int, to: int, group: Group, device: torch.device
-) -> tuple[Any, int]:
-    """Send ``state`` from rank ``source`` to rank ``to``; return it there, else None; and the number of bytes.
+) -> tuple[dict[str, Any], int]:
+    """Send ``state`` from rank ``source`` to rank ``to``; return it there, and nothing at the source; and its bytes.
 
     Called by these two ranks only. Blocks until complete. Tensors arrive on the device that they come from.
     """
     is_source = group.rank() == source
     tensors: list[Tensor] = []
 
-    def take_out(tensor: Tensor) -> Any:
+    def take_out(tensor: Tensor) -> Tensor:
         tensors.append(tensor.detach())
-        return _Placeholder(len(tensors) - 1, tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        return torch.empty_like(tensors[-1], device="meta")
 
-    data = pickle.dumps(map_tensors(state, take_out)) if is_source else b""
+    def put_in(tensor: Tensor) -> Tensor:
+        where = torch.device("cpu") if are_on_host[len(tensors)] else device
+        tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=where))
+        return tensors[-1]
+
+    # The structure first, with tensors that have a shape only.
+    structure = map_tensors(state, take_out) if is_source else None
+    data = pickle.dumps((structure, [tensor.is_cpu for tensor in tensors]))
     size = torch.tensor([len(data)], device=device)
     _move(size, source, to, group)
     message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if is_source else None
     if message is None:
         message = torch.empty(int(size), dtype=torch.uint8, device=device)
     _move(message, source, to, group)
-    if is_source:
-        received = None
-    else:
-        received = pickle.loads(message.cpu().numpy().tobytes())
-        received = _map_placeholders(received, tensors, device)
+    received: dict[str, Any] = {}
+    if not is_source:
+        structure, are_on_host = pickle.loads(message.cpu().numpy().tobytes())
+        received = map_tensors(structure, put_in)
     for tensor in tensors:
-        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else None
-        for start in range(0, 0 if flat is None else flat.numel(), _CHUNK_BYTES):
-            assert flat is not None
-            part = flat[start : start + _CHUNK_BYTES]
+        for part in tensor.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
             moved = part.to(device).contiguous()
             _move(moved, source, to, group)
             if not is_source and moved.data_ptr() != part.data_ptr():
                 part.copy_(moved)
-    return received, len(data) + sum(tensor.nbytes for tensor in tensors)
-
-
-class _Placeholder:
-    """Stands for a tensor in a pickled state."""
-
-    def __init__(self, number: int, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
-        self.number, self.shape, self.dtype, self.kind = number, shape, dtype, kind
-
-
-def _map_placeholders(state: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return ``state`` with a new tensor in place of each placeholder; add it to ``tensors`` in its order."""
-
-    def put_in(value: Any) -> Any:
-        if not isinstance(value, _Placeholder):
-            return value
-        where = torch.device("cpu") if value.kind == "cpu" else device
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
-        return tensors[-1]
-
-    return map_tensors(state, lambda tensor: tensor, put_in)
+    return received, len(message) + sum(tensor.nbytes for tensor in tensors)
 
 
 def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
@@ -329,4 +336,10 @@ def check_parts(parts: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"{name} is of type {type(part).__name__}, which has no state_dict() and load_state_dict().\n"
                 "Give the wrapped model, the optimizer, and other parts with a state."
+            )
+        if isinstance(part, ZeroRedundancyOptimizer):
+            raise ConfigurationError(
+                f"{name} is a ZeroRedundancyOptimizer: a lost rank takes the only copy of its shard along, so a script "
+                "cannot go on in place.\nUse lockstep.fit with strategy ddp-zero1 and redundancy=1, or an optimizer "
+                "that is not sharded."
             )

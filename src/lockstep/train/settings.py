@@ -204,7 +204,7 @@ _NEEDS = (
     ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
     ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
     ("profile_dir or run_dir", "profile", "profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)"),
-    ("max_restarts", "min_devices", "max_restarts=N (--max-restarts N)"),
+    ("max_restarts", "min_devices spares recover", "max_restarts=N (--max-restarts N)"),
     ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
 )
 
@@ -214,6 +214,7 @@ _USED_BY = {
     "compression": "ddp local-sgd diloco",
     "reproducible": "single dp ddp",  # the others sum gradients in an order, or in slices, that depend on the devices
     **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
+    "redundancy": "ddp-zero1",
     **dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), "local-sgd diloco"),
     **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
 }
@@ -307,6 +308,7 @@ class Settings:
     compression: str | None = setting(None, "Of gradients: bf16, fp16, int8, int4 or powersgd:RANK.", "METHOD")
     bucket_cap_mb: float | None = setting(None, "Size of a gradient bucket; default: 25, and 1 for the first.", "MIB")
     overlap_optimizer: bool = setting(False, "Update each bucket of parameters as soon as it is reduced.")
+    redundancy: int = setting(0, "Copies of a rank's optimizer state at others, in ddp-zero1: 0 or 1.", "N", 0)
     sync_every: int | None = setting(None, "Steps between exchanges; default: local-sgd 8, diloco 50.", "STEPS", 1)
     fragments: int | None = setting(None, "Parts of the model that are exchanged after different steps.", "N", 1)
     sync_delay: int | None = setting(None, "Number of steps that run during an exchange.", "STEPS", 0)
@@ -327,6 +329,8 @@ class Settings:
             check_method(self.compression)
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(f"clip={self.clip} is not allowed.\nGive a number above 0, or omit it.")
+        if self.redundancy > 1:
+            raise ConfigurationError(f"redundancy={self.redundancy} is not allowed.\nGive 0 or 1.")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
             raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb} is not allowed.\nGive a size in MiB above 0.")
         for one, others, why in _CONFLICTS:
@@ -393,6 +397,10 @@ class LaunchSettings:
 
     max_restarts: int = setting(0, "Maximum number of restarts after a rank has failed.", "N", 0)
     min_devices: int | None = setting(None, "Continue without killed ranks, with at least N ranks.", "N", 1)
+    spares: int | None = setting(None, "Keep N processes ready to replace lost ranks at once.", "N", 1)
+    recover: Literal["deaths", "exceptions"] | None = setting(
+        None, "Ranks replaced while the others go on: those that died, or raised exceptions, too."
+    )
     watchdog: float | None = setting(None, "Report a hang after this time; default: 60; 0: never.", "SECONDS", 0)
     watchdog_action: Literal["end", "warn"] | None = setting(None, "After that: end with exit code 83, or continue.")
     logs: Literal["merged", "raw"] = setting("merged", "Merge the output of the ranks, or not.")
@@ -408,7 +416,7 @@ class LaunchSettings:
     @property
     def flags(self) -> str:
         """The given flags that only ranks have which this command starts; those of their output are `LogSettings`'."""
-        names = ("max_restarts", "min_devices", "watchdog", "watchdog_action")
+        names = ("max_restarts", "min_devices", "spares", "recover", "watchdog", "watchdog_action")
         return " and ".join(f"--{name.replace('_', '-')}" for name in names if _is_given(self, name))
 
 

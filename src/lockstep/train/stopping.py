@@ -71,7 +71,7 @@ class StopSignals:
     def report(self, text: str) -> None:
         """Report to the launcher, if there is one, that this rank has stopped gracefully."""
         if self._run_dir is not None:
-            run_folder.report_stopped(self._run_dir, self._rank, text)
+            run_folder.report_stopped(self._run_dir, run_folder.own_name(), text)
 
     def __enter__(self) -> StopSignals:
         global _active
@@ -86,13 +86,13 @@ class StopSignals:
             if self._run_dir is not None or not self._saves:
                 self._listen()
         if self._run_dir is not None and self._saves:
-            run_folder.announce_graceful_stop(self._run_dir, self._rank)
+            run_folder.announce_graceful_stop(self._run_dir, run_folder.own_name())
         return self
 
     def __exit__(self, *_: object) -> None:
         global _active
         if self._run_dir is not None and self._saves:
-            run_folder.withdraw_graceful_stop(self._run_dir, self._rank)
+            run_folder.withdraw_graceful_stop(self._run_dir, run_folder.own_name())
         if _active is self:
             _active = None
             if self._wakeup is not None:

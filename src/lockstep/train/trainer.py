@@ -129,6 +129,7 @@ class Trainer:
         self._flags: tuple[HostCopy, int] | None = None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
+        self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
         self.before_update: Callable[[], None] | None = None
         self._task, self._name = task, strategy
@@ -197,9 +198,13 @@ class Trainer:
             optimizer = build_optimizer(task, self._model)
             check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
             self.optimizer: Optimizer = self.strategy.take_over(optimizer)
+            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+                self.optimizer.has_state = not world.is_late
             self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             self.scaler = step_parts.GradScaler() if settings.precision == "fp16" else None
             self._alike_after: int | None = None
+        else:
+            self.strategy.take_over(self.optimizer)
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
         self._gradients = self.strategy.gradients or step_parts.GradientList(
@@ -231,8 +236,9 @@ class Trainer:
 
     @property
     def can_reconnect(self) -> bool:
-        """Whether the others can go on when a rank is lost: each holds the whole state, and changes it at the end."""
-        return self._name == "ddp" and self.group is not None and not self.settings.overlap_optimizer
+        """Whether the others can go on when a rank is lost: they hold the whole state, and change it at the end."""
+        has_all = self._name == "ddp" or (self._name == "ddp-zero1" and self.settings.redundancy > 0)
+        return has_all and self.group is not None and not self.settings.overlap_optimizer
 
     def restore(self) -> None:
         """Return to the begin of the step that a lost rank has interrupted."""
@@ -240,6 +246,11 @@ class Trainer:
         self.batches.rewind(self.num_steps_done)
         self.bad_samples.pending.clear()
         self._flags = self._unsettled = None
+        # They change before the update, and the step of a sharded optimizer has collectives.
+        if self._began_with is not None:
+            self._num_updates, scaling = self._began_with
+            self.scaler = self.scaler and replace(self.scaler, **scaling)
+            self._began_with = None
 
     def reconnect(self, world: World) -> None:
         """Use the groups of ``world`` from now on, and its division of the batch. Collective: every rank."""
@@ -318,7 +329,12 @@ class Trainer:
         )
         if name in ("local-sgd", "diloco"):
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
-        return distributed(wrap, overlap_optimizer=settings.overlap_optimizer, shards_optimizer=name == "ddp-zero1")
+        return distributed(
+            wrap,
+            overlap_optimizer=settings.overlap_optimizer,
+            shards_optimizer=name == "ddp-zero1",
+            redundancy=settings.redundancy > 0,
+        )
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
@@ -332,6 +348,7 @@ class Trainer:
         step = self.num_steps_done
         activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
+        self._began_with = self._num_updates, {} if self.scaler is None else asdict(self.scaler)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
             if self.nonfinite.buffers is not None:  # which a skipped step must not change
@@ -365,6 +382,7 @@ class Trainer:
 
             if self.settings.clip is None and self.scaler is None:
                 norm = None
+            self._began_with = None
             self.num_steps_done += 1
             every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
             # Also after the first step, so that an error can name the last step after which the replicas were equal.
@@ -636,6 +654,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state of the run. Collective: every rank of the group."""
+        return self._state(self.optimizer)
+
+    def replica_state(self) -> dict[str, Any]:
+        """Return what is the same on every rank: the whole state, or all but that of a sharded optimizer."""
+        return self._state(None if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer)
+
+    def _state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         self.settle()
         compressed = self.strategy.compressed
         return {
@@ -645,7 +670,7 @@ class Trainer:
             "machine": reproducible.describe_machine(self.device),
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
-            **model_state.local_state_dict(self._model, self.optimizer),
+            **model_state.local_state_dict(self._model, optimizer),
             **self.strategy.state_dict(self.optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
             "stream": self.batches.state(),
@@ -664,7 +689,7 @@ class Trainer:
                     "Resume with the same settings, or start a new run with resume=False (--no-resume)."
                 )
         try:
-            model_state.load_state_dict(self._model, self.optimizer, state)
+            model_state.load_state_dict(self._model, self.optimizer if "optimizer" in state else None, state)
             if self.strategy.compressed is not None:
                 model_state.load_compression_state(self.strategy.compressed, state.get("compression"))
             self.strategy.load_state_dict(state, self.optimizer)

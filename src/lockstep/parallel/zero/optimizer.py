@@ -2,8 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Join, Joinable, JoinHook
-from lockstep.errors import ConfigurationError, LockstepError
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
 from lockstep.parallel.ddp.buckets import Bucket
@@ -24,6 +24,7 @@ from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
 from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
+from lockstep.parallel.zero.shard_copy import VALUE, Row, ShardCopy, check_complete, held_values
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all
 
 
@@ -58,6 +59,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Arguments of ``optimizer_class``.
 
     Attributes:
+        has_state: Whether this rank holds its shard of the run's state, and not only that of a new run.
         is_elementwise: Whether ranks have slices of parameters; otherwise each parameter is on one rank.
         overlaps: Whether `step` returns while parameters of other ranks are still being received. If set, call `wait`
             before reading a parameter.
@@ -103,6 +105,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._gathers: list[partition.Gather] = []  # parameters that are being received
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._loaded: Read | None = None
+        # See [Note: copies of shards].
+        self.has_state, self._keeps_copies, self._num_updates = True, False, 0
+        self._copy: ShardCopy | None = None
+        self._pending: Callable[[], None] | None = None
+        self._failure: Exception | None = None  # of a gather
+        self._whole: dict[int, dict[str, Any]] | None = None  # while state is divided again
         # Before buffers are created: ranks that differ would exchange slices of different sizes.
         self._check_ranks_agree()
         self._reducer: Reducer | None = None
@@ -163,53 +171,90 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._collect_gradients()
-        # Schedulers and scripts change the options of these param groups, but the shard's optimizer has its own param
-        # groups; and some optimizers change theirs.
-        for group, options in zip(self.optim.param_groups, options_of(self.param_groups), strict=True):
-            group.update(options)
         trained = [each for each in self._buffers if any(parameter.requires_grad for parameter in each.parameters)]
-        with self._writing(trained):
-            self.optim.step(**kwargs)
-            self._adopt_options()
-            self._has_gradients = False
-            self._shard.drop_gradients()
-            if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
-                self._slices.reset()
-                for parameter in self._reducer.bucket_set.parameters:
-                    parameter.grad = None
-            for buffer in trained:  # autograd must notice that saved tensors have changed
-                torch.autograd.graph.increment_version(buffer.parameters)
-        # Buckets have the order of backward, and the next forward begins with the last.
-        in_order = trained if self._laid_for is None else trained[::-1]
-        self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
-        # The loaded state has been used: from now on the optimizer has its own.
-        self._loaded = None
-        if not self.overlaps:
-            self.wait()
+        common = any(each.common is not None for each in trained)
+        update = partial(self._update, trained, kwargs)
+        if self._copy is not None:
+            gradients, present = self._collected
+            self._copy.receive(gradients)
+            self._pending = partial(self._update_twice, update, gradients, present)
+            self._await_all()
+            self._pending()
+        else:
+            if common:  # another rank may still read what this one is about to change
+                self._await_all()
+            update()
+        try:
+            if common:  # the writes of each rank are then visible to all
+                self._await_all()
+            # Buckets have the order of backward, and the next forward begins with the last.
+            in_order = trained if self._laid_for is None else trained[::-1]
+            self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
+            # The loaded state has been used: from now on the optimizer has its own.
+            self._loaded = None
+            if not self.overlaps:
+                self.wait()
+        except Exception as error:
+            if self._copy is None:
+                raise
+            self._failure = error
         return loss
 
-    @contextmanager
-    def _writing(self, buffers: Sequence[FlatBuffer]) -> Iterator[None]:
-        """Write inside to this rank's shard of buffers that the ranks share. Collective: every rank."""
-        common = [(each.common, each.bounds[self.rank]) for each in buffers if each.common is not None]
-        if common:  # another rank may still read what this one is about to change
-            collectives.all_reduce(torch.zeros(1), group=self.process_group)
+    def _update(self, trained: Sequence[FlatBuffer], kwargs: Mapping[str, Any]) -> None:
+        """Update this rank's shard of the buffers."""
+        # Schedulers and scripts change the options of these param groups, but the shard's optimizer has its own param
+        # groups; and some optimizers change theirs.
+        for each in self._shards:
+            for group, options in zip(each.optimizer.param_groups, options_of(self.param_groups), strict=True):
+                group.update(options)
+        common = [(each.common, each.bounds[self.rank]) for each in trained if each.common is not None]
         for memory, shard in common:
             memory.publish(*shard)
-        yield
+        if self._copy is not None:  # see `Update.LEFT_OUT`, which sets these
+            given = {name: value for name, value in vars(self.optim).items() if name in ("found_inf", "grad_scale")}
+            vars(self._copy.shard.optimizer).update(given)
+        for each in self._shards:
+            each.optimizer.step(**kwargs)
+        self._adopt_options()
+        self._has_gradients = False
+        self._shard.drop_gradients()
+        if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
+            self._slices.reset()
+            for parameter in self._reducer.bucket_set.parameters:
+                parameter.grad = None
+        for buffer in trained:  # autograd must notice that saved tensors have changed
+            torch.autograd.graph.increment_version(buffer.parameters)
         for memory, _ in common:
             memory.forget_changes()
-        if common:  # the writes of each rank are now visible to all
-            collectives.all_reduce(torch.zeros(1), group=self.process_group)
+
+    def _update_twice(self, update: Callable[[], None], gradients: Sequence[Tensor], present: Sequence[bool]) -> None:
+        """Update this rank's shard and its copy of another, also when other gradients were dropped meanwhile."""
+        assert self._copy is not None
+        self._pending = None
+        self._shard.set_gradients(gradients, present)
+        self._copy.shard.set_gradients(self._copy.gradients, present)
+        update()
+        self._copy.shard.drop_gradients()
+        self._num_updates += 1
+
+    def _await_all(self) -> None:
+        """Return when all ranks have called this. Collective: every rank."""
+        arrived = torch.ones(1, device=self.join_device)
+        collectives.all_reduce(arrived, group=self.process_group)
+        # A collective on a device that was aborted raises no error.
+        if int(arrived) != self.world_size:
+            raise CollectiveError("A rank was lost in the step of the optimizer.")
 
     def wait(self) -> None:
         """Block until the parameters of the last `step` have arrived (on CUDA: the current stream waits)."""
+        self._raise_failure()
         gathers, self._gathers = self._gathers, []
         for _, works in gathers:
             partition.wait_for_gather(works)
 
     def wait_late(self) -> AbstractContextManager[None]:
         """Return a context for a forward, in which operations wait for the parameters that they use; see `wait`."""
+        self._raise_failure()
         # Compiled code checks the classes of parameters, and a class of their own has operations of its own.
         if has_compiled() or {nn.Parameter} != set(map(type, self._parameters)):
             self.wait()
@@ -290,6 +335,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 for buffer, bucket in zip_longest(self._buffers, buckets)
             ]
             self._shard.set_gradients(gradients, present)
+            self._collected = gradients, present
         self._has_gradients = True
         if self._reducer is not None:
             self._slices.end_use()
@@ -352,7 +398,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
         # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
         self._loaded = read if self._reducer is not None else None
-        self._shard.load(read, options_of(self.param_groups))
+        self._load(read)
+
+    def _load(self, read: Read) -> None:
+        for each in self._shards:
+            each.load(read, options_of(self.param_groups))
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
@@ -385,17 +435,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._buffers += divide(list(member_of.values()), self.world_size, self._allocate)
         options = options_of(self.param_groups)
         self._shard = ShardOptimizer(self._make, self._buffers, self.rank, options, elementwise=self.is_elementwise)
+        self._copy = None
+        if self._keeps_copies and self.world_size > 1:
+            self._copy = ShardCopy(self._make, self._buffers, self.process_group, options)
         self._adopt_options()
 
     def _rebuild(self) -> None:
         """Create the buffers again, and keep the state. Collective: every rank. Blocks."""
+        if self._keeps_copies:
+            held = self._held(self.local_ranges(), with_copy=False)
+            self._divide_again(held, self.process_group, self._num_updates)
+            return
         read = self._loaded
         if read is None:
             state = self._gather_state(to=None)
             assert state is not None
             read = partition.read_from_full(state, self._parameters, flat=self.is_elementwise)
         self._build()
-        self._shard.load(read, options_of(self.param_groups))
+        self._load(read)
 
     def _allocate(self, numel: int, like: nn.Parameter) -> Tensor | CommonMemory:
         where: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "group": self.process_group}
@@ -403,6 +460,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # writes to the parameters themselves.
         common = collectives.common_memory(numel, **where) if like.requires_grad and self.is_elementwise else None
         return collectives.empty_buffer(numel, **where) if common is None else common
+
+    @property
+    def _shards(self) -> list[ShardOptimizer]:
+        return [self._shard] if self._copy is None else [self._shard, self._copy.shard]
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -433,6 +494,95 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         described = self._make.func.__name__ + ", shard_gradients" * bool(self._shard_gradients)
         sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
         check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
+
+    # --- Recovery in place
+
+    def keep_copies(self) -> None:
+        """From now on keep a copy of each rank's shard at the next rank; see [Note: copies of shards].
+
+        Raises:
+            ConfigurationError: The optimizer is not element-wise.
+        """
+        if not self.is_elementwise:
+            raise ConfigurationError(
+                f"redundancy=1 needs an element-wise optimizer, which {self._make.func.__name__} is not known to be.\n"
+                "Use one of torch's, set its class attribute elementwise = True if its update of an element depends on "
+                "nothing else, or omit redundancy."
+            )
+        self._keeps_copies = True
+        self._build()
+
+    def cost_of_copies(self) -> tuple[int, int]:
+        """Return the bytes that a rank sends per step for its copy, and those of memory, without optimizer state."""
+        num_bytes = sum(buffer.shard_of(self.rank).nbytes for buffer in self._buffers)
+        return num_bytes, 2 * num_bytes
+
+    def reconnect(self, group: Group, reducer: Reducer) -> None:
+        """Divide parameters and state among the ranks of a new group, from what the others have left.
+
+        Collective: every rank of ``group``. Blocks. Needs host memory for the whole state while it lasts.
+
+        Raises:
+            LockstepError: A part of the state was lost.
+        """
+        partition.stop_waiting(self._parameters)
+        self._gathers, self._failure, self._loaded = [], None, None
+        own, copied = self.local_ranges(), [] if self._copy is None else self._copy.ranges()
+        if self._whole is not None:
+            own, copied = [ShardRange(index, 0, each.numel()) for index, each in enumerate(self._parameters)], []
+        mine = [self._num_updates, own, copied] if self.has_state else None
+        rows = collectives.all_gather_object(mine, group=group, device=self.join_device)
+        known = [Row.read(row) for row in rows if row is not None]
+        check_complete(known, [each.numel() for each in self._parameters])
+        most = max(row.num_updates for row in known)
+        if self.has_state and self._num_updates < most:
+            assert self._pending is not None, "a rank that has made the update knew that all could"
+            self._pending()
+        held: list[tuple[ShardRange, Entries]] = []
+        if self.has_state:
+            is_needed = not {*copied} <= {each for row in known for each in row.own}
+            held = self._held(own, with_copy=is_needed)
+        self._pending = None
+        self._reducer = reducer if self._shard_gradients and group.size() > 1 else None
+        if self._reducer is not None:
+            self._slices = ReduceScatterMean(reducer, group, Mode.ALWAYS)
+            reducer.set_reduction(self._slices)
+            reducer.observers.append(self._slices)
+        options = options_of(self.param_groups) if self.has_state else None
+        given = collectives.gather_states(options, group=group, device=self.join_device, to=None)
+        assert given is not None
+        for param_group, each in zip(self.param_groups, next(filter(None, given)), strict=True):
+            param_group.update(each)
+        self._divide_again(held, group, most)
+
+    def _held(self, own: Sequence[ShardRange], *, with_copy: bool) -> list[tuple[ShardRange, Entries]]:
+        """Return what this rank has of the parameters and of the state."""
+        if self._whole is not None:
+            read = partition.read_from_full(self._whole, self._parameters, flat=True)
+            return [(each, entries) for each in own if (entries := read(each)) is not None]
+        values = [buffer.shard_of(self.rank) for buffer in self._buffers]
+        held = [*held_values(self._buffers, self.rank, values), *self._shard.state()]
+        return [*held, *self._copy.held()] if self._copy is not None and with_copy else held
+
+    def _divide_again(self, held: Sequence[tuple[ShardRange, Entries]], group: Group, num_updates: int) -> None:
+        """Give each rank all parameters, and its shard of what the ranks hold. Collective: every rank. Blocks."""
+        whole = partition.gather_full_state(held, self._parameters, flat=True, group=group, to=None)
+        # If a rank is lost while the buffers are created, this one has all that the others need.
+        self._whole, self.has_state, self._num_updates = whole, True, num_updates
+        assert whole is not None
+        with torch.no_grad():
+            for index, parameter in enumerate(self._parameters):
+                parameter.copy_(whole[index][VALUE])
+        self.process_group, self.world_size, self.rank = group, group.size(), group.rank()
+        self._build()
+        state = {index: {name: entries[name] for name in entries if name != VALUE} for index, entries in whole.items()}
+        state = {index: entries for index, entries in state.items() if entries}
+        self._load(partition.read_from_full(state, self._parameters, flat=True))
+        self._whole = None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     # --- Uneven inputs
 

@@ -262,6 +262,13 @@ def wait_late(gathers: Sequence[Gather], device: torch.device) -> Iterator[None]
             _arrive(buffer.parameters)
 
 
+def stop_waiting(parameters: Iterable[nn.Parameter]) -> None:
+    """Do not wait for parameters any more: the ranks that were to send them are gone."""
+    for parameter in parameters:
+        if _arrivals.pop(id(parameter), None) is not None:
+            parameter.__class__ = nn.Parameter
+
+
 def wait_for_gather(works: Iterable[Work]) -> None:
     """Block until updated parameters have arrived (on CUDA: the current stream waits)."""
     for work in works:
@@ -391,15 +398,24 @@ class ShardOptimizer:
         rank: The owner of the shards.
         options: By param group, its options without "params".
         elementwise: Whether it works on flat slices.
+        values: By buffer, the elements to update. Default: those of the buffer.
 
     Attributes:
         optimizer: The optimizer that does the work.
     """
 
-    def __init__(self, make: Make, buffers: list[FlatBuffer], rank: int, options: Options, elementwise: bool) -> None:
+    def __init__(
+        self,
+        make: Make,
+        buffers: list[FlatBuffer],
+        rank: int,
+        options: Options,
+        elementwise: bool,
+        values: list[Tensor] | None = None,
+    ) -> None:
         self._make, self._elementwise = make, elementwise
         self._segments: list[Segment] = []
-        self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
+        self._shards = values or [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
             whole.parameter: parameter
             for buffer in buffers

@@ -346,6 +346,7 @@ class Checkpoints:
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
         self._check_lock: Callable[[], None] = _nothing
+        self._leads = False  # whether this is rank zero, which has the lock
         self._stale: list[Place] = []
         self._damaged: list[Place] = []
         self._number = 0
@@ -363,6 +364,7 @@ class Checkpoints:
         """On rank zero, lock the folder; return the checkpoints in it, each with the reason why it cannot be loaded."""
         if not self.world.is_rank_zero:
             return []
+        self._leads = True
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_lock = self._lock.enter_context(lock_folder(self.folder))
         found = find_checkpoints(self.folder)
@@ -372,6 +374,12 @@ class Checkpoints:
             self._stale = [each.path for each in found]
             return []
         return [(each.path.name, each.problem) for each in found]
+
+    def lead(self) -> None:
+        """Do what rank zero does from now on, if this rank has become it: lock the folder, and number checkpoints."""
+        if self.world.is_rank_zero and not self._leads:
+            self.fresh = False  # what is there now is of this run
+            self._open_folder()
 
     # --- loading ---
 

@@ -242,6 +242,7 @@ class Distributed(Strategy):
         wrap: Creates the engine.
         overlap_optimizer: Whether parameters are updated in backward, as soon as their bucket is reduced.
         shards_optimizer: Whether each rank updates its part of the parameters (ZeRO-1).
+        redundancy: Whether the next rank keeps a copy of that part.
     """
 
     buffers = "healed"
@@ -256,10 +257,12 @@ class Distributed(Strategy):
         *,
         overlap_optimizer: bool = False,
         shards_optimizer: bool = False,
+        redundancy: bool = False,
     ) -> None:
         self.group = self.step_group = group
         self._device, self._num_ranks = device, group.size()
         self._overlap_optimizer, self._shards_optimizer = overlap_optimizer, shards_optimizer
+        self._redundancy = redundancy
         self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=group)
         self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
@@ -282,7 +285,18 @@ class Distributed(Strategy):
             self._ours.overlap_optimizer(optimizer)
         if self._shards_optimizer:
             assert self.group is not None
-            optimizer = self._sharded = shard_optimizer(optimizer, group=self.group)
+            if isinstance(optimizer, ZeroRedundancyOptimizer):  # of another strategy object
+                self._sharded = optimizer
+            else:
+                self._sharded = shard_optimizer(optimizer, group=self.group)
+                if self._redundancy:
+                    self._sharded.keep_copies()
+                    sent, kept = (f"{each / 2**20:.1f} MiB" for each in self._sharded.cost_of_copies())
+                    self.note = (
+                        "redundancy: each rank keeps a copy of the optimizer state of the rank before it: "
+                        f"{sent} more sent per step, {kept} more memory and once more its part of that state"
+                    )
+            optimizer = self._sharded
             # In shared memory a copy occupies a core, so overlapping it gains nothing.
             self._sharded.overlaps = reduces_on_its_own(self.group, self._device)
             like = self._sharded.param_groups[0]["params"][0]
@@ -317,6 +331,9 @@ class Distributed(Strategy):
     def use_plan(self, plan: Any) -> None:
         if self._ours is not None:
             self._ours.use_plan(plan)
+            if self._sharded is not None:
+                assert self.group is not None
+                self._sharded.reconnect(self.group, self._ours.reducer)
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
