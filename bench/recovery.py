@@ -10,7 +10,8 @@
     schedule    A failure every 60 s and every 15 s at steps of 0.25 s on 4 ranks, torchft's published schedules in the
                 small: completed steps over possible ones, and whether the weights are those of the undisturbed run.
 
-What the ranks run is in bench/recovery_loops.py. torchft runs with a heartbeat timeout of 1 s, not its 5 s.
+What the ranks run is in bench/recovery_loops.py, and how they are started in bench/recovery_jobs.py. torchft has a
+heartbeat timeout of 1 s, not its usual 5 s.
 
 Usage: python -m bench.recovery [kills] [seconds] [schedule] [--quick] [--kills N] [--seed N] [--machines 2] ...
 """
@@ -19,10 +20,9 @@ import argparse
 import contextlib
 import importlib.util
 import itertools
-import os
 import random
 import re
-import socket
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,8 +30,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,214 +40,26 @@ import psutil
 from bench.chaos import MARK, in_shared_memory, left_behind
 from bench.harness import order_of_round, parser, positive, progress, record
 from bench.predict import machines
+from bench.recovery_jobs import (
+    CONTENDERS,
+    LOCKSTEP,
+    LOOPS,
+    POLL_S,
+    TIMEOUT_S,
+    Contender,
+    Event,
+    Job,
+    job,
+    present,
+    whole_steps,
+)
 from lockstep.study.common import Spread, paired_ratio
-
-LOOPS = Path(__file__).with_name("recovery_loops.py")
-TIMEOUT_S, POLL_S = 180.0, 0.02
-RESTARTS = "100000"
-
-# --- a job and what its ranks have logged -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to go on after a loss.
-
-    Args:
-        loop: In bench/recovery_loops.py.
-        start_s: How long it takes to make the model.
-        ranks: How many.
-        flags: Of the launcher.
-    """
-
-    loop: str
-    start_s: float = 0.0
-    ranks: int = 2
-    flags: tuple[str, ...] = ()
-
-    def absent(self) -> str | None:
-        """Return why it cannot be measured here."""
-        if self.loop == "torchft" and importlib.util.find_spec("torchft") is None:
-            return "torchft is not installed"
-        known = launcher_help() if self.flags else ""
-        missing = [flag for flag in self.flags if flag.startswith("--") and flag not in known]
-        return f"this `lockstep run` has no {missing[0]}" if missing else None
-
-
-SLOW_S = 20.0
-CONTENDERS = {
-    "lockstep.fit, in place": Contender("fit"),
-    "lockstep, in place": Contender("in-place"),
-    "lockstep, restart": Contender("restart"),
-    "torchrun, restart": Contender("torch"),
-    "torchft": Contender("torchft"),
-    "start of 20 s: in place": Contender("in-place", SLOW_S),
-    "start of 20 s: a spare": Contender("in-place", SLOW_S, flags=("--spares", "1")),
-    "start of 20 s: restart": Contender("restart", SLOW_S),
-    "start of 20 s: torchft": Contender("torchft", SLOW_S),
-}
-
-
-@dataclass(frozen=True)
-class Event:
-    """A line of bench/recovery_loops.py."""
-
-    at_s: float
-    what: str
-    rank: int
-    pid: int
-    step: int
-    share: float
-
-    @classmethod
-    def of(cls, line: str) -> "Event":
-        """Return the event in a line."""
-        at_s, what, rank, pid, step, share = line.split()
-        return cls(float(at_s), what, int(rank), int(pid), int(step), float(share))
-
-
-def whole_steps(events: Iterable[Event]) -> dict[int, float]:
-    """Return when each step was done on the whole batch, by all ranks that share it."""
-    shares: dict[int, dict[int, float]] = defaultdict(dict)
-    whole: dict[int, float] = {}
-    for event in events:
-        if event.what == "done":
-            shares[event.step][event.rank] = event.share
-            if sum(shares[event.step].values()) > 0.999:
-                whole.setdefault(event.step, event.at_s)
-    return whole
-
-
-class Job:
-    """A contender's processes, with a folder of their own."""
-
-    def __init__(self, commands: list[list[str]], folder: Path, **environ: str) -> None:
-        self.folder, self.events = folder, list[Event]()
-        (folder / "log").touch()
-        self._log = (folder / "log").open()
-        self._rest = ""
-        self.processes = []
-        for number, command in enumerate(commands):
-            own = {"REPLICA_GROUP_ID": str(number - 1)} if "NUM_REPLICA_GROUPS" in environ else {}
-            with (folder / f"output-{number}").open("w") as output:
-                env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environ, **own}
-                pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-                self.processes.append(subprocess.Popen(command, env=env, **pipes))  # type: ignore[call-overload]
-
-    @property
-    def output(self) -> str:
-        """What the launchers have printed."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob("output-*")))
-
-    def read(self) -> list[Event]:
-        """Return all events so far."""
-        *lines, self._rest = (self._rest + self._log.read()).split("\n")
-        self.events += map(Event.of, lines)
-        return self.events
-
-    def wait(self, is_reached: Callable[[], Any], limit_s: float = TIMEOUT_S) -> Any:
-        """Wait until something is true of the events, and return it."""
-        deadline = time.monotonic() + limit_s
-        while not (found := is_reached()):
-            if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
-                raise RuntimeError(f"The job ended, or took more than {limit_s:g} s:\n{self.output[-4000:]}")
-            time.sleep(POLL_S)
-        return found
-
-    def newest(self) -> int:
-        """Return the newest step that was done on the whole batch."""
-        return max(whole_steps(self.read()), default=0)
-
-    def alive(self) -> dict[int, int]:
-        """Return the processes of the ranks that run, as they have logged them."""
-        pids = {event.rank: event.pid for event in self.read() if event.what == "start"}
-        return {rank: pid for rank, pid in pids.items() if psutil.pid_exists(pid)}
-
-    def end(self) -> None:
-        """End all its processes."""
-        self._log.close()
-        found = list(self.processes)
-        for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found += psutil.Process(process.pid).children(recursive=True)
-            process.terminate()
-        for process in found:
-            with contextlib.suppress(psutil.TimeoutExpired, subprocess.TimeoutExpired):
-                process.wait(10)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for process in self.processes:
-            process.wait()
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def launcher_help() -> str:
-    return subprocess.run([sys.executable, "-m", "lockstep", "run", "--help"], capture_output=True, text=True).stdout
-
-
-@contextlib.contextmanager
-def job(contender: Contender, ranks: int, *, steps: int, pause_s: float) -> Iterator[Job]:
-    """Start a job; end it afterwards."""
-    with tempfile.TemporaryDirectory(prefix="bench-recovery-") as name:
-        words = [name, "--steps", str(steps), "--pause", str(pause_s), "--build", str(contender.start_s)]
-        script = [str(LOOPS), contender.loop, *words]
-        environ = {}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", RESTARTS]
-        if contender.loop == "torchft":
-            port = free_port()
-            environ = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}", "NUM_REPLICA_GROUPS": str(ranks)}
-            lighthouse = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
-            limits = ["--quorum_tick_ms", "100", "--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "1000"]
-            one = ["--nnodes", "1", "--nproc-per-node", "1", "--master-port"]
-            groups = [[*torchrun, *one, free_port(), *script] for _ in range(ranks)]
-            commands = [[*lighthouse, "--min_replicas", "1", *limits], *groups]
-        elif contender.loop == "torch":
-            commands = [[*torchrun, "--standalone", "--nproc-per-node", str(ranks), *script]]
-        else:
-            launcher = [sys.executable, "-m", "lockstep", "run", "--devices", str(ranks), "--max-restarts", RESTARTS]
-            commands = [[*launcher, *contender.flags, *script]]
-        made = Job(commands, Path(name), **environ)
-        try:
-            yield made
-        finally:
-            made.end()
-
-
-def present(names: Iterable[str]) -> list[str]:
-    """Return the contenders that can be measured; print a line about each other one."""
-    found = []
-    for name in names:
-        if why := CONTENDERS[name].absent():
-            print(f"  {name} is left out: {why}")
-        else:
-            found.append(name)
-    return found
-
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 KILLS_OF_A_RUN, STEPS_OF_A_RUN, STEP_S = 15, 250, 0.01
 GAPS_S = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 INSIDE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # machines share no pids, and no shared memory
-
-
-def fit_job(ranks: int, backend: str, folder: Path, names: list[str], *, has_checkpoints: bool, **environ: str) -> Job:
-    """Start a run of `lockstep.fit`, on the machines of these names if there are any."""
-    script = [str(LOOPS), "fit", str(folder), "--steps", str(STEPS_OF_A_RUN), "--pause", str(STEP_S)]
-    script += ["--backend", backend, *(["--checkpoints"] if has_checkpoints else [])]
-    launcher = [sys.executable, "-m", "lockstep", "run", "--max-restarts", RESTARTS]
-    commands = [[*launcher, "--devices", str(ranks), *script]]
-    if names:
-        nodes = ["--nnodes", str(len(names)), "--master-addr", "10.79.0.1", "--devices", str(ranks // len(names))]
-        commands = [
-            ["ip", "netns", "exec", name, *INSIDE, *launcher, *nodes, "--node-rank", str(index), *script]
-            for index, name in enumerate(names)
-        ]
-    return Job(commands, folder, **environ)
 
 
 def rank_processes(job: Job) -> list[tuple[psutil.Process, tuple[int, int]]]:
@@ -355,7 +166,16 @@ def run_fit(
         folder, temporary = Path(name), Path(name, "tmp")
         temporary.mkdir()
         environ = {MARK: mark, "TMPDIR": str(temporary)}
-        job = fit_job(ranks, backend, folder, names, has_checkpoints=has_checkpoints, **environ)
+        script = [str(LOOPS), "fit", name, "--steps", str(STEPS_OF_A_RUN), "--pause", str(STEP_S), "--backend", backend]
+        script += ["--checkpoints"] if has_checkpoints else []
+        commands = [[*LOCKSTEP, "--devices", str(ranks), *script]]
+        if names:
+            nodes = ["--nnodes", str(len(names)), "--master-addr", "10.79.0.1", "--devices", str(ranks // len(names))]
+            commands = [
+                ["ip", "netns", "exec", machine, *INSIDE, *LOCKSTEP, *nodes, "--node-rank", str(index), *script]
+                for index, machine in enumerate(names)
+            ]
+        job = Job(commands, folder, **environ)
         try:
             number = kill_some(job, choice, most)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -387,29 +207,40 @@ def run_fit(
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 DEATHS_OF_A_JOB, PACE_S = 3, 0.02
+Cost = tuple[float, float, int]
 
 
-def one_death(job: Job, choice: random.Random) -> tuple[float, float, int]:
-    """Kill a rank; return seconds until all have done a new step, until one has, and how many steps were repeated."""
+def one_death(job: Job, choice: random.Random) -> Cost:
+    """Kill a rank; return seconds until all did a new step, those that others stood still, and steps repeated."""
     wanted = job.newest() + 5
     job.wait(lambda: job.newest() >= wanted)
     time.sleep(choice.random() * 5 * PACE_S)
-    victim = job.alive()[choice.choice(sorted(job.alive()))]
+    alive = job.alive()
+    victim = choice.choice(sorted(alive))
     died_at_s = time.monotonic()
-    psutil.Process(victim).kill()
+    psutil.Process(alive[victim]).kill()
     time.sleep(POLL_S)
-    newest = max(whole_steps(event for event in job.read() if event.at_s <= died_at_s))
 
-    def after() -> list[Event]:
-        return [event for event in job.read() if event.at_s > died_at_s and event.what == "done" and event.share]
+    def found() -> Cost | None:
+        return cost_of_death(job.read(), victim, died_at_s)
 
-    def new() -> list[float]:
-        return [at_s for step, at_s in whole_steps(after()).items() if step > newest]
+    cost: Cost = job.wait(found)
+    return cost
 
-    whole_s = min(job.wait(new)) - died_at_s
-    first_s = min(event.at_s for event in after() if event.step > newest) - died_at_s
-    repeated = max(0, newest + 1 - min(event.step for event in after()))
-    return whole_s, first_s, repeated
+
+def cost_of_death(events: list[Event], victim: int, died_at_s: float) -> Cost | None:
+    """Return what `one_death` returns, once all have done a new step."""
+    newest = max(whole_steps(event for event in events if event.at_s <= died_at_s), default=0)
+    after = [event for event in events if event.at_s > died_at_s and event.what == "done" and event.share]
+    ends = [at_s for step, at_s in whole_steps(after).items() if step > newest]
+    if not ends:
+        return None
+    others = [event for event in events if event.what == "done" and event.rank != victim and event.at_s <= min(ends)]
+    stood_s = 0.0
+    for rank in {event.rank for event in others}:
+        times = [event.at_s for event in others if event.rank == rank]
+        stood_s = max(stood_s, *(b - a for a, b in itertools.pairwise(times) if b > died_at_s), 0.0)
+    return min(ends) - died_at_s, stood_s, max(0, newest + 1 - min(event.step for event in after))
 
 
 def seconds(options: argparse.Namespace) -> dict[str, Any]:
@@ -417,7 +248,7 @@ def seconds(options: argparse.Namespace) -> dict[str, Any]:
     print("\nseconds from the death of a rank, small model, steps of 20 ms")
     choice, rounds = random.Random(options.seed), 1 if options.quick else options.rounds
     names = present(options.contender or CONTENDERS)
-    deaths: dict[str, list[tuple[float, float, int]]] = {name: [] for name in names}
+    deaths: dict[str, list[Cost]] = {name: [] for name in names}
     for index in progress(range(rounds), "seconds, rounds"):
         for name in order_of_round(names, index):
             contender = CONTENDERS[name]
@@ -428,14 +259,14 @@ def seconds(options: argparse.Namespace) -> dict[str, Any]:
             except RuntimeError as error:
                 print(f"  {name}, round {index}: {error}", flush=True)
     base = deaths.get("lockstep, in place")
-    print(f"  {'':<26}{'deaths':>6}   {'all, whole batch':<24}{'the first rank':<24}{'repeated':<10}over in place")
+    print(f"  {'':<26}{'deaths':>6}   {'all, whole batch':<24}{'the others stood':<24}{'repeated':<10}over in place")
     for name, rows in deaths.items():
         if not rows:
             continue
-        whole, first, again = ([float(row[index]) for row in rows] for index in range(3))
+        whole, stood, again = ([float(row[index]) for row in rows] for index in range(3))
         ratio = spread(paired_ratio(whole, [row[0] for row in base])) if base and len(base) == len(rows) else ""
         print(
-            f"  {name:<26}{len(rows):>6}   {spread(Spread.of(whole)):<24}{spread(Spread.of(first)):<24}"
+            f"  {name:<26}{len(rows):>6}   {spread(Spread.of(whole)):<24}{spread(Spread.of(stood)):<24}"
             f"{statistics.median(again):<10g}{ratio}"
         )
     return {"deaths": deaths}
@@ -519,6 +350,7 @@ def main() -> None:
     made.add_argument("--contender", action="append", choices=tuple(CONTENDERS), help="of seconds; may be given again")
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs and namespaces are ended
     if unknown := set(options.parts) - set(PARTS):
         made.error(f"there is no part {sorted(unknown)[0]}; there are {', '.join(PARTS)}")
     if importlib.util.find_spec("torchft") is not None:

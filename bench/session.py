@@ -47,9 +47,19 @@ PARTS = {
     "import_time": ["import_time"],
 }
 """What is measured, by the name that it is kept under: a script of bench/ and its options."""
-TIMEOUT_S = 1800.0
+TIMEOUT_S = 3600.0
 GRACE_S = 20.0
-NO_SCRIPTS = {"session", "harness", "models", "contenders", "gpu_proof", "gpu_steps", "gpu_waits"}
+NO_SCRIPTS = {
+    "session",
+    "harness",
+    "models",
+    "contenders",
+    "gpu_proof",
+    "gpu_steps",
+    "gpu_waits",
+    "recovery_jobs",
+    "recovery_loops",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
