@@ -115,17 +115,15 @@ def test_a_run_that_lost_a_rank_ends_in_the_same_weights(run, ranks):
     assert killed.code == 0, killed.out
     ranks(1)(undisturbed, str(folder))
     assert (folder / "w.safetensors").read_bytes() == (folder / "whole.safetensors").read_bytes()
-    assert [
-        line for line in killed.out.splitlines() if re.search(r"restart \d", line) and line.startswith("lockstep")
-    ] == [
-        "lockstep: rank 1 was killed by SIGKILL (signal 9) in step 12; restart 1 of 1 with 1 rank",
+    lines = [line for line in killed.out.splitlines() if line.startswith("lockstep: rank 1 was")]
+    # The phase is known if the rank has written a heartbeat in it.
+    assert [line.replace(" (backward)", "") for line in lines] == [
+        "lockstep: rank 1 was killed by SIGKILL (signal 9) in step 12; rank 0 goes on"
     ]
-    resumed = re.findall(r"^resumed after step (\d+) of 20$", killed.out, re.MULTILINE)
-    # Checkpoints are written beside the training: the newest may not have been whole yet.
-    assert resumed in (["5"], ["10"])
+    assert "restart" not in killed.out and "is done again" in killed.out
     ((injected, _, _, outcome),) = rows(killed.out)
     assert injected == "kill:rank=1,step=12,in=backward rank 1, step 12"
-    assert outcome == "recovered by a restart"
+    assert outcome == "recovered in place"
 
 
 @pytest.mark.timeout(300)

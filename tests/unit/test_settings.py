@@ -32,6 +32,7 @@ def test_each_field_declares_its_kind():
         "bucket_cap_mb": ("float", True),
         "overlap_optimizer": ("bool", False),
         "sync_every": ("int", True),
+        "redundancy": ("int", False),
         "fragments": ("int", True),
         "sync_delay": ("int", True),
         "outer_lr": ("float", True),

@@ -260,9 +260,8 @@ class Run:
             "compare": lambda: self._record.compare_ranks(self._stragglers),
             "evaluate": self.evaluate,
             "save": self.save,
-            "finish": self._finish,
         }
-        self.stops = self._has_evaluated = self._is_finished = False
+        self.stops = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
         self._throughput = Throughput()
@@ -328,9 +327,8 @@ class Run:
     def has_more(self) -> bool:
         """Whether there is something to do before the run is finished or stopped."""
         trains = self.trainer.num_steps_done < self.num_steps and not self.stops
-        if not self._due and not trains and not self.stops and not self._is_finished:
-            # A run that was resumed at its end evaluates once.
-            self._due = ["finish"] if self._has_evaluated else ["evaluate", "finish"]
+        if not self._due and not trains and not self.stops and not self._has_evaluated:
+            self._due = ["evaluate"]  # once, in a run that was resumed at its end
         return trains or bool(self._due)
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
@@ -395,9 +393,11 @@ class Run:
         self._throughput.num_samples, self._throughput.num_counted = state["counts"]
 
     def _doing(self) -> str:
-        names = {"evaluate": "evaluation", "save": "checkpoint", "finish": "end"}
-        after = f"after step {self.num_steps_done}"
-        return f"the {names.get(self._due[0], 'check')} {after}" if self._due else f"step {self.num_steps_done + 1}"
+        names = {"evaluate": "evaluation", "save": "checkpoint"}
+        done = self.num_steps_done
+        if self._due:
+            return f"the {names.get(self._due[0], 'check')} after step {done}"
+        return f"step {done + 1}" if done < self.trainer.plan.num_steps else "the end of the run"
 
     def _rejoined(self) -> None:
         """Go on in another generation of the ranks, in which this one may be rank zero."""
@@ -492,7 +492,7 @@ class Run:
         self._throughput.read()
         return self._result(stopped=name)
 
-    def _finish(self) -> None:
+    def complete(self) -> None:
         """Complete the run with the other ranks. Collective: every rank. All files are written when it returns."""
         if self._first_step < self.num_steps:
             self._settle()
@@ -503,7 +503,7 @@ class Run:
         if self._task.after is not None:
             self._whole = self.trainer.model  # a sharded model is gathered here, which is collective
         self._world.barrier()  # from here on every rank finds the files
-        self._is_finished = True
+        self.is_complete = True
 
     def finish(self) -> FitResult:
         """Say how the run went, call `Task.after`, and return the result. Not collective."""
@@ -612,6 +612,9 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
             while run.has_more:
                 with run.attempt():
                     run.advance(around)
+        while not run.stops and not run.is_complete:
+            with run.attempt():
+                run.complete()
         return run.stop() if run.stops else run.finish()
 
 

@@ -187,6 +187,7 @@ _NUM_HEADLINES = {"hang": 4, "drop": 4, "bitflip": 4}
 
 _RANKS = re.compile(r"\branks? ((?:\d+(?:-\d+)?(?:, | and )?)+)|\brank(\d+)\b", re.IGNORECASE)
 _RESTART = re.compile(r"restart \d+ of \d+|ranks are started again")
+_IN_PLACE = re.compile(r"^lockstep: .* is done again")
 # The beginning of lines that the rehearsal itself logs, which are not reports.
 _OWN = re.compile(r"(\[ranks? [\d, -]+\] )?rehearse: ")
 
@@ -230,6 +231,8 @@ def judge(rule: Rule, note: Note | None, lines: Sequence[Line], exit_code: int) 
             outcome += f", without naming {'it' if rule.rank is None else f'rank {rule.rank}'}"
     elif any(_RESTART.search(line.text) for line in after):
         outcome = "recovered by a restart"
+    elif any(_IN_PLACE.search(line.text) for line in after):
+        outcome = "recovered in place"
     elif report is None:
         is_good = rule.kind not in _SILENT
         outcome = "survived" if is_good else "not noticed"
