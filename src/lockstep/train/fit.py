@@ -286,16 +286,22 @@ class Run:
         self._started_at = time.perf_counter()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
-        num_devices = len(trainer.devices) if trainer.group is None else world.world_size
-        plan = describe_plan(task, settings, trainer.plan, trainer.device, num_devices)
-        if trainer.strategy.note is not None:
-            plan.append(trainer.strategy.note)
-        for line in () if is_late else (*plan, *lines, *(sink.where for sink in self._record.sinks)):
-            self._display.log(line)
+        if not is_late:
+            self._show_plan(lines)
         self._report()
         self._record.deliver(None if settings.quiet else self._display)
         if self._recovery is not None:
             self._recovery.on_rejoined = self._rejoined
+
+    def _show_plan(self, lines: list[str]) -> None:
+        """Print what the run will do, ``lines``, and where its figures go."""
+        trainer = self.trainer
+        num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
+        plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
+        if trainer.strategy.note is not None:
+            plan.append(trainer.strategy.note)
+        for line in (*plan, *lines, *(sink.where for sink in self._record.sinks)):
+            self._display.log(line)
 
     def _resume(self) -> list[str]:
         """Resume from the newest valid checkpoint, if there is one; return lines about invalid ones."""
