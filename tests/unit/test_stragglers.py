@@ -75,3 +75,9 @@ def test_it_is_said_once_and_again_if_it_gets_worse():
         "rank 1 is slow: it loses 50.0 ms",
         "rank 1 is slow: it loses 200 ms",
     ]
+
+
+def test_nothing_is_said_after_a_rank_was_replaced_in_this_window():
+    reported = []
+    StragglerReporter(reported.append).judge({0: pace_of([]), 1: pace_of([])})
+    assert reported == []
