@@ -200,12 +200,11 @@ class RunRecord:
         Collective: every rank. Blocks for some small messages, and until the device has finished.
         """
         recorder = self._recorder
-        offsets = [] if self._settings.run_dir is None else self._place.offsets()
         if not self._is_over:  # else a rank was lost after that
             self.event(event, text)
             self._is_over = True
             self._release(None)
-            recorder.finish(offsets, waits=True, workers=self._trainer.settings.workers)
+            recorder.finish(waits=True, workers=self._trainer.settings.workers)
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done
