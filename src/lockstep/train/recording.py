@@ -91,7 +91,8 @@ class RunRecord:
         self._recorder.on_recovery = self._recovered
         self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
-        trainer.strategy.stamp_buckets(self._stamps)
+        if trainer.strategy.ours is not None:
+            trainer.strategy.ours.stamp_buckets(self._stamps)
         self._stamps.closely = has_timeline(trainer.num_steps_done)
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
