@@ -169,7 +169,7 @@ class Trainer:
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided).train()
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
-        places = self.devices if shards is None else shards.spread(self.devices)
+        places = self.devices if shards is None else [self.device] * len(shards.mine)
         devices = dict(zip(self._split.shares, places, strict=False))  # torch's DataParallel has one share only
         self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, self.loading), devices)
 
@@ -183,7 +183,7 @@ class Trainer:
         else:
             group = world.group if self._name == "ddp" else None
             self.strategy = reproducible.Reproducible(
-                self._model, objective, shards, self.devices, group, self.arithmetic, is_first=is_first
+                self._model, objective, shards, self.devices, group, is_first=is_first
             )
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
