@@ -73,7 +73,6 @@ def test_both_engines_tell_what_they_wait_for_and_compute_the_same_bits(ranks, t
     session = view.run.last
     assert (session["settings"]["strategy"], session["backend"]) == (engine, "gloo")
     assert (session["global_batch_size"], session["num_steps"]) == (8, 12)
-    assert session["clocks"]["end"]["errors_s"] == [0.0, 0.0]
     assert len(session["ranks"]) == 2
     view = view_run(tmp_path / "accumulated")
     for record in view.run.ranks.values():

@@ -1,6 +1,5 @@
 """What `fit` records on every rank: steps as they were, whom all waited for, events; and what the report says of it."""
 
-import json
 import os
 import time
 from contextlib import redirect_stdout
@@ -8,16 +7,13 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import run_folder
-from lockstep.comm import clocks
 from lockstep.errors import ConfigurationError
 from lockstep.study.report.figures import find_costs, find_window
 from lockstep.study.report.view import sentences, view_run
@@ -93,7 +89,6 @@ def test_every_rank_records_its_steps_and_what_it_waited_for(ranks, tmp_path):
     (session,) = view.run.sessions
     assert (session["task"], session["global_batch_size"], session["num_steps"]) == ("task", 24, NUM_STEPS)
     assert session["settings"]["clip"] == 1.0 and session["settings"]["run_dir"] == str(tmp_path)
-    assert session["clocks"]["end"]["errors_s"] == [0.0, 0.0]
 
 
 def test_a_resumed_run_goes_on_in_its_files_and_a_fresh_one_keeps_them_aside(ranks, tmp_path):
@@ -242,20 +237,3 @@ def test_a_folder_that_a_rank_cannot_write_to_is_an_error_on_all(ranks, tmp_path
 
     text = f"Rank 1: Cannot record the run in {tmp_path}/file/run: Not a directory.\nName another folder"
     assert ranks(2)(train) == [f"{text} (--run-dir DIR)."] * 2
-
-
-def test_clocks_of_other_machines_are_measured_within_the_error(ranks):
-    def measure(world):
-        ahead = SimpleNamespace(time=lambda: time.time() + 3.25 * world.rank)
-        with (
-            mock.patch.object(clocks, "time", ahead),
-            mock.patch.object(clocks, "machine_name", return_value=f"machine {world.rank}"),
-        ):
-            found = clocks.measure_clock_offsets(world.group, torch.device("cpu"))
-        return [(offset.offset_s, offset.error_s) for offset in found]
-
-    for found in ranks(3)(measure):
-        assert found[0] == (0.0, 0.0)
-        for rank, (offset_s, error_s) in enumerate(found):
-            assert abs(offset_s - 3.25 * rank) <= error_s < 0.1 or rank == 0
-    assert json.loads(json.dumps(found)) == [list(pair) for pair in found]

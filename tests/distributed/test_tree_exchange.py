@@ -11,9 +11,8 @@ from lockstep.parallel import reduction_tree
 from lockstep.parallel.reduction_tree import (
     GradientLayout,
     LeafPlacement,
-    LocalReduction,
     PairwiseAccumulator,
-    RankReduction,
+    TreeReduction,
 )
 
 NUM_LEAVES = 6
@@ -42,12 +41,12 @@ def test_the_ranks_get_the_bits_of_one_process(ranks, ranges):
         try:
             placement = LeafPlacement(ranges)
             mine = pushed(ranges[world.rank], world.world_size)
-            row = RankReduction(placement, world.group).sum([mine])
+            row = TreeReduction(placement, world.group).sum(mine)
             return len(row.flats), row.views
         finally:
             reduction_tree._CHUNK_BYTES = before
 
-    expected = LocalReduction(LeafPlacement(ranges).tree).sum([pushed(range(NUM_LEAVES), 1)]).views
+    expected = TreeReduction(LeafPlacement(ranges), None).sum(pushed(range(NUM_LEAVES), 1)).views
     for num_chunks, views in ranks(len(ranges))(sum_over_ranks):
         assert num_chunks > 6, "more than travel at the same time"
         for ours, theirs in zip(views, expected, strict=True):
@@ -61,7 +60,7 @@ def test_a_rank_that_stops_inside_the_exchange_is_told_from_those_that_wait(rank
     def run(world):
         before, reduction_tree._CHUNK_BYTES = reduction_tree._CHUNK_BYTES, 2048
         ranges = (range(3), range(3, 6))
-        reduction, seen, flag = RankReduction(LeafPlacement(ranges), world.group), [], tmp_path / "seen"
+        reduction, seen, flag = TreeReduction(LeafPlacement(ranges), world.group), [], tmp_path / "seen"
         sum_slice = reduction._sum_slice
 
         def stop(received):
@@ -82,7 +81,7 @@ def test_a_rank_that_stops_inside_the_exchange_is_told_from_those_that_wait(rank
         else:
             watcher.start()
         try:
-            reduction.sum([pushed(ranges[world.rank], world.world_size)])
+            reduction.sum(pushed(ranges[world.rank], world.world_size))
         finally:
             reduction_tree._CHUNK_BYTES = before
         if world.rank == 0:

@@ -57,7 +57,6 @@ MACHINE = {"kind": "machine", "time": START, "rss_bytes": 3e8, "rss_peak_bytes":
 
 def session(num_ranks=2, **changes):
     """Return a session of ``run.json``."""
-    zeros = [0.0] * num_ranks
     return {
         "run": "r",
         "began_at": START,
@@ -69,7 +68,6 @@ def session(num_ranks=2, **changes):
         "gradient_bytes": 2**20,
         "workers": 0,
         "ranks": [{"host": "here"}] * num_ranks,
-        "clocks": {"start": {"time": START, "offsets_s": zeros, "errors_s": zeros}},
         "provenance": {"when": "today", "versions": {"torch": "2"}, "machine": {"cores": "8"}, "commits": {}},
         **changes,
     }

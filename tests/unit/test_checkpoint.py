@@ -210,6 +210,22 @@ def test_a_fresh_run_removes_the_old_ones_once_it_has_one_of_its_own(place, worl
     assert set(new) & set(old) == {"manifest.json"}, "nothing of the old run is taken for the new one's"
 
 
+def test_a_fresh_run_that_is_restarted_goes_on_from_what_it_has_saved_itself(place, world, monkeypatch):
+    save(world, place, 50)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert load(world, place, fresh=True) == (None, []), "that of another job"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_remove_checkpoint", lambda path: None)  # killed just before
+        save(world, place, 3, fresh=True)
+    assert names(place) == ["step-0000000003", "step-0000000050"]
+    assert load(world, place, fresh=True) == (3, [])
+    save(world, place, 4, fresh=True)
+    assert names(place) == ["step-0000000003", "step-0000000004"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert load(world, place, fresh=True) == (None, []), "the first start of a job begins anew"
+
+
 def test_what_is_damaged_is_passed_over_and_named(tmp_path, world):
     save(world, tmp_path / "run", 1, 2, keep=3)
     newest = "step-0000000002"

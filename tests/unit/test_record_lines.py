@@ -1,4 +1,4 @@
-"""What is recorded: names that stay, files that survive, lines that thin out, and clocks with their errors."""
+"""What is recorded: names that stay, files that survive, and lines that thin out."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from statistics import median
 import pytest
 import torch
 
-from lockstep.comm.clocks import bound_offset
 from lockstep.telemetry import record
 from lockstep.telemetry.figures import Snapshot
 from lockstep.telemetry.record import Downsampler, Event, LineWriter, StepLine, to_json
@@ -169,14 +168,6 @@ def test_ever_more_steps_share_a_line():
 def test_timelines_are_of_the_same_steps_everywhere_and_ever_fewer():
     assert [step for step in range(80) if has_timeline(step)] == [4, 5, 6, 7, 68, 69, 70, 71]
     assert sum(map(has_timeline, range(2**20))) == 1280
-
-
-def test_clocks_are_bounded_from_both_sides():
-    # The other clock is 5 s ahead. In the first round rank zero came late, in the second the other rank.
-    zero = [(10.0, 10.2), (20.0, 21.1)]
-    other = [(14.0, 15.1), (26.0, 26.2)]
-    found = bound_offset(zero, other)
-    assert (found.offset_s, found.error_s) == pytest.approx((5.0, 0.1))
 
 
 def test_the_sampler_tells_of_this_process(monkeypatch):

@@ -75,7 +75,7 @@ def test_missing_files_are_told(tmp_path):
     ]
     (folder / "run.json").write_text("{")
     run = read_run(folder)
-    assert run.gaps[0] == "run.json is missing or broken: settings, machine and clocks are unknown."
+    assert run.gaps[0] == "run.json is missing or broken: settings and machine are unknown."
     assert list(run.ranks) == [0, 2]
 
 
@@ -105,16 +105,23 @@ def test_losses_that_are_not_finite_stay_what_they_are(tmp_path):
     assert [str(step.loss) for step in run.ranks[0].steps] == ["2.0", "nan", "inf"]
 
 
-def test_clocks_are_set_to_rank_zeros_on_a_line_through_both_measurements(tmp_path):
-    clocks = {
-        "start": {"time": START, "offsets_s": [0.0, 2.0], "errors_s": [0.0, 0.001]},
-        "end": {"time": START + 100, "offsets_s": [0.0, 3.0], "errors_s": [0.0, 0.003]},
-    }
-    late = [step_line(0, time=START), step_line(1, time=START + 50), step_line(2, time=START + 200)]
-    folder = write_run(tmp_path / "run", [late, late], [session(2, clocks=clocks)])
-    run = read_run(folder)
+def test_ranks_of_another_machine_are_aligned_where_all_leave_a_reduction(tmp_path):
+    begins = {4: 10.0, 5: 20.0, 68: 90.0}
+    lines = [timeline_line(step, START + at, own_s=3.0, wait_s=1.0) for step, at in begins.items()]
+    # Its clock is ahead by 2 s, later by 3 s; and it begins a second later, so it waits less.
+    ahead = {4: 2.0, 5: 2.0, 68: 3.0}
+    late = [timeline_line(step, START + at + ahead[step] + 1, own_s=2.5, wait_s=0.5) for step, at in begins.items()]
+    mine = [step_line(step, time=START + at) for step, at in ((0, 0.0), (60, 50.0), (80, 200.0))]
+    start = {"kind": "start", "run": "r", "rank": 1, "device": "cpu"}
+    ranks = [[*mine, *lines], [start | {"host": "there"}, *mine, *late]]
+    run = read_run(write_run(tmp_path / "run", ranks, [session(2)]))
     assert [step.time - START for step in run.ranks[0].steps] == [0, 50, 200]
-    assert [step.time - START for step in run.ranks[1].steps] == pytest.approx([-2.0, 47.5, 197.0])
+    assert [step.time - START for step in run.ranks[1].steps] == pytest.approx([-2.0, 48.0, 197.0])
+    assert [each.time - START for each in run.ranks[1].timelines] == pytest.approx([11.0, 21.0, 91.0])
+    # Ranks of one machine have one clock.
+    ranks = [[*mine, *lines], [start | {"host": "here"}, *mine, *late]]
+    run = read_run(write_run(tmp_path / "alike", ranks, [session(2)]))
+    assert [step.time - START for step in run.ranks[1].steps] == [0, 50, 200]
 
 
 def test_events_of_all_ranks_are_told_once(tmp_path):

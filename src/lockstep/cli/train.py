@@ -216,7 +216,7 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
     with raising_task_errors():
         launch_with(
             _train_here,
-            (task_file, settings, _checkpoints(settings)),
+            (task_file, settings),
             devices=num_ranks,
             max_restarts=launching.max_restarts,
             min_ranks=launching.min_devices,
@@ -241,35 +241,12 @@ def _starts_ranks(settings: FitSettings, *, even_one: bool) -> bool:
     return settings.strategy in PER_PROCESS and (even_one or num_devices(settings.devices) > 1)
 
 
-def _checkpoints(settings: FitSettings) -> frozenset[tuple[str, float]]:
-    """Return names and numbers of the existing checkpoints, if they must be distinguished from new ones."""
-    if settings.checkpoint is None or settings.resume is not False:
-        return frozenset()
-    from lockstep.train.checkpoints.checkpoint import find_checkpoints
-    from lockstep.train.checkpoints.object_store import place_of
-
-    try:
-        # One of the same step that was written anew has the old name, but another number.
-        return frozenset((each.path.name, each.number) for each in find_checkpoints(place_of(settings.checkpoint)))
-    except OSError:
-        return frozenset()
-
-
-def _train_here(task_file: str, settings: FitSettings, before: frozenset[tuple[str, float]] = frozenset()) -> int:
-    """Train in this process; return its exit code.
-
-    Args:
-        task_file: Where the task is.
-        settings: How to train it.
-        before: The checkpoints that were there before the first start.
-    """
+def _train_here(task_file: str, settings: FitSettings) -> int:
+    """Train in this process; return its exit code."""
     fork_server.import_modules(["lockstep.train.fit", fork_server.OPTIMIZER])
     from lockstep.train.fit import fit_with
     from lockstep.train.task import load_task
 
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         settings = replace(settings, devices=None)  # there may be fewer by now
-        if settings.resume is False and not before & _checkpoints(settings):
-            # A fresh start was requested, and has been: the old ones go when there is a new one.
-            settings = replace(settings, resume=None)
     return fit_with(load_task(task_file), settings).exit_code

@@ -5,8 +5,7 @@ A flat ring over all ranks sends everything over a machine's cable once for each
 machines, each machine sends ``2 (m - 1) / m`` times the bytes of a tensor, however many ranks it has, in m - 1 messages
 instead of one per rank. First, all ranks of a machine reduce the tensor in shared memory. Then each rank is a
 *carrier*: over Gloo it reduces one slice with the carriers of the same slice on the other machines. Last, the slices
-are gathered in shared memory. If machines have different numbers of ranks, each machine has as many carriers as the
-smallest machine has ranks.
+are gathered in shared memory. If machines have different numbers of ranks, Gloo does everything.
 
 The carriers of a slice sum it once, and the other ranks copy the sum, so all ranks get the same bits.
 """
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,7 @@ _STAGED_OPS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 
 
 class HierarchicalProcessGroup(CpuProcessGroup):
-    """A group of ranks on several machines, at least one with several ranks; see [Note: hierarchy].
+    """A group of ranks on several machines with several ranks each; see [Note: hierarchy].
 
     All-reduce, broadcast, all-gather and reduce-scatter of dense CPU tensors run in stages. Gloo does everything else.
 
@@ -52,12 +50,11 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         store, rank, name: Of the group.
         machines: The ranks of the group by machine, each in ascending order.
         inside: The group of this machine's ranks.
-        between: The carriers of this rank's slice, one per machine. None: this rank is not a carrier.
+        between: The carriers of this rank's slice, one per machine.
         flat: The group of all ranks, on Gloo.
 
     Attributes:
         inside, between: As above.
-        is_even: Whether all machines have the same number of ranks.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         *,
         machines: Sequence[Sequence[int]],
         inside: ShmProcessGroup,
-        between: dist.ProcessGroup | None,
+        between: dist.ProcessGroup,
         flat: dist.ProcessGroup,
     ) -> None:
         super().__init__(store, rank, flat.size(), name)
@@ -76,12 +73,9 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         self._machines = machines
         self._machine = next(index for index, ranks in enumerate(machines) if rank in ranks)
         self._place = inside.rank()
-        self._num_carriers = min(map(len, machines))
-        self.is_even = len(set(map(len, machines))) == 1
         # The groups' own methods are not used: these count and watch calls as calls of the script.
         self._inside_ops = inside.shm_ops
-        # None: this rank is no carrier, and has no part between machines.
-        self._gloo: Any = None if between is None else backend_of(between, _CPU)
+        self._gloo: Any = backend_of(between, _CPU)
         self._queue = OpQueue(f"lockstep-hierarchy-{name}")
         self._is_open = True
 
@@ -91,7 +85,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
 
     @override
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        for group in filter(None, (self.inside, self.between, self._flat)):
+        for group in (self.inside, self.between, self._flat):
             set_default_timeout(backend_of(group, _CPU), timeout)
 
     # --- collectives ------------------------------------------------------------------------------------------------
@@ -101,8 +95,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         stages = _STAGES.get(NEW_NAMES.get(call, call))
         data = [each for each in args if isinstance(each, Tensor | list | tuple)]
         opts = args[-1] if args and len(data) < len(args) else None
-        is_staged = stages is not None and (self.is_even or stages in _OF_ANY_MACHINES)
-        if stages is None or not is_staged or kwargs or not _can_stage(data, opts):
+        if stages is None or kwargs or not _can_stage(data, opts):
             return getattr(self._flat, call)(*args, **kwargs)
         work = ShmWork(call, self._queue, lambda: self._run(call, stages, data, opts), _as_list(data[0]))
         # One thread runs the calls one after the other, in the order in which they were made on every rank.
@@ -117,7 +110,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         except LockstepError:
             raise  # an error on this machine, which its other ranks know
         except Exception as error:  # usually Gloo's, which names a socket but no rank
-            peers = ", ".join(str(ranks[self._place]) for ranks in self._machines if self._place < len(ranks))
+            peers = ", ".join(str(ranks[self._place]) for ranks in self._machines)
             found = CollectiveError(
                 f"Rank {self.rank()} in {call} between machines, with ranks {peers} of the group: "
                 f"{gloo_cause(error)}\n"
@@ -127,23 +120,21 @@ class HierarchicalProcessGroup(CpuProcessGroup):
             raise found from error
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
-        flat, count = tensor.view(-1), self._num_carriers
+        flat, count = tensor.view(-1), self.inside.size()
         options = _in_this_thread(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(operation_of(opts))
         self._inside_ops.allreduce([flat], options).wait()
         size = flat.numel() // count
         # The last carrier's slice includes the remainder.
-        bounds = [place * size for place in range(count)] + [flat.numel()]
-        slices = [flat[start:stop] for start, stop in pairwise(bounds)]
-        if self._gloo is not None and slices[self._place].numel():
-            self._gloo.allreduce([slices[self._place]], options).wait()
-        if self.is_even and size:
-            own = flat[self._place * size : (self._place + 1) * size]
-            self._inside_ops.all_gather_single(flat[: count * size], own, _in_this_thread(_AllgatherOptions())).wait()
-            slices = [flat[count * size :]]
-        for place, each in enumerate(slices):
-            if each.numel():
-                self._broadcast_inside(each, place if len(slices) == count else count - 1)
+        is_last = self._place == count - 1
+        mine = flat[self._place * size : None if is_last else (self._place + 1) * size]
+        if mine.numel():
+            self._gloo.allreduce([mine], options).wait()
+        if size:
+            options = _in_this_thread(_AllgatherOptions())
+            self._inside_ops.all_gather_single(flat[: count * size], mine[:size], options).wait()
+        if flat[count * size :].numel():
+            self._broadcast_inside(flat[count * size :], count - 1)
 
     def _broadcast_inside(self, tensor: Tensor, place: int) -> None:
         options = _in_this_thread(dist.BroadcastOptions())
@@ -220,7 +211,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         """Leave the group at once; ranks that wait for this one get an error."""
         if self._is_open:
             self.inside.abort()
-            for group in filter(None, (self.between, self._flat)):
+            for group in (self.between, self._flat):
                 with suppress(RuntimeError):  # Gloo cannot always abort
                     group.abort()
             self.stop_threads()
@@ -235,7 +226,6 @@ _STAGES: dict[str, Callable[..., None]] = {
     "reduce_scatter_single": HierarchicalProcessGroup._reduce_scatter,
     "reduce_scatter_single_coalesced": HierarchicalProcessGroup._reduce_scatter,
 }
-_OF_ANY_MACHINES = (HierarchicalProcessGroup._all_reduce, HierarchicalProcessGroup._broadcast)
 _AllgatherOptions = dist.distributed_c10d.AllgatherOptions
 
 
@@ -296,9 +286,9 @@ def sum_rows(received: Tensor, output: Tensor) -> None:
 def levels(group: dist.ProcessGroup) -> tuple[ShmProcessGroup | None, dist.ProcessGroup]:
     """Return the group of this machine's ranks, and that of the ranks with the same local rank on all machines.
 
-    Without a hierarchy, or if machines have different numbers of ranks: None, and ``group`` itself.
+    Without a hierarchy: None, and ``group`` itself.
     """
-    if isinstance(group, HierarchicalProcessGroup) and group.is_even and group.between is not None:
+    if isinstance(group, HierarchicalProcessGroup):
         return group.inside, group.between
     return None, group
 
@@ -341,7 +331,8 @@ def create_group(options: Any, _: Any = None) -> Any:
     ranks = next(ranks for ranks in machines if rank in ranks)
     inner = PrefixStore(f"machine{machines.index(ranks)}", store)
     segment, objection = None, ""
-    if len(machines) < size or size == 1:  # else each machine has one rank, and Gloo is all there is
+    # Gloo is all there is if each machine has one rank, and does everything if their numbers differ.
+    if len(machines) == 1 or (len(machines) < size and len(set(map(len, machines))) == 1):
         segment, objection = share_memory(inner, ranks.index(rank), len(ranks))
         if len(machines) > 1:  # agree across machines, not only within one
             objection = agree(store, objection, size)
@@ -354,9 +345,8 @@ def create_group(options: Any, _: Any = None) -> Any:
     inside = join_shm(segment, inner, ranks, options)
     if len(machines) == 1:
         return inside
-    between, place = None, ranks.index(rank)
-    if place < min(map(len, machines)):
-        between = _gloo_group(PrefixStore(f"place{place}", store), machines.index(ranks), len(machines), timeout)
+    place = ranks.index(rank)
+    between = _gloo_group(PrefixStore(f"place{place}", store), machines.index(ranks), len(machines), timeout)
     flat = _gloo_group(PrefixStore("flat", store), rank, size, timeout)
     return HierarchicalProcessGroup(
         options.store, rank, str(options.group_id), machines=machines, inside=inside, between=between, flat=flat

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from lockstep import activity
 from lockstep.accelerator import HostCopy, widest_dtype
-from lockstep.comm.clocks import ClockOffset
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
 from lockstep.comm.world import JOINS
 from lockstep.containers import find_tensors
@@ -258,17 +257,13 @@ class Watch:
                 yield self._timed(lambda: next(iterator))
 
     def finish(self) -> None:
-        """End the record, and compare the clocks of the ranks' machines once more.
-
-        Collective: every rank. Blocks for some small messages, and as `close` does.
-        """
-        if not self.is_closed:
-            self._end(self._place.offsets())
+        """Do the same as `close`."""
+        self._end()
 
     def close(self) -> None:
         """End the record; further calls have no effect. Blocks for the device, and at most some seconds for the disk.
 
-        Unlike `finish`, this is not collective. Without a call, the record ends with the process.
+        Not collective. Without a call, the record ends with the process.
         """
         self._end()
 
@@ -383,7 +378,7 @@ class Watch:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _end(self, offsets: Sequence[ClockOffset] = (), *, error: BaseException | None = None) -> None:
+    def _end(self, *, error: BaseException | None = None) -> None:
         """End the record; after an error, this does not block for the device."""
         if self.is_closed or os.getpid() != self._pid:
             return
@@ -401,7 +396,7 @@ class Watch:
         else:
             self._event("error", activity.one_line(failure), num_done)
         known = {"num_steps": num_done, "global_batch_size": self._batch_size or None}
-        self._recorder.finish(offsets, waits=failure is None, **known)
+        self._recorder.finish(waits=failure is None, **known)
         self._recorder.close()
 
     def _at_exit(self) -> None:

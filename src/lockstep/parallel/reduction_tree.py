@@ -222,50 +222,31 @@ class PairwiseAccumulator:
 # --- The additions between devices
 
 
-class LocalReduction:
-    """The additions between the replicas of this process, on the device of the first."""
-
-    def __init__(self, tree: ReductionTree) -> None:
-        self._tree = tree
-
-    def sum(self, parts: Sequence[Mapping[range, GradientRow]]) -> GradientRow:
-        """Return the sum of all leaves, in the memory of the first row of ``parts``.
-
-        Args:
-            parts: For each replica, the sums of the largest nodes within its leaves.
-        """
-        # In the order of the tree, not of the replicas: the row that holds the total does not affect its bits.
-        rows = {node: row for part in parts for node, row in part.items()}
-        first = rows[min(rows, key=lambda node: node.start)]
-        for chunk, total in enumerate(first.flats):
-            flats = {node: row.flats[chunk].to(total.device) for node, row in rows.items()}
-            assert self._tree.combine(flats, Tensor.add_) is total
-        return first
-
-
-class RankReduction:
+class TreeReduction:
     """The additions between ranks: each receives its slice of all parts, sums it in the tree, and sends it to all.
 
     Moves as many bytes as an all-reduce if each rank's leaves make one node.
 
     Args:
         placement: Of the leaves over the ranks.
-        group: The ranks.
+        group: The ranks; None: only this process, which has all leaves.
     """
 
-    def __init__(self, placement: LeafPlacement, group: Group) -> None:
+    def __init__(self, placement: LeafPlacement, group: Group | None) -> None:
         self._tree, self._group = placement.tree, group
         self._nodes = [self._tree.roots(leaves) for leaves in placement.ranges]
 
-    def sum(self, parts: Sequence[Mapping[range, GradientRow]]) -> GradientRow:
+    def sum(self, parts: Mapping[range, GradientRow]) -> GradientRow:
         """Return the sum of all leaves, in the memory of the first row. Collective: every rank. Blocks until complete.
 
         Args:
-            parts: One item: the sums of the largest nodes within this rank's leaves. The numel of every chunk is a
-                multiple of the number of ranks.
+            parts: The sums of the largest nodes within this rank's leaves. The numel of every chunk is a multiple of
+                the number of ranks.
         """
-        (mine,) = parts
-        rows = [mine[node] for node in self._nodes[self._group.rank()]]
+        group = self._group
+        if group is None:
+            return parts[self._tree.root]
+        rows = [parts[node] for node in self._nodes[group.rank()]]
         arriving: deque[tuple[Tensor, Tensor, Tensor, Work | None]] = deque()
         gathering: list[tuple[Tensor, Work]] = []  # with the sent tensors, which not every backend keeps alive
 
@@ -274,35 +255,31 @@ class RankReduction:
             if work is not None:
                 wait_for(work, _EXCHANGE)
             own = self._sum_slice(received)
-            gathering.append((own, all_gather_flat(total, own, group=self._group)))
+            gathering.append((own, all_gather_flat(total, own, group=group)))
 
         # While one chunk is added, the next are in flight; sums are sent while later chunks still arrive.
         for flats in zip(*(row.flats for row in rows), strict=True):
             if len(arriving) == _MAX_CHUNKS_IN_FLIGHT:
                 sum_oldest()
-            arriving.append((flats[0], *self._scatter(flats)))
+            arriving.append((flats[0], *self._scatter(flats, group)))
         while arriving:
             sum_oldest()
         for _, work in gathering:
             wait_for(work, _EXCHANGE)
         return rows[0]
 
-    def _scatter(self, flats: Sequence[Tensor]) -> tuple[Tensor, Tensor, Work | None]:
+    def _scatter(self, flats: Sequence[Tensor], group: Group) -> tuple[Tensor, Tensor, Work | None]:
         """Start to send each rank its slice of this rank's parts, and to receive this rank's slice of theirs."""
-        num_ranks = self._group.size()
+        num_ranks = group.size()
         numel = flats[0].numel() // num_ranks
         # The data for one rank must be contiguous: its slice of the first node, of the second, and so on.
         sent = torch.stack([flat.view(num_ranks, numel) for flat in flats], dim=1).view(-1) if flats[1:] else flats[0]
         sizes, sent_sizes = [numel * len(nodes) for nodes in self._nodes], [numel * len(flats)] * num_ranks
         received = flats[0].new_empty(sum(sizes))
-        work = all_to_all_async(received, sent, output_sizes=sizes, input_sizes=sent_sizes, group=self._group)
+        work = all_to_all_async(received, sent, output_sizes=sizes, input_sizes=sent_sizes, group=group)
         return sent, received, work
 
     def _sum_slice(self, received: Tensor) -> Tensor:
         nodes = [node for nodes in self._nodes for node in nodes]
         pieces = dict(zip(nodes, received.chunk(len(nodes)), strict=True))
         return self._tree.combine(pieces, Tensor.add_)
-
-
-# Completes the sums of the tree.
-TreeReduction = LocalReduction | RankReduction

@@ -14,8 +14,8 @@ import os
 import re
 import sys
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -415,7 +415,7 @@ def num_restarts() -> int:
 
 @dataclass
 class RankRecord:
-    """The record of one rank, with times on rank zero's clock."""
+    """The record of one rank, with times on the clock of the first rank; see `_align_clocks`."""
 
     rank: int
     host: str = ""
@@ -501,7 +501,8 @@ def read_run(folder: Path) -> Recorded:
         record = _rank(path, number, known, gaps)
         if record.steps or record.timelines or record.events or record.machine:
             ranks[number] = record
-            _set_clock(record, sessions)
+    if ranks:
+        _align_clocks(ranks)
     # Records that `lockstep.monitor` renamed when ranks were restarted.
     aside = (_rank(path, 0, known, gaps) for path in folder.glob(f"before-restart-*.{RANK_FILES}"))
     machine = [line for record in (*ranks.values(), *aside) for line in record.machine]
@@ -537,7 +538,7 @@ def _sessions(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
         sessions = [session for session in content["sessions"] if isinstance(session, dict)]
         version = content.get("version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        gaps.append(f"{path.name} is missing or broken: settings, machine and clocks are unknown.")
+        gaps.append(f"{path.name} is missing or broken: settings and machine are unknown.")
         return []
     if not isinstance(version, int) or version > VERSION:
         raise ConfigurationError(
@@ -576,30 +577,26 @@ def _rank(path: Path, number: int, known: set[str] | None, gaps: list[str]) -> R
         gaps.append(f"{path.name}: {len(bad)} line{'s' * (len(bad) > 1)} cannot be read; the first is line {bad[0]}.")
     # Of steps that were repeated after a restart or a recovery, the last one counts.
     rank.steps = sorted({step.step: step for step in rank.steps}.values(), key=lambda step: step.step)
+    rank.timelines = sorted({each.step: each for each in rank.timelines}.values(), key=lambda each: each.time)
     return rank
 
 
-def _set_clock(record: RankRecord, sessions: Sequence[dict[str, Any]]) -> None:
-    """Convert the times of a rank to rank zero's clock.
+def _align_clocks(ranks: Mapping[int, RankRecord]) -> None:
+    """Convert the times of ranks on other machines to the clock of the first rank.
 
-    The offset was measured at the beginning of each session, and at its end if it was not killed; between the two, it
-    is interpolated.
+    All ranks leave the reduction of a step at the same moment, whatever their clocks say: each time is shifted by the
+    difference at the last such moment before it. Without timelines, as with fsdp, the clocks are taken to agree.
     """
-    # By session: times and offsets.
-    readings: list[list[tuple[float, float]]] = []
-    for session in sessions:
-        with suppress(TypeError, LookupError, AttributeError):
-            clocks = session["clocks"].values()  # a killed session has no end
-            if found := [(each["time"], each["offsets_s"][record.rank]) for each in clocks]:
-                readings.append(found)
-    if not readings:
-        return
+    first = ranks[min(ranks)]
+    ends = {each.step: each.time + each.waited[1] for each in first.timelines if each.waited}
 
-    def offset_s(time: float) -> float:
-        session = next((each for each in reversed(readings) if each[0][0] <= time), readings[0])
-        (begin, first_s), (end, last_s) = session[0], session[-1]
-        part = min(1.0, max(0.0, (time - begin) / (end - begin))) if end > begin else 0.0
-        return first_s + part * (last_s - first_s)
+    def shifted(entry: Any) -> Any:
+        return replace(entry, time=entry.time - ahead_s[max(0, bisect(moments, entry.time) - 1)])
 
-    for entries in (record.steps, record.timelines, record.machine, record.events):
-        entries[:] = [replace(entry, time=entry.time - offset_s(entry.time)) for entry in entries]  # type: ignore
+    for record in ranks.values():
+        marks = [each for each in record.timelines if each.waited and each.step in ends]
+        if record.host != first.host and marks:
+            moments = [each.time for each in marks]
+            ahead_s = [each.time + each.waited[1] - ends[each.step] for each in marks if each.waited]
+            for entries in (record.steps, record.timelines, record.machine, record.events):
+                entries[:] = map(shifted, entries)

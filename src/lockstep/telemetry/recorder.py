@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.accelerator import mark_on, start_thread, synchronize
-from lockstep.comm.clocks import ClockOffset, measure_clock_offsets
 from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
 from lockstep.comm.store import StatusKeys
 from lockstep.comm.world import JOINS
@@ -236,10 +235,6 @@ class Place:
         group = self.group
         return [value] if group is None else all_gather_object(value, group=group, device=device_for(group))
 
-    def offsets(self) -> list[ClockOffset]:
-        """Return the offsets of the ranks' clocks. Collective if there is a group: every rank."""
-        return [] if self.group is None else measure_clock_offsets(self.group, device_for(self.group))
-
 
 # [Note: the record of a recovery]
 # All ranks that take part in a recovery record it, as any of them, rank zero too, may be the next that is lost. A
@@ -395,18 +390,15 @@ class Recorder:
         # Without a group, rank zero knows only itself.
         known = [each for each, *_ in gathered] + [{} for _ in range(place.num_ranks - len(gathered))]
         session = {**run, "began_at": began_at, "num_restarts": restarts, "ranks": known}
-        self._session: dict[str, Any] = goes_on or {**session, **record.how_called(), "clocks": {}, **facts}
+        self._session: dict[str, Any] = goes_on or {**session, **record.how_called(), **facts}
         if is_fresh and place.rank == 0:
             keep_rest_aside(folder, place.num_ranks)
-        self._describe(place.offsets(), "start")
+        self._describe()
 
-    def _describe(self, offsets: Sequence[ClockOffset], when: str) -> None:
-        """Write ``run.json`` on rank zero, with the offsets of the clocks if they were compared; ignore errors."""
+    def _describe(self) -> None:
+        """Write ``run.json`` on rank zero; ignore errors."""
         if self.place.rank != 0 or self._run_dir is None:
             return
-        if offsets:
-            bounds = {"offsets_s": [each.offset_s for each in offsets], "errors_s": [each.error_s for each in offsets]}
-            self._session["clocks"][when] = {"time": time.time(), **bounds}
         content = {"version": record.VERSION, "sessions": [*self._before, self._session]}
         with suppress(OSError):
             replace_file(self._run_dir / record.RUN_FILE, json.dumps(content, indent=1))
@@ -463,11 +455,10 @@ class Recorder:
         self._thread = start_thread(lambda: self._work(period_s), name="lockstep-recorder", device=self._device)
         return self._thread
 
-    def finish(self, offsets: Sequence[ClockOffset] = (), *, waits: bool, **facts: Any) -> None:
+    def finish(self, *, waits: bool, **facts: Any) -> None:
         """Record all remaining steps and events, and close the files. Blocks some seconds at most for that.
 
         Args:
-            offsets: The offsets of the ranks' clocks, if they were compared once more.
             waits: Whether to block until the device has completed the last step; not after an error.
             facts: For ``run.json``.
         """
@@ -480,7 +471,7 @@ class Recorder:
         thread.join(_JOIN_S)
         if self._run_dir is not None:
             self._session |= facts
-            self._describe(offsets, "end")
+            self._describe()
 
     def close(self) -> None:
         """Close the subscribers. Blocks some seconds at most."""

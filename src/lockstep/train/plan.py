@@ -25,21 +25,17 @@ class VirtualShards:
     """The virtual shards of a global batch, and their devices.
 
     Args:
-        placement: Placement on the ranks if several train together, otherwise on the devices of this process.
-        mine: The virtual shards of each device of this process.
+        placement: Placement on the ranks.
+        mine: The virtual shards of this process.
     """
 
     placement: LeafPlacement
-    mine: tuple[range, ...]
+    mine: range
 
     @property
     def split(self) -> BatchSplit:
         """How a global batch is divided, and the shares of this process."""
-        return BatchSplit(self.placement.tree.num_leaves, range(self.mine[0].start, self.mine[-1].stop), 1)
-
-    def spread(self, devices: Sequence[torch.device]) -> list[torch.device]:
-        """Return the device of each virtual shard of this process."""
-        return [device for leaves, device in zip(self.mine, devices, strict=True) for _ in leaves]
+        return BatchSplit(self.placement.tree.num_leaves, self.mine, 1)
 
 
 def place_shards(num_leaves: int, num_devices: int, proportions: Sequence[float] | None) -> LeafPlacement:

@@ -91,7 +91,8 @@ class RunRecord:
         self._recorder.on_recovery = self._recovered
         self.sinks = self._recorder.sinks
         self._stamps = BucketStamps(self._device)
-        trainer.strategy.stamp_buckets(self._stamps)
+        if trainer.strategy.ours is not None:
+            trainer.strategy.ours.stamp_buckets(self._stamps)
         self._stamps.closely = has_timeline(trainer.num_steps_done)
         self._copies: list[Copy] = []
         trainer.batches.copies = self._copies
@@ -200,12 +201,11 @@ class RunRecord:
         Collective: every rank. Blocks for some small messages, and until the device has finished.
         """
         recorder = self._recorder
-        offsets = [] if self._settings.run_dir is None else self._place.offsets()
         if not self._is_over:  # else a rank was lost after that
             self.event(event, text)
             self._is_over = True
             self._release(None)
-            recorder.finish(offsets, waits=True, workers=self._trainer.settings.workers)
+            recorder.finish(waits=True, workers=self._trainer.settings.workers)
         mine = asdict(recorder.means.whole_run()), asdict(recorder.sampler.used)
         gathered, used = zip(*self._place.gather(mine), strict=True)
         done = recorder.means.num_done

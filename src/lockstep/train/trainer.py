@@ -23,6 +23,7 @@ from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
 from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
+from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
@@ -168,7 +169,7 @@ class Trainer:
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided).train()
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
-        places = self.devices if shards is None else shards.spread(self.devices)
+        places = self.devices if shards is None else [self.device] * len(shards.mine)
         devices = dict(zip(self._split.shares, places, strict=False))  # torch's DataParallel has one share only
         self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, self.loading), devices)
 
@@ -182,7 +183,7 @@ class Trainer:
         else:
             group = world.group if self._name == "ddp" else None
             self.strategy = reproducible.Reproducible(
-                self._model, objective, shards, self.devices, group, self.arithmetic, is_first=is_first
+                self._model, objective, shards, self.devices, group, is_first=is_first
             )
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
@@ -254,9 +255,9 @@ class Trainer:
 
     def reconnect(self, world: World) -> None:
         """Use the groups of ``world`` from now on, and its division of the batch. Collective: every rank."""
-        stamps, residuals = self.strategy.disconnect(), None
-        if self.strategy.compressed is not None:
-            residuals = self.strategy.compressed.compression_state_dict()
+        old = self.strategy.ours
+        if old is not None:  # not with virtual shards
+            old.reducer.remove_hooks()
         with self.arithmetic.applied():
             before, shards = self._split, self._divide(world)
             if self._split != before:
@@ -266,10 +267,9 @@ class Trainer:
                 self.batches.copies = copies
                 self.batches.seek(self.num_steps_done, state)
             self._connect(world, shards, is_first=False)
-        if stamps is not None:
-            self.strategy.stamp_buckets(stamps)
-        if residuals is not None and self.strategy.compressed is not None:
-            self.strategy.compressed.load_compression_state_dict(residuals)
+        if old is not None and (new := self.strategy.ours) is not None:
+            new.reducer.observers += [each for each in old.reducer.observers if isinstance(each, BucketStamps)]
+            new.load_compression_state_dict(old.compression_state_dict())
 
     def modules_to_restore(self) -> list[nn.Module]:
         """Return the modules whose buffers change in a step."""
@@ -277,12 +277,16 @@ class Trainer:
 
     def agreed_plan(self) -> Any:
         """Return the order of the buckets, and what else the ranks know together and a checkpoint has not."""
-        return [self.strategy.agreed_plan(), self._alike_after, self._has_counts]
+        ours = self.strategy.ours
+        return [None if ours is None else ours.agreed_plan(), self._alike_after, self._has_counts]
 
     def use_plan(self, plan: Any) -> None:
         """Use the order of the buckets of another rank. Collective: every rank."""
         buckets, self._alike_after, self._has_counts = plan
-        self.strategy.use_plan(buckets)
+        if self.strategy.ours is not None:
+            self.strategy.ours.use_plan(buckets)
+            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+                self.optimizer.reconnect(self.strategy.ours.process_group, self.strategy.ours.reducer)
 
     def _make_strategy(
         self, name: StrategyName, objective: step_parts.Objective, world: World, *, is_first: bool

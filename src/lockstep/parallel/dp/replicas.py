@@ -51,7 +51,6 @@ class Replicas:
     Attributes:
         module: The module that is replicated.
         devices: One for each replica; the same device may be named several times.
-        num_parameters: Of the module at the last `refresh`: their gradients are the first in each row.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -61,7 +60,6 @@ class Replicas:
         self._shells: list[list[nn.Module]] = []
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
         self._weights: list[Tensor] = []
-        self.num_parameters = 0
         self._leaves: list[list[Tensor | None]] = []
 
     def refresh(self, num_replicas: int, *, leaves: bool) -> list[nn.Module]:
@@ -80,7 +78,6 @@ class Replicas:
         buffers = _each_once(each for source in self._sources for each in source._buffers.values())
         plain_buffers = [buffer for buffer in buffers if not buffer.requires_grad]
         self._weights = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
-        self.num_parameters = len(parameters)
         check_devices([*self._weights, *plain_buffers], self.devices[0])
 
         # On the module's own device every replica's weight shares the memory of the module's weight: nothing is copied
@@ -101,12 +98,6 @@ class Replicas:
             self._fill(shells, stand_ins)
         return [shells[0] for shells in self._shells[:num_replicas]]
 
-    def take_gradients(self) -> list[Gradients]:
-        """Return the gradients of the leaves of each replica of the last `refresh`, and release them."""
-        rows = [[None if leaf is None else leaf.grad for leaf in leaves] for leaves in self._leaves]
-        self.drop_gradients()
-        return rows
-
     def drop_gradients(self) -> None:
         """Release the leaves and their gradients."""
         for leaf in (leaf for leaves in self._leaves for leaf in leaves if leaf is not None):
@@ -115,7 +106,8 @@ class Replicas:
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of all leaves of the last `refresh` into those of the module's weights."""
-        rows = self.take_gradients()
+        rows = [[None if leaf is None else leaf.grad for leaf in leaves] for leaves in self._leaves]
+        self.drop_gradients()
         deliver(self._weights, sum_in_tree(rows, self.devices[: len(rows)], in_place=True))
 
     def forget(self) -> None:

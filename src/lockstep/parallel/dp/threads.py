@@ -223,13 +223,13 @@ class ReplicaEngine:
 
     def differentiate(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
-    ) -> tuple[dict[int, Tensor], list[nn.Module], float]:
+    ) -> tuple[dict[int, Tensor], float]:
         """Differentiate the loss of every shard in its replica's thread; the gradients stay in the replicas' leaves.
 
         A shard of None is skipped.
 
         Returns:
-            The losses by replica, the replicas, and how long it took to update them.
+            The losses by replica, and how long it took to update the replicas.
 
         Raises:
             BaseException: The error of the lowest failing replica; the text contains its traceback.
@@ -237,7 +237,7 @@ class ReplicaEngine:
         # Shard i belongs to replica i, even if shards before it are missing.
         present = [index for index, shard in enumerate(shards) if shard is not None]
         if not present:
-            return {}, [], 0.0
+            return {}, 0.0
         start = time.perf_counter()
         modules = self.replicas.refresh(present[-1] + 1, leaves=True)
         refresh_s = time.perf_counter() - start
@@ -251,7 +251,7 @@ class ReplicaEngine:
         except BaseException:
             self.replicas.drop_gradients()  # of the replicas that did not fail
             raise
-        return {index: losses[index] for index in present}, modules, refresh_s
+        return {index: losses[index] for index in present}, refresh_s
 
     def _run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run one function for each replica, a single one in the calling thread; raise the first failure."""

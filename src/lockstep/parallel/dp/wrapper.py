@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.containers import items_of, with_items
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.dp.replicas import Gradients, Replicas, check_devices
+from lockstep.parallel.dp.replicas import Replicas, check_devices
 from lockstep.parallel.dp.threads import CallerModes, LossFunction, ReplicaEngine, Scale, as_listed, differentiate
 from lockstep.parallel.module_io import Wrapper
 
@@ -27,20 +27,6 @@ Devices = Sequence[Device]
 
 # Held while a wrapper looks up or creates its engine, so that two threads do not create two.
 _ENGINES = Lock()
-
-
-class ReplicaGradients(NamedTuple):
-    """What one replica computed from its shard.
-
-    Attributes:
-        loss: Detached and not scaled, on the replica's device.
-        gradients: One for each parameter of the module, in their order; None where the replica did not use it.
-        module: The replica, with its buffers after the forward; the wrapped module itself for the first one.
-    """
-
-    loss: Tensor
-    gradients: Gradients
-    module: nn.Module
 
 
 class DataParallel(Wrapper, Generic[Wrapped]):
@@ -176,7 +162,7 @@ class DataParallel(Wrapper, Generic[Wrapped]):
         if len(self.device_ids) > 1:
             engine = self._current_engine()
             with engine.turn():
-                losses, _, refresh_s = engine.differentiate(loss, shards, scales)
+                losses, refresh_s = engine.differentiate(loss, shards, scales)
                 start = time.perf_counter()
                 # Without a shard, no replicas were updated.
                 if losses:
@@ -189,32 +175,6 @@ class DataParallel(Wrapper, Generic[Wrapped]):
             for shard, scale in zip(shards, scales, strict=True)
             if shard is not None
         ]
-
-    def gradients(
-        self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
-    ) -> dict[int, ReplicaGradients]:
-        """Compute and differentiate as `backward` does, but return each replica's gradients instead of summing them.
-
-        For callers that sum in their own order. The module's ``grad`` does not change. Needs two or more devices.
-
-        Args:
-            loss: As in `backward`.
-            shards: As in `backward`.
-            scales: As in `backward`.
-
-        Returns:
-            By index of the replica, for replicas with a shard.
-
-        Raises:
-            BaseException: As in `backward`.
-        """
-        self._check_shards(shards, scales)
-        engine = self._current_engine()
-        with engine.turn():
-            losses, modules, _ = engine.differentiate(loss, shards, scales)
-            rows = engine.replicas.take_gradients() if losses else []
-        count = engine.replicas.num_parameters
-        return {index: ReplicaGradients(value, rows[index][:count], modules[index]) for index, value in losses.items()}
 
     def _check_shards(self, shards: Sequence[Any], scales: Sequence[Scale]) -> None:
         room = max(1, len(self.device_ids))

@@ -38,6 +38,7 @@ from lockstep.comm.collectives import all_gather_object, broadcast_object, defau
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
 from lockstep.telemetry.rank_state import format_bytes
+from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
 from lockstep.train.checkpoints.checkpoint_storage import MANIFEST, NO_ANSWER, TreePacker, read_manifest
@@ -94,8 +95,7 @@ def lock_folder(folder: Place) -> Iterator[Callable[[], None]]:
         OSError: The lock file cannot be created.
     """
     name = os.path.realpath(folder) if isinstance(folder, Path) else str(folder)
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    deadline = time.monotonic() + RESTART_TIMEOUT_S * is_restart
+    deadline = time.monotonic() + RESTART_TIMEOUT_S * bool(num_restarts())
     while name in _held or (lock := _try_to_lock(folder)) is None:
         if time.monotonic() >= deadline:
             raise CheckpointError(
@@ -176,6 +176,7 @@ class FoundCheckpoint:
         step: Number of steps after which it was saved.
         number: Number of the save in this folder, in the order of the saves; infinite if unknown.
         loss: Loss of the evaluation after that step, or None.
+        job: The id of the job that saved it, if it had one.
         problem: Why it cannot be loaded, as far as the manifest shows.
     """
 
@@ -183,6 +184,7 @@ class FoundCheckpoint:
     step: int
     number: float = math.inf
     loss: float | None = None
+    job: str | None = None
     problem: str | None = None
 
 
@@ -199,7 +201,7 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
             try:
                 about = read_manifest(path).about
                 if type(about.get("number")) is int and about.get("step") == each.step:
-                    each = replace(each, number=about["number"], loss=about["loss"])
+                    each = replace(each, number=about["number"], loss=about["loss"], job=about.get("job"))
                 else:
                     each = replace(each, problem="it is not a checkpoint of a run")
             except CheckpointError as error:
@@ -371,8 +373,10 @@ class Checkpoints:
         self._number = max((int(each.number) for each in found if each.problem is None), default=0)
         if self.fresh:
             self._clear()
-            self._stale = [each.path for each in found]
-            return []
+            job = os.environ.get("TORCHELASTIC_RUN_ID") if num_restarts() else None
+            # After a restart, this job goes on from what it has saved.
+            own = [each for each in found if job is not None and each.job == job]
+            self._stale, found = [each.path for each in found if each not in own], own
         return [(each.path.name, each.problem) for each in found]
 
     def lead(self) -> None:
@@ -443,7 +447,8 @@ class Checkpoints:
         token = _gather(self._make_folder(path) if self.world.is_rank_zero else None)[0]
         if token is not None and not self.failure:  # otherwise `agree` raises it on all ranks
             self._path = path
-            about = {"step": step, "loss": None if loss is None or not math.isfinite(loss) else loss}
+            known = loss if loss is not None and math.isfinite(loss) else None
+            about = {"step": step, "loss": known, "job": os.environ.get("TORCHELASTIC_RUN_ID")}
             try:
                 self._start(state, path, token, about)
             except Exception as error:  # for example no memory for the copy

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -24,7 +20,6 @@ from lockstep.data.loader import MicroBatch
 from lockstep.errors import ConfigurationError
 from lockstep.parallel import reduction_tree as trees
 from lockstep.parallel.ddp.setup import ModelSync
-from lockstep.parallel.dp.wrapper import DataParallel, ReplicaGradients
 from lockstep.train.plan import VirtualShards, place_shards
 from lockstep.train.settings import Settings, StrategyName
 from lockstep.train.skipping import BufferSnapshot
@@ -32,13 +27,6 @@ from lockstep.train.step import Objective, Part
 from lockstep.train.strategies.strategy import Pass, Strategy
 
 # --- the causes of different bits of a sum: threads, kernels, the machine ---------------------------------------------
-
-
-def use_threads(count: int) -> None:
-    """Set the number of cores that an operation of the calling thread may use."""
-    # The first query in a thread sets its number to that of the process, so query before setting.
-    torch.get_num_threads()
-    torch.set_num_threads(count)
 
 
 @dataclass(frozen=True)
@@ -56,6 +44,7 @@ class Arithmetic:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Apply these settings within the block, and restore the previous ones."""
+        # The first query in a thread sets its number to that of the process, so query before setting.
         threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
         deterministic = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -65,7 +54,7 @@ class Arithmetic:
             torch.use_deterministic_algorithms(True, warn_only=not deterministic or warn_only)
             torch.backends.cudnn.benchmark = False
         if self.threads is not None:
-            use_threads(self.threads)
+            torch.set_num_threads(self.threads)
         try:
             yield
         finally:
@@ -143,14 +132,14 @@ class ShardBuffers:
         """Restore the buffers of the start of the step."""
         self._start.restore()
 
-    def record(self, leaf: int, module: nn.Module) -> None:
-        """Keep the buffers of ``module``, the model or a replica of it, after a virtual shard.
+    def record(self, leaf: int) -> None:
+        """Keep the buffers of the model after a virtual shard.
 
         Raises:
             ConfigurationError: A buffer has another shape or dtype than before.
         """
         left: list[Tensor | None] = []
-        for value, name, start in zip(self._start.read(module), self._start.names, self._start.values, strict=True):
+        for value, name, start in zip(self._start.current(), self._start.names, self._start.values, strict=True):
             if value.shape != start.shape or value.dtype != start.dtype:
                 raise ConfigurationError(
                     f"The buffer {name} changed from {_shape_and_dtype(start)} "
@@ -158,7 +147,7 @@ class ShardBuffers:
                     "With reproducible, buffers must keep their shape and dtype. Store it in a plain attribute."
                 )
             # Most buffers do not change and need no copy.
-            left.append(None if torch.equal(value.to(start.device), start) else value.detach().clone())
+            left.append(None if torch.equal(value, start) else value.detach().clone())
         self._left[leaf] = left
 
     def changed(self) -> list[bool]:
@@ -202,7 +191,7 @@ class ShardBuffers:
             flats[range(leaf, leaf + 1)] = flat
         nodes = tree.roots(self._leaves)
         parts = {node: trees.GradientRow([tree.combine(flats, Tensor.add_, root=node)], []) for node in nodes}
-        mean = self._exchange.sum([parts]).flats[0][:numel] / sum(sizes.values())
+        mean = self._exchange.sum(parts).flats[0][:numel] / sum(sizes.values())
         for index, start, piece in zip(indices, starts, mean.split(numels), strict=True):
             self._start.objects[index].copy_(piece.view(start.shape))
 
@@ -277,45 +266,24 @@ def _rows(sizes: Mapping[int, int], parts: Mapping[int, Part], num_leaves: int, 
     return rows
 
 
-# --- compute virtual shards on the devices of this process ------------------------------------------------------------
-
-
-class Shard(NamedTuple):
-    """A virtual shard that has samples."""
-
-    leaf: int
-    batch: object
-    num_samples: int
-
-
-# The loss of a virtual shard, and a gradient for each parameter of the model.
-ShardResult = tuple[Part, Sequence[Tensor | None]]
-
-
-def _shared_state() -> tuple[object, ...]:
-    """Return the state of the generators that all threads share."""
-    numpy_state = pickle.dumps(np.random.get_state())
-    return random.getstate(), numpy_state, torch.get_rng_state().numpy().tobytes()
+# --- compute virtual shards on the device of this process -------------------------------------------------------------
 
 
 @final
 class Reproducible(Strategy):
-    """Runs the virtual shards of this process, and sums the gradients of all shards in one tree.
+    """Runs the virtual shards of this process one by one, and sums the gradients of all shards in one tree.
 
-    Shards are computed on the model itself, or on several devices by the threads of `DataParallel`. Generators of
-    random numbers belong to the process (Python, NumPy, torch on the CPU) or to a device. The numbers that threads get
-    from the same generator depend on their timing, so replicas that use the same generator run one after the other:
-    on the CPU always, on devices from the first step on that used a generator of the process.
+    Strategy ``dp`` does so on its first device: generators of random numbers that threads share (Python's, NumPy's and
+    that of torch on the CPU) give numbers that depend on timing. Strategy ``ddp`` uses all devices.
 
     Collective if there is a group: every rank. All ranks get the model of rank 0.
 
     Args:
-        model: The model without wrappers, on the first of ``devices``.
+        model: The model without wrappers.
         objective: Its loss.
         shards: The virtual shards.
-        devices: The devices of this process.
+        devices: Of this process; the model is on the first.
         group: The ranks, with one device each; None: only this process.
-        arithmetic: Number of threads and choice of kernels.
         is_first: Whether the ranks compare the model and copy that of rank 0.
 
     Raises:
@@ -333,7 +301,6 @@ class Reproducible(Strategy):
         shards: VirtualShards,
         devices: Sequence[torch.device],
         group: Group | None,
-        arithmetic: Arithmetic,
         *,
         is_first: bool = True,
     ) -> None:
@@ -351,18 +318,15 @@ class Reproducible(Strategy):
             sync.broadcast(src=0, with_buffers=True)
         self.group = self.step_group = group
         placement = shards.placement
-        self._model, self._objective, self._devices, self._arithmetic = model, objective, list(devices), arithmetic
-        self._engine = DataParallel(model, device_ids=self._devices) if len(devices) > 1 else None
-        self._take_turns = devices[0].type == "cpu" or len(set(devices)) < len(devices)
+        self._model, self._objective, self._device = model, objective, devices[0]
+        if len(set(devices)) > 1:
+            self.note = f"all virtual shards are computed on {devices[0]}: strategy ddp uses all devices"
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._trained = [index for index, parameter in enumerate(model.parameters()) if parameter.requires_grad]
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         layout = trees.GradientLayout(self._parameters, multiple_of=1 if group is None else group.size())
         self._tree = placement.tree
-        self._sums = [trees.PairwiseAccumulator(self._tree, layout, device) for device in devices]  # by replica
-        self._exchange: trees.TreeReduction = trees.LocalReduction(self._tree)
-        if group is not None:
-            self._exchange = trees.RankReduction(placement, group)
+        self._sums = trees.PairwiseAccumulator(self._tree, layout, devices[0])
+        self._exchange = trees.TreeReduction(placement, group)
         self._mine = shards.mine
         self._buffers = ShardBuffers(model, shards, self._exchange, group)
         self._in_use: trees.GradientRow | None = None  # ``param.grad`` are views of it
@@ -373,123 +337,62 @@ class Reproducible(Strategy):
 
         Collective if there is a group and ``how.sync``: every rank, with or without samples.
         """
-        items = zip(micro.numbers, micro.batches, micro.sizes, strict=True)
-        shards = {leaf: Shard(leaf, batch, size) for leaf, batch, size in items}
         for parameter in self._parameters:
             parameter.grad = None  # also those that the optimizer does not have
         if self._in_use is not None:
             # No gradient is a view of it now.
-            self._sums[0].give_back([self._in_use])
-        table = self._compute(shards, how)
+            self._sums.give_back([self._in_use])
+        table = self._compute(micro, how)
         how.timer.begin("communication")
         if not how.sync:  # a replay, or a step that is timed without communication
             how.on_losses([table.loss(self._tree)])
-            self._deliver(self._sum_own(), table.used)
+            # In no fixed order: this is sufficient to find the origin of a NaN.
+            total, *others = self._sums.take().values()
+            for row in others:
+                total.add_row(row)
+            self._sums.give_back(others)
+            self._deliver(total, table.used)
             return
         how.timer.marks.exposed_s = 0.0  # the waits of backward are counted in other phases
         if self.group is not None:
-            table = table.over_ranks(self.group, self._devices[0])
+            table = table.over_ranks(self.group, self._device)
         how.on_losses([table.loss(self._tree)])
         self._buffers.finish(table.changed, table.sizes)
-        taken = [sums.take() for sums in self._sums]
-        total = self._exchange.sum(taken)
-        for sums, rows in zip(self._sums, taken, strict=True):
-            sums.give_back([row for row in rows.values() if row is not total])
+        rows = self._sums.take()
+        total = self._exchange.sum(rows)
+        self._sums.give_back([row for row in rows.values() if row is not total])
         self._deliver(total, table.used)
 
-    def _compute(self, shards: dict[int, Shard], how: Pass) -> Table:
-        """Run the shards, round after round: one on each replica at a time."""
+    def _compute(self, micro: MicroBatch, how: Pass) -> Table:
+        """Run forward and backward of the shards. Afterwards the buffers are those of the start of the step."""
+        batches = dict(zip(micro.numbers, micro.batches, strict=True))
+        sizes = dict(zip(micro.numbers, micro.sizes, strict=True))
         parts = {}
         used = [False] * len(self._parameters)
         self._buffers.begin()
-        for leaves in zip_longest(*self._mine):
-            current = {replica: shards[leaf] for replica, leaf in enumerate(leaves) if leaf in shards}
-            results = self._compute_round(current, how) if current else {}
-            for replica, leaf in enumerate(leaves):
-                if leaf is None:  # this replica has fewer shards than others
-                    continue
-                # A shard without samples is also a leaf of the tree.
-                gradients: list[Tensor | None] = [None] * len(self._parameters)
-                if replica in results:
-                    parts[leaf], of_all = results[replica]
-                    gradients = [of_all[index] for index in self._trained]
-                for index, gradient in enumerate(gradients):
-                    if gradient is not None and gradient.layout is not torch.strided:
-                        raise ConfigurationError(
-                            f"The gradient of {self._names[index]} is sparse, which reproducible does not support.\n"
-                            "Create the embedding with sparse=False, and use an optimizer for dense gradients."
-                        )
-                    used[index] = used[index] or gradient is not None
-                self._sums[replica].push(leaf, gradients)
-        sizes = {leaf: shard.num_samples for leaf, shard in shards.items()}
-        return Table(_rows(sizes, parts, self._tree.num_leaves, self._devices[0]), used, self._buffers.changed())
-
-    def _compute_round(self, shards: Mapping[int, Shard], how: Pass) -> dict[int, ShardResult]:
-        """Run forward and backward of at most one shard per replica, all at the same time if that is safe.
-
-        Shards and results are by the number of the replica. Afterwards ``param.grad`` of the model is None, and its
-        buffers are those of the start of the step.
-        """
-        if self._engine is None:
-            return {0: self._compute_on_model(shards[0], how)}
-        rounds = [{replica: shard} for replica, shard in shards.items()] if self._take_turns else [shards]
-        before = None if self._take_turns else _shared_state()
-        results: dict[int, ShardResult] = {}
-        for current in rounds:
-            found = self._differentiate(self._engine, current, how)
-            if before is not None and _shared_state() != before:
-                # The use of a shared generator is only known now, so these shards are computed again.
-                self._take_turns = True
+        for leaf in self._mine:
+            # A shard without samples is also a leaf of the tree.
+            gradients: list[Tensor | None] = [None] * len(self._parameters)
+            if leaf in sizes:
+                how.timer.begin("forward")
+                how.seed(leaf, device=self._device)
+                part = self._objective(self._model, batches[leaf], sizes[leaf])
+                how.timer.begin("backward")
+                how.scaled(part).backward()
+                parts[leaf] = part._replace(value=part.value.detach())
+                gradients = [parameter.grad for parameter in self._parameters]
+                self._model.zero_grad()
+                self._buffers.record(leaf)
                 self._buffers.restore()
-                return self._compute_round(shards, how)
-            for replica, (part, computed) in found.items():
-                self._buffers.record(current[replica].leaf, computed.module)
-                results[replica] = part, computed.gradients
-            self._buffers.restore()
-        return results
-
-    def _compute_on_model(self, shard: Shard, how: Pass) -> ShardResult:
-        how.timer.begin("forward")
-        how.seed(shard.leaf, device=self._devices[0])
-        part = self._objective(self._model, shard.batch, shard.num_samples)
-        how.timer.begin("backward")
-        how.scaled(part).backward()
-        gradients = [parameter.grad for parameter in self._model.parameters()]
-        self._model.zero_grad()
-        self._buffers.record(shard.leaf, self._model)
-        self._buffers.restore()
-        return part._replace(value=part.value.detach()), gradients
-
-    def _differentiate(
-        self, engine: DataParallel[nn.Module], shards: Mapping[int, Shard], how: Pass
-    ) -> dict[int, tuple[Part, ReplicaGradients]]:
-        """Run forward and backward of all ``shards`` at the same time."""
-        parts: dict[int, Part] = {}
-
-        def loss(module: nn.Module, item: tuple[int, Shard]) -> Tensor:
-            replica, shard = item
-            if self._arithmetic.threads is not None:
-                use_threads(self._arithmetic.threads)
-            part = self._objective(module, shard.batch, shard.num_samples)
-            parts[replica] = part._replace(value=part.value.detach())
-            return how.scaled(part)
-
-        for replica, shard in shards.items():
-            how.seed(shard.leaf, device=self._devices[replica])
-        items = [(index, shards[index]) if index in shards else None for index in range(max(shards) + 1)]
-        how.timer.begin("backward")  # with forward: both run in the threads of the replicas
-        how.timer.name_phase("replicas")
-        found = engine.gradients(loss, items, [1.0] * len(items))  # the same rounding as in one replica
-        return {replica: (parts[replica], gradients) for replica, gradients in found.items()}
-
-    def _sum_own(self) -> trees.GradientRow:
-        """Return the sum over this process's shards, in no fixed order: sufficient to find the origin of a NaN."""
-        (_, total), *others = [(sums, row) for sums in self._sums for row in sums.take().values()]
-        for sums, row in others:
-            for mine, flat in zip(total.flats, row.flats, strict=True):
-                mine.add_(flat.to(mine.device))
-            sums.give_back([row])
-        return total
+            for index, gradient in enumerate(gradients):
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise ConfigurationError(
+                        f"The gradient of {self._names[index]} is sparse, which reproducible does not support.\n"
+                        "Create the embedding with sparse=False, and use an optimizer for dense gradients."
+                    )
+                used[index] = used[index] or gradient is not None
+            self._sums.push(leaf, gradients)
+        return Table(_rows(sizes, parts, self._tree.num_leaves, self._device), used, self._buffers.changed())
 
     def _deliver(self, total: trees.GradientRow, used: Sequence[bool]) -> None:
         for parameter, view, is_used in zip(self._parameters, total.views, used, strict=True):
@@ -510,5 +413,6 @@ def virtual_shards(
     check_float64(devices[0], f"reproducible={settings.reproducible}")
     num_devices = world.world_size if name == "ddp" else len(devices) if name == "dp" else 1
     placement = place_shards(settings.reproducible, num_devices, settings.shares)
-    ranges = placement.ranges
-    return VirtualShards(placement, (ranges[world.rank],) if name == "ddp" else ranges)
+    if name != "ddp":
+        placement = trees.LeafPlacement((placement.tree.root,))
+    return VirtualShards(placement, placement.ranges[world.rank if name == "ddp" else 0])

@@ -26,7 +26,6 @@ from lockstep.comm.world import World
 from lockstep.data.loader import BatchSplit, MicroBatch, to_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
-from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.bucket_gradients import FlatGradients
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
@@ -99,7 +98,10 @@ class Strategy(ABC):
     # Returns whether this rank's part of the last gradient was not finite, if that is monitored; blocks.
     part_was_bad: Callable[[], bool] | None = None
 
-    # The engine, if it compresses gradients: its residuals are a part of the state.
+    # Our engine, if this is the one.
+    ours: DistributedDataParallel | None = None
+
+    # The same, if it compresses gradients: its residuals are a part of the state.
     compressed: DistributedDataParallel | None = None
 
     # Number of replicas whose gradients are not summed: each divides by the count of its own share of a global batch.
@@ -132,10 +134,6 @@ class Strategy(ABC):
         """Return ``model`` as `whole` does, but a sharded model with the shards of this rank."""
         return self.whole(model)
 
-    def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        """Time the reductions of buckets from now on; return whether the engine supports it."""
-        return False
-
     def agrees(self, step: int) -> bool:
         """Return whether all ranks of the group communicate in step ``step``, counted from 0."""
         return True
@@ -145,17 +143,6 @@ class Strategy(ABC):
 
     def end_step(self, step: int) -> None:  # noqa: B027 - most need nothing
         """Finish step ``step`` after the update. Collective if the ranks agree in this step: every rank."""
-
-    def disconnect(self) -> BucketStamps | None:
-        """Let go of the model, for another strategy object; return what `stamp_buckets` got."""
-        return None
-
-    def agreed_plan(self) -> Any:
-        """Return what the ranks have agreed on in the first steps."""
-        return None
-
-    def use_plan(self, plan: Any) -> None:  # noqa: B027 - most need nothing
-        """Use what another rank's `agreed_plan` returned. Collective if there is a group: every rank."""
 
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Return the state that should be equal on all ranks of the group."""
@@ -266,24 +253,24 @@ class Distributed(Strategy):
         self._redundancy = redundancy
         self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=group)
-        self._ours = self._module if isinstance(self._module, DistributedDataParallel) else None
-        if self._ours is not None:
-            self.gradients = self._ours.flat_gradients
+        self.ours = self._module if isinstance(self._module, DistributedDataParallel) else None
+        if self.ours is not None:
+            self.gradients = self.ours.flat_gradients
             if not shards_optimizer:
-                self._ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is reduced
+                self.ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is reduced
             # A step cannot be computed again, to find the origin of a NaN, after the parameters have changed: with an
             # optimizer in backward, and on a device, where gradients are checked later. So each rank checks its part.
             if overlap_optimizer or device.type != "cpu":
-                self.part_was_bad = self._ours.monitor_local_gradients()
-            if self._ours.compression is not None:
-                self.compressed = self._ours
+                self.part_was_bad = self.ours.monitor_local_gradients()
+            if self.ours.compression is not None:
+                self.compressed = self.ours
         self._has_sync_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
 
     @override
     def take_over(self, optimizer: Optimizer) -> Optimizer:
         if self._overlap_optimizer:
-            assert self._ours is not None, "checked when the strategy was made"
-            self._ours.overlap_optimizer(optimizer)
+            assert self.ours is not None, "checked when the strategy was made"
+            self.ours.overlap_optimizer(optimizer)
         if self._shards_optimizer:
             assert self.group is not None
             if isinstance(optimizer, ZeroRedundancyOptimizer):  # of another strategy object
@@ -317,31 +304,6 @@ class Distributed(Strategy):
         return model
 
     @override
-    def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        if self._ours is not None:
-            self._ours.stamp_buckets(stamps)
-        return self._ours is not None
-
-    @override
-    def disconnect(self) -> BucketStamps | None:
-        assert self._ours is not None, "only our engine can be disconnected"
-        reducer = self._ours.reducer
-        reducer.remove_hooks()
-        return next((each for each in reducer.observers if isinstance(each, BucketStamps)), None)
-
-    @override
-    def agreed_plan(self) -> Any:
-        return None if self._ours is None else self._ours.agreed_plan()
-
-    @override
-    def use_plan(self, plan: Any) -> None:
-        if self._ours is not None:
-            self._ours.use_plan(plan)
-            if self._sharded is not None:
-                assert self.group is not None
-                self._sharded.reconnect(self.group, self._ours.reducer)
-
-    @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
         """Collective: every rank, with or without samples; forward may exchange buffers whether or not ``how.sync``.
 
@@ -351,13 +313,13 @@ class Distributed(Strategy):
         batch, num_samples = (micro.batches[0], len(micro.samples[0])) if micro.batches else (None, 0)
         with contextlib.ExitStack() as contexts:
             if self._has_sync_layers and not how.all_have_samples():
-                if self._ours is None:
+                if self.ours is None:
                     raise ConfigurationError(
                         "A batch leaves ranks without samples, so the model's SyncBatchNorm layers would wait "
                         "forever.\nUse strategy ddp, or omit the last batch of an epoch (drop_last=True in the task)."
                     )
                 # Ranks without samples take part in the synchronised layers of the others.
-                contexts.enter_context(self._ours.some_without_batch(has_batch=num_samples > 0))
+                contexts.enter_context(self.ours.some_without_batch(has_batch=num_samples > 0))
             if not how.sync:
                 contexts.enter_context(self._module.no_sync())  # type: ignore[operator]
             how.timer.begin("forward")
@@ -499,7 +461,7 @@ class LocalSteps(Strategy):
         else:
             self._inner = Distributed(model, objective, inside, world.device, DistributedDataParallel)
         self.step_group = self._inner.group
-        self.gradients, self.part_was_bad = self._inner.gradients, self._inner.part_was_bad
+        self.ours, self.gradients, self.part_was_bad = self._inner.ours, self._inner.gradients, self._inner.part_was_bad
         self.num_replicas = world.world_size // (1 if inside is None else inside.size())
         # The ranks of a replica have the same state: the first of them saves it.
         self._replica_rank = world.rank - (0 if inside is None else inside.rank())
@@ -522,10 +484,6 @@ class LocalSteps(Strategy):
         copy = build_model(self._task, self._device)
         load_state_dict(copy, None, {"model": self._outer_model_state()})
         return copy.train(model.training)
-
-    @override
-    def stamp_buckets(self, stamps: BucketStamps) -> bool:
-        return self._inner.stamp_buckets(stamps)
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
