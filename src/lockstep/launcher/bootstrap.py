@@ -67,13 +67,14 @@ def main(argv: list[str]) -> None:
         path = rank_file(run_dir, CRASH, own_name())
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
 
+    title = ""
+
     def show_title() -> None:
         nonlocal title
         spare = os.environ.get(SPARE, "").replace("-", " ")
         title = f"{spare or 'rank {RANK} of {WORLD_SIZE}'.format(**os.environ)}, {orders['program']}"
         set_title(title)
 
-    title = ""
     show_title()
     os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
     sys.argv = [target, *args]
