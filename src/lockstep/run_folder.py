@@ -53,9 +53,19 @@ def rank_files(folder: Path, kind: str) -> dict[int, Path]:
 SPARE = "LOCKSTEP_SPARE"
 
 
+_own_name = ""
+
+
 def own_name() -> str:
     """Return the number of this rank, or the name of this spare, as in the names of its files."""
-    return os.environ.get(SPARE) or os.environ["RANK"]
+    return _own_name or os.environ.get(SPARE) or os.environ.get("RANK", "0")
+
+
+def keep_name() -> None:
+    """Take the name of this process from its environment, which the program may change later."""
+    global _own_name
+    _own_name = ""
+    _own_name = own_name()
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -307,7 +317,9 @@ def announce_recovery(folder: Path, pid: int) -> None:
 
 def withdraw_recovery(folder: Path, pid: int, *, is_complete: bool = False) -> None:
     """Report to the launcher that this process goes on in no next generation, as it may have completed its part."""
-    if is_complete and rank_file(folder, _RECOVERS, pid).exists():
+    if not is_complete:
+        rank_file(folder, _COMPLETE, pid).unlink(missing_ok=True)
+    elif rank_file(folder, _RECOVERS, pid).exists():
         rank_file(folder, _COMPLETE, pid).touch()
     rank_file(folder, _RECOVERS, pid).unlink(missing_ok=True)
 

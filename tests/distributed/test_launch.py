@@ -17,6 +17,21 @@ from lockstep.errors import ConfigurationError, LaunchTimeout, RankFailed
 from lockstep.launcher.fork_server import ForkServer
 
 
+def test_a_function_may_change_the_variables_of_its_rank():
+    def work():
+        rank = os.environ.pop("RANK")
+        read, write = os.pipe()
+        if os.fork() == 0:
+            with open("/proc/self/cmdline") as title:
+                os.write(write, title.read().encode())
+            os._exit(0)
+        os.wait()
+        return rank, os.read(read, 100).decode().rstrip("\0")
+
+    for number, (rank, title) in enumerate(lockstep.launch(work, devices=2)):
+        assert rank == str(number) and title.startswith(f"lockstep: child of rank {number} of 2, ")
+
+
 def test_results_come_back_by_rank_and_prints_are_visible(capsys):
     factor = 3
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 import time
 from unittest import mock
 
@@ -298,6 +299,28 @@ def test_a_rank_that_is_killed_after_the_training_is_not_missed(run_script):
     ]
 
 
+def test_a_rank_that_is_killed_as_the_last_one_is_missed_where_ranks_do_not_train_together(tmp_path):
+    path = tmp_path / "alone.py"
+    path.write_text(
+        FAULTS + "\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    lose('alone')\n    print('done')\n"
+    )
+    environ = {**os.environ, "FAULTS": "alone@1", "ONCE": str(tmp_path / "once")}
+    done = run_lockstep("run", "--devices", "2", "--max-restarts", "1", path, env=environ)
+    assert done.code == 0 and "done" in done.out and "restart 1 of 1" in done.err
+
+
+def test_only_the_first_training_of_a_script_goes_on_in_place(run_script, tmp_path):
+    before, body = SCRIPT.split("torch.set_num_threads(1)\n")
+    body = textwrap.indent(body.replace('lose(f"step', 'lose(f"{kind}'), "    ")
+    (tmp_path / "train.py").write_text(f"{before}\nfor kind in ('step', 'again'):\n{body}")
+    undisturbed, _ = run_script("shm")
+    found, lines = run_script("shm", "step7@1")  # then the same ranks begin together again
+    assert found == undisturbed and len(found) == 2 and len([line for line in lines if "is back" in line]) == 1
+    found, lines = run_script("shm", "again7@1")
+    assert found[-2:] == undisturbed
+    assert len(lines) == 1 and "in step 38; restart 1 of 5" in lines[0]
+
+
 def test_a_stopped_rank_is_killed_and_replaced(run_script):
     undisturbed, _ = run_script("shm")
     found, lines = run_script("shm", "step7@1", "--watchdog", "1", BY="SIGSTOP")
@@ -329,7 +352,8 @@ def test_a_signal_during_a_recovery_ends_the_job(tmp_path, number, saves):
         deadline = time.monotonic() + 60
         while "goes on" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.3)  # the new rank has started
+        while len((tmp_path / "once-pids").read_text().split()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.02)  # until the new rank has started
         started.send_signal(number)
         code = started.wait(30)
     text = (tmp_path / "err").read_text()

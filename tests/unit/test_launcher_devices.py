@@ -8,6 +8,7 @@ import torch
 
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, num_cores, threads_for
+from lockstep.launcher.cli import run
 
 
 @pytest.fixture
@@ -45,6 +46,10 @@ def test_cpu_means_cores(gpus, cores):
     gpus(4)
     cores(16, 8)
     assert choose_num_ranks("cpu", "") == 8
+    with pytest.raises(ConfigurationError, match="no-such-file"):  # and not that there are fewer GPUs
+        run(["--devices", "cpu", "no-such-file.py"])
+    with pytest.raises(ConfigurationError, match="5 devices were requested, but this machine has 4 GPUs"):
+        run(["--spares", "1", "--max-restarts", "1", "no-such-file.py"])
 
 
 @pytest.mark.parametrize(

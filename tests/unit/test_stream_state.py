@@ -3,6 +3,7 @@
 import pickle
 import random
 import warnings
+import weakref
 from functools import partial
 from itertools import islice
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.loader import BatchIterator, BatchSplit, LoadOptions
+from lockstep.data.loader import BatchIterator, BatchSplit, LoadOptions, MicroBatch
 from lockstep.data.stream import StreamOrder, StreamReader, first_not_serializable
 
 
@@ -163,6 +164,20 @@ def test_the_state_travels_with_the_batches_and_fits_any_number_of_loader_proces
         second.seek(5, state)
         assert numbers(second, 7) == whole[5:]
         second.close()
+
+
+def test_the_micro_batches_of_a_step_are_kept_only_for_rewind():
+    def load(step, _state):
+        return (MicroBatch(step, 1, [0], [np.arange(1)], [torch.ones(1)]) for _ in range(3))
+
+    for can_rewind in (False, True):
+        batches = BatchIterator(load, {0: torch.device("cpu")})
+        batches.can_rewind = can_rewind
+        first = weakref.ref(batches.next().batches[0])
+        batches.next()
+        assert (first() is not None) == can_rewind
+    batches.rewind(0)
+    assert batches.next().batches[0] is first()
 
 
 def test_what_was_resumed_from_is_the_state_until_there_is_another():

@@ -33,9 +33,10 @@ from torch.distributed.constants import default_pg_timeout
 from lockstep import activity
 from lockstep.comm import rendezvous
 from lockstep.comm.network import cut_links
+from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import USE_LIBUV
-from lockstep.comm.world import BARRIER_TIMEOUT_S, JOINS, World, destroy_default_group, form_group
+from lockstep.comm.world import BARRIER_TIMEOUT_S, World, destroy_default_group, form_group
 from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.run_folder import (
@@ -67,13 +68,18 @@ class Membership:
 
     Attributes:
         number: The generation that this process has joined.
+        is_used: Whether this process has one already, or had one. A process that takes the place of a lost rank runs
+            the program from its start, so it cannot take part in another one.
     """
+
+    is_used = False
 
     def __init__(self, world: World) -> None:
         folder = current_run_folder()
         assert folder is not None, "only processes of our launcher have one"
         self._world, self._folder = world, folder
         self.number = 0
+        Membership.is_used = True
         self._cut, self._lock = 0, threading.Lock()
         self._ends = threading.Event()
         world.is_cut, world.leave = lambda: self.is_cut, self.close

@@ -43,6 +43,10 @@ class Rendezvous(NamedTuple):
     prefix: str
 
 
+# The environment variable of a process that takes the place of a lost rank, or is a spare: `init` gives it a group of
+# its own, in which it can prepare. Then `lockstep.comm.generations` takes it into the job.
+JOINS = "LOCKSTEP_JOINS"
+
 Address = tuple[str, int]
 
 # Servers in this process. They live as long as it does, so that a second world finds the same one.
@@ -67,8 +71,10 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _connect(env, address, timeout_s, host="The launcher of the first machine")
         prefix = f"{prefix}/{env.world_size}"
-        # torchrun's store outlives its workers: the n-th start of this rank belongs to the n-th start of the job.
-        return Rendezvous(store, is_host=False, prefix=f"{prefix}/{store.add(f'{prefix}/starts/{env.rank}', 1)}")
+        # torchrun's store outlives its workers: the n-th start of this rank belongs to the n-th start of the job. A
+        # process that takes the place of a lost rank has no part in that start.
+        number = store.add(f"{prefix}/starts/{env.rank}", int(JOINS not in os.environ))
+        return Rendezvous(store, is_host=False, prefix=f"{prefix}/{number}")
     _num_starts[address] += 1
     if address in _hosted:
         store = _hosted[address]

@@ -28,6 +28,7 @@ from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, noting_links, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
+from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
@@ -236,10 +237,6 @@ def _keeps_timeout(backend: str) -> bool:
 BARRIER_TIMEOUT_S = 1800.0
 
 _DONE = "done"
-
-# The environment variable of a process that takes the place of a lost rank, or is a spare: `init` gives it a group of
-# its own, in which it can prepare. Then `lockstep.comm.generations` takes it into the job.
-JOINS = "LOCKSTEP_JOINS"
 
 
 class World:

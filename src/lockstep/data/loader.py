@@ -696,6 +696,7 @@ class BatchIterator:
 
     Attributes:
         copies: Gets the begin and the end of each copy to the first device, if a list is assigned in time.
+        can_rewind: Whether the micro-batches of a step are kept for `rewind`, which takes their memory on the device.
     """
 
     _note: StreamNote | None
@@ -707,6 +708,7 @@ class BatchIterator:
     def __init__(self, open_at: Callable[..., Iterator[MicroBatch]], devices: Mapping[int, torch.device]) -> None:
         self._open_at, self._devices = open_at, devices
         self.copies: list[Copy] | None = None
+        self.can_rewind = False
         self.seek(0)
 
     def next(self) -> MicroBatch:
@@ -718,7 +720,8 @@ class BatchIterator:
         batch = self._again.pop(0) if self._again else next(self._batches)
         if self._of_step and self._of_step[0].step != batch.step:
             self._of_step, self._note_before = [], self._note
-        self._of_step.append(batch)
+        if self.can_rewind:
+            self._of_step.append(batch)
         # Of this batch, not of the newest: loader processes and prefetching are ahead of the training.
         self._note = batch.note
         return batch

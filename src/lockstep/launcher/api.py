@@ -109,8 +109,7 @@ def launch_with(
     """
     _refuse_inside_a_rank()
     open_closed_streams()
-    num_ranks = choose_num_ranks(devices, f"devices={devices!r}")
-    check_count(num_ranks + num_spares)
+    num_ranks = choose_num_ranks(devices, f"devices={devices!r}", num_spares)
     with environment_restored(), Reaper() as reaper:  # the agent sets variables of this process
         if num_ranks > 1:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(num_ranks)))
@@ -198,12 +197,13 @@ def _shares_output_with_children() -> bool:
 # The number of ranks, and of threads per rank.
 
 
-def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
+def choose_num_ranks(wanted: str | int | None, given_as: str, num_spares: int = 0) -> int:
     """Return the number of ranks for this machine: the requested number, else one per GPU, else one per CPU core.
 
     Args:
         wanted: A number, or a word such as ``gpu``, which torchrun's own code interprets.
         given_as: How the user gave it, for the error.
+        num_spares: The number of processes that wait to take the place of a rank, each with a GPU of its own.
 
     Raises:
         ConfigurationError: It is not a positive number, or there are fewer GPUs.
@@ -220,7 +220,7 @@ def choose_num_ranks(wanted: str | int | None, given_as: str) -> int:
         ) from None
     if count < 1:
         raise ConfigurationError(f"{count} is not a valid number of devices.\nUse at least one.")
-    check_count(count)
+    check_count(count + num_spares)
     return count
 
 

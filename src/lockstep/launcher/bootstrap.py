@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 
 from lockstep import activity
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError
-from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, own_name, rank_file
+from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
 # The environment variable with the functions that each rank calls before the program: a JSON list of
@@ -49,6 +49,7 @@ def main(argv: list[str]) -> None:
     mode, target, args, run_dir = orders["mode"], argv[2], argv[3:], orders["run_dir"]
     end_with_launcher(run_dir, orders["launcher_pid"])
     os.environ[RUN_DIR] = run_dir
+    keep_name()
     # A spare is no rank yet, so nobody is to see what it prints.
     streams = [(number, os.dup(number)) for number in (1, 2)] if SPARE in os.environ else []
     if streams:
@@ -66,12 +67,16 @@ def main(argv: list[str]) -> None:
         path = rank_file(run_dir, CRASH, own_name())
         faulthandler.enable(open(path, "w"))  # noqa: SIM115 - stays open until the process ends
 
-    def title() -> str:
-        spare = os.environ.get(SPARE, "").replace("-", " ")
-        return f"{spare or 'rank {RANK} of {WORLD_SIZE}'.format(**os.environ)}, {orders['program']}"
+    title = ""
 
-    set_title(title())
-    os.register_at_fork(after_in_child=lambda: set_title(f"child of {title()}"))  # loader workers
+    def show_title() -> None:
+        nonlocal title
+        spare = os.environ.get(SPARE, "").replace("-", " ")
+        title = f"{spare or 'rank {RANK} of {WORLD_SIZE}'.format(**os.environ)}, {orders['program']}"
+        set_title(title)
+
+    show_title()
+    os.register_at_fork(after_in_child=lambda: set_title(f"child of {title}"))  # loader workers
     sys.argv = [target, *args]
     # A function of `lockstep.launch` may be meant to run alone.
     num_peers = int(os.environ["WORLD_SIZE"]) if mode != "call" else 1
@@ -82,8 +87,9 @@ def main(argv: list[str]) -> None:
         heartbeat.write()  # peers are released at once, not at the next beat
 
     def on_rank(before: str) -> None:
+        keep_name()
         heartbeat.rename(before, own_name())
-        set_title(title())
+        show_title()
         if orders["has_pipes"]:
             redirect_output(run_dir)
         while streams:

@@ -18,7 +18,6 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from lockstep import torch_internals
-from lockstep.accelerator import check_count
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
@@ -166,9 +165,8 @@ def run(argv: Sequence[str]) -> None:
     """
     args = parse_arguments(argv)
     was_chosen = args.nproc_per_node is not None
-    num_ranks = choose_num_ranks(args.nproc_per_node, f"--devices {args.nproc_per_node}")
+    num_ranks = choose_num_ranks(args.nproc_per_node, f"--devices {args.nproc_per_node}", args.spares or 0)
     args.nproc_per_node = str(num_ranks)
-    check_count(num_ranks + (args.spares or 0))
     mode = _check_target(args)
     choose_rendezvous(args)
     check_lighthouse(args.lighthouse, max_nodes(args))

@@ -116,16 +116,16 @@ class Recovery:
         exits = [RankExit(rank, -signal.SIGKILL, FailureRecord()) for rank in pids]
         return self.why_not(exits, set(pids.values())) is None
 
-    def is_harmless(self, exit: RankExit, pid: int, ended: set[int]) -> bool:
+    def is_harmless(self, exit: RankExit, pid: int) -> bool:
         """Return whether a rank was killed when the training was complete.
 
         Args:
             exit: How it ended.
             pid: Its process.
-            ended: The processes that have ended normally.
         """
         complete = run_folder.complete_processes(self.folder)
-        is_complete = pid in complete or self.ranks.keys() - {pid} <= complete | ended
+        # An exit status of zero would not do: what ranks do that do not train together may be of use to the user.
+        is_complete = pid in complete or self.ranks.keys() - {pid} <= complete
         return exit.rank != 0 and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
 
     @property

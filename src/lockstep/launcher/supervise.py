@@ -33,9 +33,8 @@ from lockstep import run_folder, torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.activity import format_ranks
 from lockstep.comm.network import allow_open_files, set_keepalive
-from lockstep.comm.rendezvous import poll_until
+from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.comm.world import JOINS
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import (
@@ -546,12 +545,12 @@ class _Agent(LocalElasticAgent):
         }
         exits = rank_exits(failures, {}, self.job.ended_at_ns, self.job.folder, self.job.resources)
         lost = [exit for exit in exits if exit.rank in failures]
-        normal = {worker_group.workers[local].id for local, code in codes.items() if code == 0}
-        if all(recovery.is_harmless(exit, pids[exit.rank], normal) for exit in lost):
+        if all(recovery.is_harmless(exit, pids[exit.rank]) for exit in lost):
             for local in ended:
                 ranks.subprocess_handlers[local].proc.returncode = 0
             log("; ".join(map(how_it_ended, lost)) + "; the training was complete")
             return self._recover(worker_group)
+        normal = {worker_group.workers[local].id for local, code in codes.items() if code == 0}
         reason = recovery.why_not(lost, {*pids.values(), *normal})
         if reason is not None:
             if reason:

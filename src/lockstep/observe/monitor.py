@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lockstep import activity
 from lockstep.accelerator import HostCopy, widest_dtype
 from lockstep.comm.collectives import backend_name, default_group, is_initialized
-from lockstep.comm.world import JOINS
+from lockstep.comm.rendezvous import JOINS
 from lockstep.containers import find_tensors
 from lockstep.errors import ConfigurationError
 from lockstep.observe.steps import Steps, num_samples, updates

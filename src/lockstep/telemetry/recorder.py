@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from lockstep import activity
 from lockstep.accelerator import mark_on, start_thread, synchronize
 from lockstep.comm.collectives import Group, all_gather_object, device_for, is_initialized
+from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.store import StatusKeys
-from lockstep.comm.world import JOINS
 from lockstep.errors import ConfigurationError
 from lockstep.run_folder import RecoveryReport, keep_rest_aside, read_object, replace_file
 from lockstep.telemetry import ranges, record
@@ -249,6 +249,12 @@ _joined: Event | None = None
 def is_late() -> bool:
     """Return whether this process took the place of a lost rank, or is about to."""
     return _joined is not None or JOINS in os.environ
+
+
+def end_recoveries() -> None:
+    """Make records that are created from now on those of a process that has begun with the others."""
+    global _joined
+    _joined = None
 
 
 def record_recovery(report: RecoveryReport, place: Place, num_missed: int, *, joins: bool) -> None:

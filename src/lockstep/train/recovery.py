@@ -46,8 +46,8 @@ from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.run_folder import Generation, RecoveryReport, current_run_folder
-from lockstep.telemetry.recorder import Place, record_recovery
+from lockstep.run_folder import Generation, RecoveryReport, current_run_folder, withdraw_recovery
+from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
 from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
@@ -144,8 +144,11 @@ class Recovery:
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        folder = current_run_folder()
+        if folder is not None and Membership.is_used:
+            withdraw_recovery(folder, os.getpid())  # not complete any more, but it can only be restarted
         # Only groups that `init` has made can be made again.
-        if may_restart and current_run_folder() is not None and world.owned is not None:
+        elif may_restart and folder is not None and world.owned is not None:
             self._membership = Membership(world)
             if self._is_late:
                 self._has_state = False
@@ -161,6 +164,7 @@ class Recovery:
         if self._membership is not None:
             self._membership.close()
             self._membership = None
+            end_recoveries()
         for handle in self._handles:
             handle.remove()
 

@@ -352,6 +352,7 @@ class Trainer:
         step = self.num_steps_done
         activity.now.step_counter[0] = step + 1
         timer = StepTimer(self.device, step)
+        self.batches.can_rewind = self.before_update is not None
         self._began_with = self._num_updates, {} if self.scaler is None else asdict(self.scaler)
         is_exact = self.arithmetic.threads or self.arithmetic.deterministic
         with self.arithmetic.applied() if is_exact else contextlib.nullcontext():
