@@ -49,7 +49,7 @@ def train(tmp_path):
         name = f"weights-{abs(hash((faults, flags, backend, redundancy, ranks)))}.safetensors"
         environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}"), "BACKEND": backend}
         command = "train", path, "--devices", str(ranks), "--max-restarts", "8", "--strategy", "ddp-zero1"
-        given = "--redundancy", redundancy, *([] if "--steps" in flags else ["--epochs", "3"]), "--export", tmp_path / name, *flags
+        given = "--redundancy", redundancy, "--export", tmp_path / name, *(flags or ("--epochs", "3"))
         done = run_lockstep(*command, *given, env=environ)
         assert done.code == 0, done.err
         lines = [line for line in done.err.splitlines() if line.startswith("lockstep: rank")]
