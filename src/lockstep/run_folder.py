@@ -309,6 +309,8 @@ def withdraw_recovery(folder: Path, pid: int, *, is_complete: bool = False) -> N
     """Report to the launcher that this process goes on in no next generation, as it may have completed its part."""
     if is_complete and rank_file(folder, _RECOVERS, pid).exists():
         rank_file(folder, _COMPLETE, pid).touch()
+    elif not is_complete:
+        rank_file(folder, _COMPLETE, pid).unlink(missing_ok=True)
     rank_file(folder, _RECOVERS, pid).unlink(missing_ok=True)
 
 

@@ -209,6 +209,46 @@ def test_loader_processes_and_virtual_shards(run_task):
     assert len(lines) == 4 and not any("restart" in line for line in lines)
 
 
+# Two calls of `fit`, each in a world of its own, or in the script's, which goes on after them.
+TRAIN = """
+import contextlib, sys
+if __name__ == "__main__":
+    with lockstep.init() if "init" in sys.argv else contextlib.nullcontext():
+        lockstep.fit(task, epochs=3, export=f"{sys.argv[1]}1.safetensors")
+        os.environ["FAULTS"] = os.environ["LATER"]
+        lockstep.fit(task, epochs=3, export=f"{sys.argv[1]}2.safetensors")
+        if "init" in sys.argv:
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            print("ranks", int(total))
+"""
+
+
+@pytest.mark.parametrize("init", ["init", "fit"])
+def test_fit_in_a_script_goes_on_in_place_once(tmp_path, run_task, init):
+    undisturbed, _ = run_task()
+    path = tmp_path / "script.py"
+    path.write_text(TASK + TRAIN)
+    environ = {
+        **os.environ,
+        "FAULTS": "before9@1",
+        "LATER": "nowhere@0 before5@0",
+        "ONCE": str(tmp_path / "once"),
+    }
+    command = "run", "--devices", "2", "--max-restarts", "3", path, tmp_path / "weights", init
+    done = run_lockstep(*command, env=environ)
+    assert done.code == 0, done.err
+    assert {path.read_bytes() for path in tmp_path.glob("weights?.safetensors")} == {undisturbed}
+    assert ("ranks 2" in done.out) == (init == "init")
+    lines = re.findall("lockstep: (rank .*)", done.err)
+    # A rank that is lost in the second call could not come to it without the first.
+    assert [re.sub(r"[\d.]+ s | \([a-z ]+\)(?=;)|; step 1\d .*", "", line) for line in lines] == [
+        "rank 1 was killed by SIGKILL (signal 9) in step 10; rank 0 goes on",
+        "rank 1 is back after with the state of rank 0",
+        "rank 0 was killed by SIGKILL (signal 9) in step 6; restart 2 of 3",
+    ]
+
+
 def test_checkpoints_go_on_after_the_loss_of_the_rank_that_writes_them(run_task, tmp_path):
     undisturbed, _ = run_task()
     found, lines = run_task("before9@0", "--checkpoint", tmp_path / "kept", "--checkpoint-every", "4")

@@ -67,13 +67,17 @@ class Membership:
 
     Attributes:
         number: The generation that this process has joined.
+        num_made: How many memberships this process has had.
     """
+
+    num_made = 0
 
     def __init__(self, world: World) -> None:
         folder = current_run_folder()
         assert folder is not None, "only processes of our launcher have one"
         self._world, self._folder = world, folder
         self.number = 0
+        Membership.num_made += 1
         self._cut, self._lock = 0, threading.Lock()
         self._ends = threading.Event()
         world.is_cut, world.leave = lambda: self.is_cut, self.close

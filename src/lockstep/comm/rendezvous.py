@@ -51,10 +51,15 @@ _hosted: dict[Address, Store] = {}
 _num_starts: Counter[Address] = Counter()
 
 
-def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
+def join_rendezvous(env: RankEnv, timeout_s: float, *, is_late: bool = False) -> Rendezvous:
     """Connect to the store of this job, which rank zero hosts unless the launcher does.
 
     Blocks until connected, at most ``timeout_s``.
+
+    Args:
+        env: The place of this rank.
+        timeout_s: How long to wait for the store.
+        is_late: Whether this process takes the place of a lost rank, which has started already.
 
     Raises:
         ConfigurationError: The port is taken.
@@ -68,7 +73,8 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
         store = _connect(env, address, timeout_s, host="The launcher of the first machine")
         prefix = f"{prefix}/{env.world_size}"
         # torchrun's store outlives its workers: the n-th start of this rank belongs to the n-th start of the job.
-        return Rendezvous(store, is_host=False, prefix=f"{prefix}/{store.add(f'{prefix}/starts/{env.rank}', 1)}")
+        num_starts = store.add(f"{prefix}/starts/{env.rank}", 0 if is_late else 1)
+        return Rendezvous(store, is_host=False, prefix=f"{prefix}/{num_starts}")
     _num_starts[address] += 1
     if address in _hosted:
         store = _hosted[address]

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 import torch
 import torch.distributed as dist
@@ -259,6 +259,8 @@ class World:
         group: The process group of all ranks.
     """
 
+    # What `init` has made in this process and nobody has closed yet.
+    opened: ClassVar[World | None] = None
     # What `init` opened, and the backend that it chose.
     owned: Owned | None
     wanted_backend = "gloo"
@@ -416,6 +418,7 @@ class World:
         owned, self.owned = self.owned, None
         self.leave(not abort)
         if owned is not None:
+            World.opened = None
             atexit.unregister(self._close_at_exit)
             met, undo = owned
             store = PrefixStore(met.prefix, met.store)
@@ -491,7 +494,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     env = RankEnv.from_environ(os.environ)
     # One limit for all stages: after a long wait for the store, less time is left to wait for the ranks.
     deadline = time.monotonic() + timeout_s
-    met = rendezvous.join_rendezvous(env, timeout_s)
+    met = rendezvous.join_rendezvous(env, timeout_s, is_late=JOINS in os.environ)
     me = rendezvous.Participant(env.rank, env.world_size, "", socket.gethostname(), os.getpid())
     meet = partial(rendezvous.check_membership, deadline=deadline, timeout_s=timeout_s, is_host=met.is_host)
     with rendezvous.naming_a_lost_store(me):
@@ -523,7 +526,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))
-    world.wanted_backend = name
+    world.wanted_backend, World.opened = name, world
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world

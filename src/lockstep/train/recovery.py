@@ -46,7 +46,7 @@ from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.run_folder import Generation, RecoveryReport, current_run_folder
+from lockstep.run_folder import Generation, RecoveryReport, current_run_folder, withdraw_recovery
 from lockstep.telemetry.recorder import Place, record_recovery
 from lockstep.train.skipping import BufferSnapshot
 
@@ -144,8 +144,12 @@ class Recovery:
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        folder = current_run_folder()
+        if folder is not None and Membership.num_made:
+            # A second call of `fit`: a new rank would join in the first.
+            withdraw_recovery(folder, os.getpid())
         # Only groups that `init` has made can be made again.
-        if may_restart and current_run_folder() is not None and world.owned is not None:
+        elif may_restart and folder is not None and world.owned is not None:
             self._membership = Membership(world)
             if self._is_late:
                 self._has_state = False
