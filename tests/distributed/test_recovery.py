@@ -182,7 +182,7 @@ def run_task(tmp_path):
     def run(faults="", *flags, ranks=2, code=0, restarts=5, **variables):
         name = f"weights-{abs(hash((faults, flags)))}.safetensors"
         environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}"), **variables}
-        command = "train", path, "--devices", str(ranks), "--max-restarts", str(restarts), "--epochs", "3"
+        command = "train", path, "--devices", str(ranks), "--max-restarts", str(restarts), "--steps", "27"
         done = run_lockstep(*command, "--export", tmp_path / name, *flags, env=environ)
         assert done.code == code, done.err
         lines = [line for line in done.err.splitlines() if line.startswith("lockstep: rank")]
@@ -207,6 +207,28 @@ def test_loader_processes_and_virtual_shards(run_task):
     found, lines = run_task("backward@0 before9@1", *flags)
     assert found == undisturbed
     assert len(lines) == 4 and not any("restart" in line for line in lines)
+
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        samples = Samples(200)
+        return map(samples.__getitem__, range(200))
+
+import dataclasses
+task = dataclasses.replace(task, dataset=Stream)
+"""
+
+
+@pytest.mark.parametrize("flags", [["--workers", "1"], ["--min-devices", "1"]])
+def test_a_stream_goes_on_with_a_new_rank_and_with_fewer(run_task, tmp_path, flags):
+    path = tmp_path / "task.py"
+    path.write_text(TASK + STREAM)
+    undisturbed, _ = run_task("", "--reproducible", "4", ranks=3)
+    # The third rank is lost before the first batch that is compared after the loss.
+    found, lines = run_task("before2@2 before11@0", "--reproducible", "4", *flags, ranks=3)
+    assert found == undisturbed
+    assert not any("restart" in line for line in lines)
 
 
 # Two calls of `fit`, each in a world of its own, or in the script's, which goes on after them.
