@@ -271,6 +271,14 @@ def test_fit_in_a_script_goes_on_in_place_once(tmp_path, run_task, init):
     ]
 
 
+def test_the_scaler_the_schedule_and_micro_batches_go_on(run_task):
+    flags = "--precision", "fp16", "--accumulate", "2", "--clip", "0.5", "--schedule", "cosine", "--warmup", "5"
+    undisturbed, _ = run_task("", *flags)
+    found, lines = run_task("backward@0 before9@1", *flags)
+    assert found == undisturbed
+    assert len(lines) == 4 and not any("restart" in line for line in lines)
+
+
 def test_checkpoints_go_on_after_the_loss_of_the_rank_that_writes_them(run_task, tmp_path):
     undisturbed, _ = run_task()
     found, lines = run_task("before9@0", "--checkpoint", tmp_path / "kept", "--checkpoint-every", "4")
