@@ -183,7 +183,7 @@ def run_task(tmp_path):
     def run(faults="", *flags, ranks=2, code=0, restarts=5, **variables):
         name = f"weights-{abs(hash((faults, flags)))}.safetensors"
         environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}"), **variables}
-        command = "train", path, "--devices", str(ranks), "--max-restarts", str(restarts), "--epochs", "3"
+        command = "train", path, "--devices", str(ranks), "--max-restarts", str(restarts), "--steps", "27"
         done = run_lockstep(*command, "--export", tmp_path / name, *flags, env=environ)
         assert done.code == code, done.err
         lines = [line for line in done.err.splitlines() if line.startswith("lockstep: rank")]
@@ -204,6 +204,76 @@ def test_fit_goes_on_in_place_from_every_moment_of_a_step(run_task, tmp_path):
 
 def test_loader_processes_and_virtual_shards(run_task):
     flags = "--workers", "1", "--reproducible", "4"
+    undisturbed, _ = run_task("", *flags)
+    found, lines = run_task("backward@0 before9@1", *flags)
+    assert found == undisturbed
+    assert len(lines) == 4 and not any("restart" in line for line in lines)
+
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        samples = Samples(200)
+        return map(samples.__getitem__, range(200))
+
+import dataclasses
+task = dataclasses.replace(task, dataset=Stream)
+"""
+
+
+@pytest.mark.parametrize("flags", [["--workers", "1"], ["--min-devices", "1"]])
+def test_a_stream_goes_on_with_a_new_rank_and_with_fewer(run_task, tmp_path, flags):
+    path = tmp_path / "task.py"
+    path.write_text(TASK + STREAM)
+    undisturbed, _ = run_task("", "--reproducible", "4", ranks=3)
+    # The third rank is lost before the first batch that is compared after the loss.
+    found, lines = run_task("before2@2 before11@0", "--reproducible", "4", *flags, ranks=3)
+    assert found == undisturbed
+    assert not any("restart" in line for line in lines)
+
+
+# Two calls of `fit`, each in a world of its own, or in the script's, which goes on after them.
+TRAIN = """
+import contextlib, sys
+if __name__ == "__main__":
+    with lockstep.init() if "init" in sys.argv else contextlib.nullcontext():
+        lockstep.fit(task, epochs=3, export=f"{sys.argv[1]}1.safetensors")
+        os.environ["FAULTS"] = os.environ["LATER"]
+        lockstep.fit(task, epochs=3, export=f"{sys.argv[1]}2.safetensors")
+        if "init" in sys.argv:
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            print("ranks", int(total))
+"""
+
+
+@pytest.mark.parametrize("init", ["init", "fit"])
+def test_fit_in_a_script_goes_on_in_place_once(tmp_path, run_task, init):
+    undisturbed, _ = run_task()
+    path = tmp_path / "script.py"
+    path.write_text(TASK + TRAIN)
+    environ = {
+        **os.environ,
+        "FAULTS": "before9@1",
+        "LATER": "nowhere@0 before5@0",
+        "ONCE": str(tmp_path / "once"),
+    }
+    command = "run", "--devices", "2", "--max-restarts", "3", path, tmp_path / "weights", init
+    done = run_lockstep(*command, env=environ)
+    assert done.code == 0, done.err
+    assert {path.read_bytes() for path in tmp_path.glob("weights?.safetensors")} == {undisturbed}
+    assert ("ranks 2" in done.out) == (init == "init")
+    lines = re.findall("lockstep: (rank .*)", done.err)
+    # A rank that is lost in the second call could not come to it without the first.
+    assert [re.sub(r"[\d.]+ s | \([a-z ]+\)(?=;)|; step 1\d .*", "", line) for line in lines] == [
+        "rank 1 was killed by SIGKILL (signal 9) in step 10; rank 0 goes on",
+        "rank 1 is back after with the state of rank 0",
+        "rank 0 was killed by SIGKILL (signal 9) in step 6; restart 2 of 3",
+    ]
+
+
+def test_the_scaler_the_schedule_and_micro_batches_go_on(run_task):
+    flags = "--precision", "fp16", "--accumulate", "2", "--clip", "0.5", "--schedule", "cosine", "--warmup", "5"
     undisturbed, _ = run_task("", *flags)
     found, lines = run_task("backward@0 before9@1", *flags)
     assert found == undisturbed

@@ -20,8 +20,22 @@ SHARDED = (
     + """
 import functools
 import lockstep.train.fit
+from lockstep import ZeroRedundancyOptimizer as Sharded
 lockstep.train.fit.init = functools.partial(lockstep.init, backend=os.environ["BACKEND"])
+
+allocate = Sharded._allocate
+def lose_while_it_is_divided(self, *args):
+    if not self.has_state:
+        lose("divided")
+    return allocate(self, *args)
+Sharded._allocate = lose_while_it_is_divided
 """
+)
+
+
+LOST = (
+    "A rank and the next one, which held the copy of its optimizer state, were lost at once, "
+    "or a rank while the state was divided again"
 )
 
 
@@ -35,7 +49,7 @@ def train(tmp_path):
         name = f"weights-{abs(hash((faults, flags, backend, redundancy, ranks)))}.safetensors"
         environ = {**os.environ, "FAULTS": faults, "ONCE": str(tmp_path / f"once-{name}"), "BACKEND": backend}
         command = "train", path, "--devices", str(ranks), "--max-restarts", "8", "--strategy", "ddp-zero1"
-        given = "--redundancy", redundancy, "--epochs", "3", "--export", tmp_path / name, *flags
+        given = "--redundancy", redundancy, "--export", tmp_path / name, *(flags or ("--epochs", "3"))
         done = run_lockstep(*command, *given, env=environ)
         assert done.code == 0, done.err
         lines = [line for line in done.err.splitlines() if line.startswith("lockstep: rank")]
@@ -67,8 +81,26 @@ def test_a_rank_and_the_holder_of_its_copy_are_lost(train):
     found, lines, said = train("evaluation@0 evaluation@1", ranks=3)
     assert found == undisturbed
     assert "; restart " in lines[-1]
-    why = "A rank and the next one, which held the copy of its optimizer state, were lost at once: all ranks restart"
-    assert why in said
+    assert f"{LOST}: all ranks restart" in said
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_is_lost_while_the_state_is_divided_again(train, backend):
+    undisturbed, _, _ = train(ranks=3, backend=backend)
+    found, lines, said = train("backward@1 divided@0", ranks=3, backend=backend)
+    assert found == undisturbed
+    if backend == "shm":  # the others wait for memory of all, and cannot have their parts
+        assert "; restart " in lines[-1] and f"{LOST}: all ranks restart" in said
+
+
+def test_a_rank_is_lost_in_the_first_step_after_a_resume(train, tmp_path):
+    undisturbed, _, _ = train()
+    kept = "--checkpoint", tmp_path / "kept", "--steps", "5"
+    train("", *kept)
+    resumed, lines, said = train("backward@1", *kept[:3], "27")
+    assert "resumed after step 5 of 27" in said
+    assert resumed == undisturbed
+    assert len(lines) == 2 and not any("restart" in line for line in lines)
 
 
 def test_without_copies_all_ranks_start_again(train):

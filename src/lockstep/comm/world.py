@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 import torch
 import torch.distributed as dist
@@ -256,6 +256,8 @@ class World:
         group: The process group of all ranks.
     """
 
+    # What `init` has made in this process and nobody has closed yet.
+    opened: ClassVar[World | None] = None
     # What `init` opened, and the backend that it chose.
     owned: Owned | None
     wanted_backend = "gloo"
@@ -413,6 +415,7 @@ class World:
         owned, self.owned = self.owned, None
         self.leave(not abort)
         if owned is not None:
+            World.opened = None
             atexit.unregister(self._close_at_exit)
             met, undo = owned
             store = PrefixStore(met.prefix, met.store)
@@ -520,7 +523,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)
     world = World(env, chosen, group, (met, undo))
-    world.wanted_backend = name
+    world.wanted_backend, World.opened = name, world
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world

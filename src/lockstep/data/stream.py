@@ -338,10 +338,10 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
         reader = StreamReader(stream, self.order, self.first_step, self.state)
         try:
             for step, samples in reader:
-                num_steps = step - self.first_step
-                if num_steps % num_workers == index:  # the loader polls its processes in turn, from the first
-                    # The batches after 0, 1, 2, 4, 8, ... steps of this run are compared.
-                    compared = checksum(samples) if num_steps & (num_steps - 1) == 0 else None
+                if (step - self.first_step) % num_workers == index:  # the loader polls them in turn, from the first
+                    # The batches after 0, 1, 2, 4, 8, ... steps are compared; counted from the begin of the run, as
+                    # ranks that take the place of lost ones begin later than others.
+                    compared = checksum(samples) if step & (step - 1) == 0 else None
                     why = reader.problem and f"state_dict() of {type(self.stream).__name__} {reader.problem}"
                     yield self._divide(step, samples, StreamNote(reader.state(), compared, why))
         except LockstepError as error:

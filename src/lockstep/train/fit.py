@@ -606,8 +606,9 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
     # Registered once, and after multiprocessing's own handler, so that it runs before that.
     atexit.unregister(end_stopped_children)
     atexit.register(end_stopped_children)
+    opened = World.opened  # by the script, which also closes it; a recovery changes it in place
     with (
-        init() as world,
+        init() if opened is None else contextlib.nullcontext(opened) as world,
         explaining_worker_failures(world.rank),
         StopSignals(saves=settings.checkpoint is not None, rank=world.rank) as signals,
         _checkpoints(settings, world) as checkpoints,

@@ -1,11 +1,34 @@
-"""``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard."""
+"""``ZeroRedundancyOptimizer``: each rank keeps the state of its shard of the parameters and updates that shard.
+
+[Note: copies of shards]
+With `keep_copies`, rank r+1 has a second optimizer for the shard of rank r, with the same state, and makes the same
+updates with the same gradients: rank r sends it the gradients of its shard before each update, after they are clipped.
+So nothing is sent but one shard of gradients, and both states are of the same step at any moment but one.
+
+    collect gradients   ->   send them to the next rank   ->   commit: a small all-reduce   ->   update   ->   gather
+    (nothing has changed: a lost rank undoes the step)                            (each rank makes its update by itself)
+
+Who leaves the commit knows that all ranks have entered it, so that each has all that its two updates need. If a rank is
+lost in the commit, some ranks may have left it and others not. Those keep the update as *pending*. When the ranks meet
+again they compare their numbers of updates: if one of them has made the update, the others make theirs now; if none
+has, all forget it and the step is done again. An error in the gather does not end the step, as the update is made: it
+is raised by the next operation that waits for parameters. Both updates are made in the rank's own buffers, into which a
+gather, complete or not, brings the same bits. So a rank has the right parameters of its shard and of the copy at any
+moment, which is why the ranks have no `CommonMemory` then.
+
+What is left of the state is then divided again among the ranks of the new group, however many there are. It is in the
+host memory of each while they create the buffers, and a rank that is lost then, or together with the next one, takes
+state along: all restart.
+"""
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,8 +46,16 @@ from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
-from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
-from lockstep.parallel.zero.shard_copy import VALUE, Row, ShardCopy, check_complete, held_values
+from lockstep.parallel.zero.partition import (
+    VALUE,
+    Entries,
+    FlatBuffer,
+    Member,
+    Read,
+    ShardOptimizer,
+    ShardRange,
+    options_of,
+)
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all
 
 
@@ -107,22 +138,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._loaded: Read | None = None
         # See [Note: copies of shards].
         self.has_state, self._keeps_copies, self._num_updates = True, False, 0
-        self._copy: ShardCopy | None = None
+        self._copy: ShardOptimizer | None = None
         self._pending: Callable[[], None] | None = None
         self._failure: Exception | None = None  # of a gather
-        self._whole: dict[int, dict[str, Any]] | None = None  # while state is divided again
         # Before buffers are created: ranks that differ would exchange slices of different sizes.
         self._check_ranks_agree()
-        self._reducer: Reducer | None = None
+        reducer = None
         if shard_gradients and self.world_size > 1:
-            self._reducer = find_reducer(self._parameters)
+            reducer = find_reducer(self._parameters)
         elif shard_gradients is None and self.is_elementwise and self.world_size > 1:
-            self._reducer = find_reducer_on_all(self._parameters, self.process_group)
-        if self._reducer is not None:
-            mode = Mode.ALWAYS if shard_gradients else Mode.LOOKING
-            self._slices = ReduceScatterMean(self._reducer, self.process_group, mode)
-            self._reducer.set_reduction(self._slices)
-            self._reducer.observers.append(self._slices)
+            reducer = find_reducer_on_all(self._parameters, self.process_group)
+        self._use_reducer(reducer, Mode.ALWAYS if shard_gradients else Mode.LOOKING)
         self._build()
         self.initialized = True
 
@@ -175,15 +201,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         common = any(each.common is not None for each in trained)
         update = partial(self._update, trained, kwargs)
         if self._copy is not None:
-            gradients, present = self._collected
-            self._copy.receive(gradients)
-            self._pending = partial(self._update_twice, update, gradients, present)
+            self._exchange_gradients()
+            update = self._pending = partial(self._update_both, update)
+        if common or self._copy is not None:  # another rank may still read what this one is about to change
             self._await_all()
-            self._pending()
-        else:
-            if common:  # another rank may still read what this one is about to change
-                self._await_all()
-            update()
+        update()
         try:
             if common:  # the writes of each rank are then visible to all
                 self._await_all()
@@ -212,12 +234,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             memory.publish(*shard)
         if self._copy is not None:  # see `Update.LEFT_OUT`, which sets these
             given = {name: value for name, value in vars(self.optim).items() if name in ("found_inf", "grad_scale")}
-            vars(self._copy.shard.optimizer).update(given)
+            vars(self._copy.optimizer).update(given)
         for each in self._shards:
             each.optimizer.step(**kwargs)
+            each.drop_gradients()
         self._adopt_options()
         self._has_gradients = False
-        self._shard.drop_gradients()
         if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
             self._slices.reset()
             for parameter in self._reducer.bucket_set.parameters:
@@ -227,14 +249,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for memory, _ in common:
             memory.forget_changes()
 
-    def _update_twice(self, update: Callable[[], None], gradients: Sequence[Tensor], present: Sequence[bool]) -> None:
-        """Update this rank's shard and its copy of another, also when other gradients were dropped meanwhile."""
-        assert self._copy is not None
+    def _exchange_gradients(self) -> None:
+        """Send this rank's gradients to the next rank; receive those of the copy. Collective: every rank. Blocks."""
+        size, works = self.world_size, []
+        for mine, theirs in zip(self._collected[0], self._received, strict=True):
+            sent = [mine.numel() if rank == (self.rank + 1) % size else 0 for rank in range(size)]
+            received = [theirs.numel() if rank == (self.rank - 1) % size else 0 for rank in range(size)]
+            sizes: dict[str, Any] = {"output_sizes": received, "input_sizes": sent}
+            works.append(collectives.all_to_all_async(theirs, mine, **sizes, group=self.process_group))
+        for work in filter(None, works):
+            collectives.wait_for(work, "exchange of gradients for the copies of shards")
+
+    def _update_both(self, update: Callable[[], None]) -> None:
+        """Update this rank's shard and its copy of another, also when the gradients were dropped meanwhile."""
+        gradients, present = self._collected
+        for shard, given in zip(self._shards, (gradients, self._received), strict=True):
+            shard.set_gradients(given, present)
         self._pending = None
-        self._shard.set_gradients(gradients, present)
-        self._copy.shard.set_gradients(self._copy.gradients, present)
         update()
-        self._copy.shard.drop_gradients()
         self._num_updates += 1
 
     def _await_all(self) -> None:
@@ -247,16 +279,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def wait(self) -> None:
         """Block until the parameters of the last `step` have arrived (on CUDA: the current stream waits)."""
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         gathers, self._gathers = self._gathers, []
         for _, works in gathers:
             partition.wait_for_gather(works)
 
     def wait_late(self) -> AbstractContextManager[None]:
         """Return a context for a forward, in which operations wait for the parameters that they use; see `wait`."""
-        self._raise_failure()
         # Compiled code checks the classes of parameters, and a class of their own has operations of its own.
-        if has_compiled() or {nn.Parameter} != set(map(type, self._parameters)):
+        if has_compiled() or self._failure is not None or {nn.Parameter} != set(map(type, self._parameters)):
             self.wait()
         gathers, self._gathers = self._gathers, []
         return partition.wait_late(gathers, self.join_device) if gathers else nullcontext()
@@ -411,6 +443,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --- The layout
 
+    def _use_reducer(self, reducer: Reducer | None, mode: Mode) -> None:
+        self._reducer = reducer
+        if reducer is not None:
+            self._slices = ReduceScatterMean(reducer, self.process_group, mode)
+            reducer.set_reduction(self._slices)
+            reducer.observers.append(self._slices)
+
     def _build(self) -> None:
         """Create the flat buffers and the shard's optimizer. Collective: every rank.
 
@@ -437,15 +476,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shard = ShardOptimizer(self._make, self._buffers, self.rank, options, elementwise=self.is_elementwise)
         self._copy = None
         if self._keeps_copies and self.world_size > 1:
-            self._copy = ShardCopy(self._make, self._buffers, self.process_group, options)
+            before = (self.rank - 1) % self.world_size
+            self._copy = ShardOptimizer(self._make, self._buffers, before, options, elementwise=True)
+            self._received = [torch.empty_like(buffer.shard_of(before)) for buffer in self._buffers]
         self._adopt_options()
 
     def _rebuild(self) -> None:
         """Create the buffers again, and keep the state. Collective: every rank. Blocks."""
-        if self._keeps_copies:
-            held = self._held(self.local_ranges(), with_copy=False)
-            self._divide_again(held, self.process_group, self._num_updates)
-            return
         read = self._loaded
         if read is None:
             state = self._gather_state(to=None)
@@ -457,13 +494,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _allocate(self, numel: int, like: nn.Parameter) -> Tensor | CommonMemory:
         where: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "group": self.process_group}
         # Frozen parameters are never exchanged, so each rank keeps its own. An optimizer that is not element-wise
-        # writes to the parameters themselves.
-        common = collectives.common_memory(numel, **where) if like.requires_grad and self.is_elementwise else None
+        # writes to the parameters themselves, and with a copy a rank writes to the shard of another.
+        is_common = like.requires_grad and self.is_elementwise and not self._keeps_copies
+        common = collectives.common_memory(numel, **where) if is_common else None
         return collectives.empty_buffer(numel, **where) if common is None else common
 
     @property
     def _shards(self) -> list[ShardOptimizer]:
-        return [self._shard] if self._copy is None else [self._shard, self._copy.shard]
+        return [self._shard] if self._copy is None else [self._shard, self._copy]
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -497,8 +535,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # --- Recovery in place
 
-    def keep_copies(self) -> None:
+    def keep_copies(self) -> tuple[int, int]:
         """From now on keep a copy of each rank's shard at the next rank; see [Note: copies of shards].
+
+        Collective: every rank. Blocks.
+
+        Returns:
+            The bytes that a rank sends per step for its copy, and those of memory, without the copied state.
 
         Raises:
             ConfigurationError: The optimizer is not element-wise.
@@ -509,13 +552,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Use one of torch's, set its class attribute elementwise = True if its update of an element depends on "
                 "nothing else, or omit redundancy."
             )
+        num_shared = sum(
+            each.flat.nbytes - each.shard_of(0).nbytes for each in self._buffers if each.common is not None
+        )
         self._keeps_copies = True
         self._build()
-
-    def cost_of_copies(self) -> tuple[int, int]:
-        """Return the bytes that a rank sends per step for its copy, and those of memory, without optimizer state."""
-        num_bytes = sum(buffer.shard_of(self.rank).nbytes for buffer in self._buffers)
-        return num_bytes, 2 * num_bytes
+        num_bytes = sum(each.nbytes for each in self._received) if self._copy is not None else 0
+        return num_bytes, num_bytes + num_shared
 
     def reconnect(self, group: Group, reducer: Reducer) -> None:
         """Divide parameters and state among the ranks of a new group, from what the others have left.
@@ -527,62 +570,45 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         partition.stop_waiting(self._parameters)
         self._gathers, self._failure, self._loaded = [], None, None
-        own, copied = self.local_ranges(), [] if self._copy is None else self._copy.ranges()
-        if self._whole is not None:
-            own, copied = [ShardRange(index, 0, each.numel()) for index, each in enumerate(self._parameters)], []
-        mine = [self._num_updates, own, copied] if self.has_state else None
-        rows = collectives.all_gather_object(mine, group=group, device=self.join_device)
-        known = [Row.read(row) for row in rows if row is not None]
-        check_complete(known, [each.numel() for each in self._parameters], says=group.rank() == 0)
-        most = max(row.num_updates for row in known)
-        if self.has_state and self._num_updates < most:
-            assert self._pending is not None, "a rank that has made the update knew that all could"
-            self._pending()
+        mine = [self._num_updates, self.rank, self.world_size, options_of(self.param_groups)]
+        where: dict[str, Any] = {"group": group, "to": None}
+        given = collectives.gather_states(mine if self.has_state else None, device=self.join_device, **where)
+        assert given is not None
+        rows = [row for row in given if row is not None]
+        # All that have state have divided it in the same way.
+        most, _, size, options = max(rows, key=itemgetter(0), default=(0, 0, 1, []))
+        owners = {rank for _, rank, _, _ in rows}
+        if len(owners | {(rank - 1) % size for rank in owners}) < size:
+            why = (
+                "A rank and the next one, which held the copy of its optimizer state, were lost at once, "
+                "or a rank while the state was divided again"
+            )
+            if group.rank() == 0:  # the report names the rank that was lost
+                print(f"lockstep: {why}: all ranks restart", file=sys.stderr, flush=True)
+            raise LockstepError(f"{why}.\nThe ranks cannot go on in place; restart them from the newest checkpoint.")
         held: list[tuple[ShardRange, Entries]] = []
         if self.has_state:
-            is_needed = not {*copied} <= {each for row in known for each in row.own}
-            held = self._held(own, with_copy=is_needed)
-        self._pending = None
-        self._reducer = reducer if self._shard_gradients and group.size() > 1 else None
-        if self._reducer is not None:
-            self._slices = ReduceScatterMean(reducer, group, Mode.ALWAYS)
-            reducer.set_reduction(self._slices)
-            reducer.observers.append(self._slices)
-        options = options_of(self.param_groups) if self.has_state else None
-        given = collectives.gather_states(options, group=group, device=self.join_device, to=None)
-        assert given is not None
-        for param_group, each in zip(self.param_groups, next(filter(None, given)), strict=True):
-            param_group.update(each)
-        self._divide_again(held, group, most)
-
-    def _held(self, own: Sequence[ShardRange], *, with_copy: bool) -> list[tuple[ShardRange, Entries]]:
-        """Return what this rank has of the parameters and of the state."""
-        if self._whole is not None:
-            read = partition.read_from_full(self._whole, self._parameters, flat=True)
-            return [(each, entries) for each in own if (entries := read(each)) is not None]
-        values = [buffer.shard_of(self.rank) for buffer in self._buffers]
-        held = [*held_values(self._buffers, self.rank, values), *self._shard.state()]
-        return [*held, *self._copy.held()] if self._copy is not None and with_copy else held
-
-    def _divide_again(self, held: Sequence[tuple[ShardRange, Entries]], group: Group, num_updates: int) -> None:
-        """Give each rank all parameters, and its shard of what the ranks hold. Collective: every rank. Blocks."""
-        whole = partition.gather_full_state(held, self._parameters, flat=True, group=group, to=None)
-        # If a rank is lost while the buffers are created, this one has all that the others need.
-        self._whole, self.has_state, self._num_updates = whole, True, num_updates
+            if self._num_updates < most:
+                assert self._pending is not None, "a rank that has made the update knew that all could"
+                self._pending()
+            is_needed = (self.rank - 1) % size not in owners
+            for shard in self._shards if is_needed else [self._shard]:
+                held += [*shard.values(), *shard.state()]
+        whole = partition.gather_full_state(held, self._parameters, flat=True, **where)
         assert whole is not None
+        # A rank that is lost until this one has the new buffers takes a part of the new division along.
+        self.has_state, self._pending = False, None
+        for param_group, each in zip(self.param_groups, options, strict=True):
+            param_group.update(each)
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):
-                parameter.copy_(whole[index][VALUE])
+                parameter.copy_(whole[index].pop(VALUE))
         self.process_group, self.world_size, self.rank = group, group.size(), group.rank()
+        self._use_reducer(reducer if self._shard_gradients and self.world_size > 1 else None, Mode.ALWAYS)
         self._build()
-        state = {index: {name: entries[name] for name in entries if name != VALUE} for index, entries in whole.items()}
-        state = {index: entries for index, entries in state.items() if entries}
+        state = {index: entries for index, entries in whole.items() if entries}
         self._load(partition.read_from_full(state, self._parameters, flat=True))
-        self._whole = None
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.has_state, self._num_updates = True, most
 
     # --- Uneven inputs
 

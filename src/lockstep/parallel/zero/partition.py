@@ -304,6 +304,9 @@ def start_parameter_gather(buffers: Sequence[FlatBuffer], group: Group, *, alone
 # The state of an optimizer for a parameter, by name: tensors with an entry per element, and numbers for the whole.
 Entries = Mapping[str, Any]
 
+# The name of the parameter's own elements, beside the entries of the optimizer.
+VALUE = "value of the parameter"
+
 # Returns the saved state of these elements, with flat tensors for entries per element; None: there is none.
 Read = Callable[[ShardRange], Entries | None]
 
@@ -398,24 +401,15 @@ class ShardOptimizer:
         rank: The owner of the shards.
         options: By param group, its options without "params".
         elementwise: Whether it works on flat slices.
-        values: By buffer, the elements to update. Default: those of the buffer.
 
     Attributes:
         optimizer: The optimizer that does the work.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        buffers: list[FlatBuffer],
-        rank: int,
-        options: Options,
-        elementwise: bool,
-        values: list[Tensor] | None = None,
-    ) -> None:
+    def __init__(self, make: Make, buffers: list[FlatBuffer], rank: int, options: Options, elementwise: bool) -> None:
         self._make, self._elementwise = make, elementwise
         self._segments: list[Segment] = []
-        self._shards = values or [buffer.shard_of(rank, buffer.written) for buffer in buffers]
+        self._shards = [buffer.shard_of(rank, buffer.written) for buffer in buffers]
         self._parameters = {
             whole.parameter: parameter
             for buffer in buffers
@@ -470,6 +464,12 @@ class ShardOptimizer:
                 entries = self.optimizer.state[segment.parameter]
                 for offset, each in with_offsets(segment.ranges):
                     yield each, segment.cut(entries, offset, each.numel)
+
+    def values(self) -> Iterator[tuple[ShardRange, dict[str, Any]]]:
+        """Yield the elements themselves, by range, in the same form."""
+        for segment in self._segments:
+            for offset, each in with_offsets(segment.ranges):
+                yield each, {VALUE: segment.parameter[offset : offset + each.numel]}
 
     def load(self, read: Read, options: Options) -> None:
         """Create the optimizer again, with the state that ``read`` returns and these options, by param group."""

@@ -283,8 +283,7 @@ class Distributed(Strategy):
                         "(redundancy=1 keeps one more)"
                     )
                 if self._redundancy:
-                    self._sharded.keep_copies()
-                    sent, kept = (f"{each / 2**20:.1f} MiB" for each in self._sharded.cost_of_copies())
+                    sent, kept = (f"{each / 2**20:.1f} MiB" for each in self._sharded.keep_copies())
                     self.note = (
                         "redundancy: each rank keeps a copy of the optimizer state of the rank before it: "
                         f"{sent} more sent per step, {kept} more memory and once more its part of that state"
