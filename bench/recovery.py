@@ -378,7 +378,7 @@ def digests(folder: Path) -> dict[int, set[str]]:
 def run_undisturbed(contender: Contender, steps: int) -> dict[int, set[str]]:
     """Train as fast as it goes; return the digests of the weights."""
     with job(contender, RANKS, "--digests", pause_s=0.0) as made:
-        made.wait(lambda: made.newest() > steps, 10 * TIMEOUT_S)
+        made.wait(lambda: made.newest() > steps)
         return digests(made.folder)
 
 

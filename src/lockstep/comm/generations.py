@@ -49,8 +49,8 @@ from lockstep.run_folder import (
 )
 from lockstep.torch_internals import backend_of, process_groups, restart_group_names
 
-# How often a rank looks for a new generation; and how long after an error in a collective it waits for one. The launcher
-# may be late on a busy machine; it ends all ranks if there is to be none.
+# How often a rank looks for a new generation; and how long after an error in a collective it waits for one. The
+# launcher may be late on a busy machine; it ends all ranks if there is to be none.
 _PERIOD_S, _PATIENCE_S = 0.02, 30.0
 # How long the ranks of a generation, who have all met, may take to connect.
 _CONNECT_S = 15.0
