@@ -1,17 +1,20 @@
 """What does a lost rank cost? Kills at random moments, seconds until all go on, and work done under a row of failures.
 
     kills       Ranks of `lockstep.fit` on 2 to 4 ranks, over shared memory and over Gloo, with and without checkpoints,
-                are killed (SIGKILL) at random moments, many in each run. Each run must end with exit status 0 and the
-                weights of the undisturbed run, bit for bit; each kill may cost one step; nothing may be left behind.
-                Of the ranks that hold the state of the run one is always spared, and in two steps at most two are
-                killed: else a restart is right. With ``--machines 2`` on two machines, which are network namespaces.
+                are killed (SIGKILL) at random moments, many in each run, also during recoveries and two at once; then
+                on two machines, which are network namespaces. Each run must end with exit status 0 and the weights of
+                the undisturbed run, bit for bit; each kill may cost one step; nothing may be left behind. Of the ranks
+                that hold the state of the run one is always spared, and in two steps at most two are killed: else a
+                restart is right.
     seconds     From a death (SIGKILL) until all ranks have done a new step together, on the whole batch: in place, by
-                restart from a checkpoint (each 10 steps of 20 ms), with torchrun, and with torchft; in turns.
+                restart from a checkpoint (each 10 steps), with torchrun, and with torchft; in turns. Then with a model
+                that takes 20 s to build; these jobs run beside each other, 5 s apart, as they mostly wait.
     schedule    A failure every 60 s and every 15 s at steps of 0.25 s on 4 ranks, torchft's published schedules in the
                 small: completed steps over possible ones, and whether the weights are those of the undisturbed run.
+                Four jobs run at a time: each needs a tenth of a core, and more when processes start.
 
 What the ranks run is in bench/recovery_loops.py, and how they are started in bench/recovery_jobs.py. torchft has a
-heartbeat timeout of 1 s, not its usual 5 s.
+heartbeat timeout of 1 s, not its usual 5 s. All parts take about 25 minutes on two cores.
 
 Usage: python -m bench.recovery [kills] [seconds] [schedule] [--quick] [--kills N] [--seed N] [--machines 2] ...
 """
@@ -30,7 +33,8 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,8 @@ from bench.recovery_jobs import (
     LOCKSTEP,
     LOOPS,
     POLL_S,
+    SLOW,
+    STOP,
     TIMEOUT_S,
     Contender,
     Event,
@@ -53,26 +59,28 @@ from bench.recovery_jobs import (
     present,
     whole_steps,
 )
+from bench.recovery_loops import MACHINE, MOST_PIDS
 from lockstep.study.common import Spread, paired_ratio
 
 # --- kills ------------------------------------------------------------------------------------------------------------
 
-KILLS_OF_A_RUN, STEPS_OF_A_RUN, STEP_S = 15, 250, 0.01
+KILLS_OF_A_RUN, STEPS_OF_A_RUN, STEP_S, SHARE_OF_PAIRS = 25, 500, 0.01, 0.25
+OUTPUT_LINES, LEFT_S = 40, 3.0
 GAPS_S = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 INSIDE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # machines share no pids, and no shared memory
 
 
-def rank_processes(job: Job) -> list[tuple[psutil.Process, tuple[int, int]]]:
-    """Return the ranks' processes with their rank and their pid as they see it."""
+def rank_processes(job: Job) -> list[tuple[psutil.Process, int]]:
+    """Return the ranks' processes with their numbers in the log."""
     found = []
-    for launcher in job.processes:
+    for machine, launcher in enumerate(job.processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(launcher.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error, OSError):
                     status = Path(f"/proc/{process.pid}/status").read_text()
                     inner = int(re.findall(r"^NSpid:.*?(\d+)$", status, re.MULTILINE)[0])
-                    if match := re.match(r"lockstep: rank (\d+) of", " ".join(process.cmdline())):
-                        found.append((process, (int(match[1]), inner)))
+                    if re.match(r"lockstep: rank (\d+) of", " ".join(process.cmdline())):
+                        found.append((process, machine * MOST_PIDS + inner))
     return found
 
 
@@ -87,12 +95,16 @@ def kill_some(job: Job, choice: random.Random, most: int) -> int:
         done = [event for event in job.read() if event.what == "done"]
         newest = max((event.step for event in done), default=0)
         running = rank_processes(job)
-        have_state = {(event.rank, event.pid) for event in done} & {identity for _, identity in running}
-        may_die = [process for process, identity in running if have_state - {identity}]
-        if may_die and sum(step >= newest - 1 for step in killed_in) < 2:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                choice.choice(may_die).kill()
-                killed_in.append(newest)
+        have_state = {event.pid for event in done} & {identity for _, identity in running}
+        # Two at once at times, or one; of those that have the state one is left.
+        num_recent = sum(step >= newest - 1 for step in killed_in)
+        is_pair = choice.random() < SHARE_OF_PAIRS and num_recent == 0 and most - len(killed_in) > 1
+        found = choice.sample(running, min(2 if is_pair else 1, len(running)))
+        if found and num_recent < 2 and have_state - {identity for _, identity in found}:
+            for process, _ in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    killed_in.append(newest)
     return len(killed_in)
 
 
@@ -109,52 +121,67 @@ def steps_done_again(events: Iterable[Event]) -> tuple[int, int]:
 
 
 def kills(options: argparse.Namespace) -> dict[str, Any]:
-    """Kill ranks of `fit`; print a line for each run."""
-    total = 4 if options.quick else options.kills
-    choice, runs = random.Random(options.seed), list[dict[str, Any]]()
-    expected: dict[tuple[int, str], bytes] = {}
-    with contextlib.ExitStack() as stack:
-        names = []
-        if options.machines == 2:
+    """Kill ranks of `fit` on one machine and on two; print a line for each run."""
+    total, runs = 4 if options.quick else options.kills, list[dict[str, Any]]()
+    if options.machines != 2:
+        runs += kills_of(total, options.seed, [])
+    if options.machines != 1:
+        with contextlib.ExitStack() as stack:
             try:
                 names = stack.enter_context(machines())[:2]
             except (subprocess.SubprocessError, OSError) as error:
                 print(f"\nkills on two machines are left out: there are no network namespaces here ({error})")
-                return {}
-        where = "on two machines (network namespaces)" if names else "on one machine"
-        print(f"\n{total} kills of ranks of lockstep.fit {where}, seed {options.seed}")
-        while sum(run["kills"] for run in runs) < total:
-            ranks = choice.choice((2, 4) if names else (2, 3, 4))
-            backend = "gloo" if names else choice.choice(("shm", "gloo"))
-            if (ranks, backend) not in expected:
-                found = run_fit(ranks, backend, names, random.Random(0), 0, has_checkpoints=False)
-                if not found["weights"]:
-                    print(f"kills {where} are left out: the launcher refuses:\n{found['output'][-2000:]}")
-                    return {}
-                expected[ranks, backend] = found["weights"]
-            most = min(KILLS_OF_A_RUN, total - sum(run["kills"] for run in runs))
-            run = run_fit(ranks, backend, names, choice, most, has_checkpoints=choice.random() < 0.5)
-            run["is_same"] = run.pop("weights") == expected[ranks, backend]
-            is_good = run["code"] == 0 and run["is_same"] and not run["left"] and not run["redone"]
-            run["is_good"] = is_good = is_good and run["in_vain"] <= run["kills"] and not run["restarts"]
-            print(
-                f"  {ranks} ranks, {backend + ',':<6}{run['kills']:3} kills in {run['seconds']:5.1f} s: exit status "
-                f"{run['code']}, {'the same bits' if run['is_same'] else 'OTHER WEIGHTS'}, {run['in_vain']} steps done "
-                f"again, {run['redone']} completed ones; {run['restarts']} restarts; left {run['left'] or 'nothing'}",
-                flush=True,
-            )
-            output = run.pop("output")
-            if not is_good:
-                print("    " + "\n    ".join(output[-3000:].splitlines()), flush=True)
-            runs.append(run)
-            if run["kills"] == 0 and run["code"]:
+            else:
+                runs += kills_of(total if options.machines == 2 else max(total // 5, 4), options.seed, names)
+    return {"runs": runs}
+
+
+def kills_of(total: int, seed: int, names: list[str]) -> list[dict[str, Any]]:
+    """Kill ranks on these machines, or on this one, until there are so many kills."""
+    choice, runs = random.Random(seed), list[dict[str, Any]]()
+    expected: dict[tuple[int, str], bytes] = {}
+    where = "on two machines (network namespaces)" if names else "on one machine"
+    print(f"\n{total} kills of ranks of lockstep.fit {where}, seed {seed}")
+    # All kinds in turns, so that each has its part of the kills.
+    kinds = [(2, "gloo"), (4, "gloo")] if names else [*itertools.product((2, 3, 4), ("shm", "gloo"))]
+    for number in itertools.count():
+        most = min(KILLS_OF_A_RUN, total - sum(run["kills"] for run in runs))
+        if most <= 0:
+            break
+        ranks, backend = kinds[number % len(kinds)]
+        if (ranks, backend) not in expected:
+            found = run_fit(ranks, backend, names, random.Random(0), 0, has_checkpoints=False)
+            if not found["weights"]:
+                print(f"kills {where} are left out: the launcher refuses:\n{found['output'][-2000:]}")
                 break
+            expected[ranks, backend] = found["weights"]
+        run = run_fit(ranks, backend, names, choice, most, has_checkpoints=number // len(kinds) % 2 == 1)
+        run["is_same"] = run.pop("weights") == expected[ranks, backend]
+        is_good = run["code"] == 0 and run["is_same"] and not run["left"] and not run["redone"]
+        run["is_good"] = is_good = is_good and run["in_vain"] <= run["kills"] and not run["restarts"]
+        print(
+            f"  {ranks} ranks, {backend + ',':<6}{run['kills']:3} kills in {run['seconds']:5.1f} s: exit status "
+            f"{run['code']}, {'the same bits' if run['is_same'] else 'OTHER WEIGHTS'}, {run['in_vain']} steps done "
+            f"again, {run['redone']} completed ones; {run['restarts']} restarts; left {run['left'] or 'nothing'}",
+            flush=True,
+        )
+        output = run.pop("output")
+        if not is_good:
+            print("    " + "\n    ".join(output.splitlines()[-OUTPUT_LINES:]), flush=True)
+            with tempfile.NamedTemporaryFile("w", prefix="bench-recovery-", suffix=".txt", delete=False) as file:
+                file.write(output)
+            print(f"    All output: {file.name}", flush=True)
+        runs.append(run)
+        if run["kills"] == 0 and run["code"]:
+            break
     good, count = sum(run["is_good"] for run in runs), sum(run["kills"] for run in runs)
-    again = max(run["in_vain"] / max(run["kills"], 1) for run in runs)
+    again = max((run["in_vain"] / max(run["kills"], 1) for run in runs), default=0.0)
+    for backend in dict.fromkeys(run["backend"] for run in runs):
+        print(f"  {sum(run['kills'] for run in runs if run['backend'] == backend)} of them over {backend}")
     print(
         f"  {count} kills in {len(runs)} runs, {good} of them as they must be; at most {again:.2f} steps again a kill"
     )
-    return {"runs": runs}
+    return runs
 
 
 def run_fit(
@@ -168,13 +195,11 @@ def run_fit(
         environ = {MARK: mark, "TMPDIR": str(temporary)}
         script = [str(LOOPS), "fit", name, "--steps", str(STEPS_OF_A_RUN), "--pause", str(STEP_S), "--backend", backend]
         script += ["--checkpoints"] if has_checkpoints else []
-        commands = [[*LOCKSTEP, "--devices", str(ranks), *script]]
-        if names:
-            nodes = ["--nnodes", str(len(names)), "--master-addr", "10.79.0.1", "--devices", str(ranks // len(names))]
-            commands = [
-                ["ip", "netns", "exec", machine, *INSIDE, *LOCKSTEP, *nodes, "--node-rank", str(index), *script]
-                for index, machine in enumerate(names)
-            ]
+        commands = [] if names else [[*LOCKSTEP, "--devices", str(ranks), *script]]
+        for index, machine in enumerate(names):
+            inside = ["ip", "netns", "exec", machine, *INSIDE, "env", f"{MACHINE}={index}"]
+            nodes = ["--nnodes", str(len(names)), "--node-rank", str(index), "--master-addr", "10.79.0.1"]
+            commands.append([*inside, *LOCKSTEP, *nodes, "--devices", str(ranks // len(names)), *script])
         job = Job(commands, folder, **environ)
         try:
             number = kill_some(job, choice, most)
@@ -183,9 +208,14 @@ def run_fit(
                     process.wait(TIMEOUT_S)
             codes = [process.poll() for process in job.processes]
             in_vain, redone = steps_done_again(job.read())
-            time.sleep(0.5)
-            left = left_behind(mark) + sorted(str(path) for path in temporary.glob("lockstep-*"))
-            left += sorted(in_shared_memory() - before)
+
+            def left_now() -> list[str]:
+                found = left_behind(mark) + sorted(str(path) for path in temporary.glob("lockstep-*"))
+                return found + sorted(in_shared_memory() - before)
+
+            deadline = time.monotonic() + LEFT_S
+            while (left := left_now()) and time.monotonic() < deadline:
+                time.sleep(0.1)
         finally:
             job.end()
         weights = folder / "weights.safetensors"
@@ -206,15 +236,29 @@ def run_fit(
 
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
-DEATHS_OF_A_JOB, PACE_S = 3, 0.02
+PACE_S, WARM_UP_S, APART_S = 0.02, 4.0, 5.0
+SLOW_PACE_S = 0.1
 Cost = tuple[float, float, int]
 
 
-def one_death(job: Job, choice: random.Random) -> Cost:
+def deaths_of(contender: Contender, choice: random.Random, most: int, pace_s: float) -> list[Cost]:
+    """Run a job, and kill some of its ranks, one after the other; return what each death cost."""
+    costs = []
+    with job(contender, contender.ranks, pause_s=pace_s) as made:
+        made.wait(made.newest)
+        ready = contender.ranks + contender.spares if contender.spares else 0
+        made.wait(lambda: sum(event.what == "built" for event in made.read()) >= ready)
+        made.sleep(WARM_UP_S)
+        for _ in range(min(most, contender.deaths)):
+            costs.append(one_death(made, choice, pace_s))
+    return costs
+
+
+def one_death(job: Job, choice: random.Random, pace_s: float) -> Cost:
     """Kill a rank; return seconds until all did a new step, those that others stood still, and steps repeated."""
     wanted = job.newest() + 5
     job.wait(lambda: job.newest() >= wanted)
-    time.sleep(choice.random() * 5 * PACE_S)
+    job.sleep(choice.random() * 5 * pace_s)
     alive = job.alive()
     victim = choice.choice(sorted(alive))
     died_at_s = time.monotonic()
@@ -224,6 +268,8 @@ def one_death(job: Job, choice: random.Random) -> Cost:
     def found() -> Cost | None:
         return cost_of_death(job.read(), victim, died_at_s)
 
+    newest = job.newest()
+    job.wait(lambda: job.newest() > newest)  # quicker to find
     cost: Cost = job.wait(found)
     return cost
 
@@ -245,31 +291,70 @@ def cost_of_death(events: list[Event], victim: int, died_at_s: float) -> Cost | 
 
 def seconds(options: argparse.Namespace) -> dict[str, Any]:
     """Measure how long each contender takes to go on, in turns; print a table."""
-    print("\nseconds from the death of a rank, small model, steps of 20 ms")
-    choice, rounds = random.Random(options.seed), 1 if options.quick else options.rounds
-    names = present(options.contender or CONTENDERS)
-    deaths: dict[str, list[Cost]] = {name: [] for name in names}
+    wanted = options.contender or [*CONTENDERS, *SLOW]
+    rounds, most = (1, 1) if options.quick else (options.rounds, 3)
+    contenders = present(CONTENDERS, wanted)
+    small: dict[str, list[list[Cost]]] = {name: [] for name in contenders}
     for index in progress(range(rounds), "seconds, rounds"):
-        for name in order_of_round(names, index):
-            contender = CONTENDERS[name]
+        for name in order_of_round(list(contenders), index):
             try:
-                with job(contender, contender.ranks, steps=1_000_000, pause_s=PACE_S) as made:
-                    for _ in range(1 if options.quick else DEATHS_OF_A_JOB):
-                        deaths[name].append(one_death(made, choice))
-            except RuntimeError as error:
+                choice = random.Random(f"{options.seed} {name} {index}")
+                small[name].append(deaths_of(contenders[name], choice, most, PACE_S))
+            except (RuntimeError, psutil.Error) as error:
                 print(f"  {name}, round {index}: {error}", flush=True)
-    base = deaths.get("lockstep, in place")
-    print(f"  {'':<26}{'deaths':>6}   {'all, whole batch':<24}{'the others stood':<24}{'repeated':<10}over in place")
-    for name, rows in deaths.items():
+    print_costs("seconds from the death of one of 2 ranks, small model, steps of 20 ms", small)
+    if options.quick and not options.contender:
+        return {"small": small}
+
+    def slow_deaths(number: int, contender: Contender) -> list[Cost]:
+        time.sleep(number * APART_S)
+        return deaths_of(contender, random.Random(f"{options.seed} slow {number}"), most, SLOW_PACE_S)
+
+    turns = {name: [contender] for name, contender in present(SLOW, wanted).items()}
+    slow = {
+        name: [[cost] for cost in found[0]] for name, found in at_once(turns, slow_deaths).items() if found and found[0]
+    }
+    print_costs("seconds from the death of one of 2 ranks, model that takes 20 s to build, steps of 100 ms", slow)
+    return {"small": small, "slow": slow}
+
+
+def at_once(
+    turns: Mapping[str, list[Any]], measure: Callable[[int, Any], Any], width: int | None = None
+) -> dict[str, list[Any]]:
+    """Measure all beside each other, or so many at a time; return what was measured, and print what failed."""
+    found: dict[str, list[Any]] = {name: [] for name in turns}
+    items = [(name, turn) for name, of_name in turns.items() for turn in of_name]
+    with ThreadPoolExecutor(width or max(len(items), 1)) as pool:
+        try:
+            made: list[Future[Any]] = [pool.submit(measure, index, turn) for index, (_, turn) in enumerate(items)]
+            for (name, _), future in zip(items, made, strict=True):
+                try:
+                    found[name].append(future.result())
+                except (RuntimeError, psutil.Error) as error:
+                    print(f"  {name}: {error}", flush=True)
+        except BaseException:
+            STOP.set()
+            raise
+    return found
+
+
+def print_costs(title: str, costs: Mapping[str, list[list[Cost]]]) -> None:
+    """Print a table; the ratio is that of the turns' medians, over those of the first contender."""
+    print(f"\n{title}\n  {'':<22}{'deaths':>6}   {'all, whole batch':<24}{'the others stood':<24}repeated  ratio")
+    base = next(iter(costs.values()), [])
+    for name, turns in costs.items():
+        rows = [row for turn in turns for row in turn]
         if not rows:
             continue
         whole, stood, again = ([float(row[index]) for row in rows] for index in range(3))
-        ratio = spread(paired_ratio(whole, [row[0] for row in base])) if base and len(base) == len(rows) else ""
+        num_pairs = min(len(turns), len(base))
+        medians, of_base = ([statistics.median(row[0] for row in turn) for turn in of] for of in (turns, base))
+        ratio = spread(paired_ratio(medians[:num_pairs], of_base[:num_pairs])) if num_pairs else ""
         print(
-            f"  {name:<26}{len(rows):>6}   {spread(Spread.of(whole)):<24}{spread(Spread.of(stood)):<24}"
-            f"{statistics.median(again):<10g}{ratio}"
+            f"  {name:<22}{len(rows):>6}   {spread(Spread.of(whole)):<24}{spread(Spread.of(stood)):<24}"
+            f"{statistics.median(again):<10g}{ratio}",
+            flush=True,
         )
-    return {"deaths": deaths}
 
 
 def spread(of: Spread) -> str:
@@ -278,58 +363,85 @@ def spread(of: Spread) -> str:
 
 # --- schedule ---------------------------------------------------------------------------------------------------------
 
-SCHEDULED = ("lockstep, in place", "lockstep, restart", "torchrun, restart", "torchft")
-RANKS, PERIODS_S, SLOW_STEP_S, QUIET_S = 4, (60.0, 15.0), 0.25, 8.0
+SCHEDULED = ("ours, script", "ours, restart", "torchrun, restart", "torchft")
+RANKS, PERIODS_S, SLOW_STEP_S, JOBS_AT_ONCE = 4, (60.0, 15.0), 0.25, 4
 
 
-def run_schedule(contender: Contender, steps: int, pause_s: float, every_s: float, seed: int) -> dict[str, Any]:
-    """Train so many steps with a failure every so many seconds; return how it went."""
-    choice, num_failures = random.Random(seed), 0
-    with job(contender, RANKS, steps=steps, pause_s=pause_s) as made:
-        began_s = min(made.wait(lambda: list(whole_steps(made.read()).values())))
-        # A failure in the last seconds would start a rank that finds nobody any more.
-        last = steps - QUIET_S / SLOW_STEP_S
-        for number in itertools.count(1):
-            until_s = began_s + number * every_s
-            limit_s = 5 * steps * SLOW_STEP_S + TIMEOUT_S
-            made.wait(lambda: made.newest() >= last or time.monotonic() > until_s, limit_s)  # noqa: B023
-            if made.newest() >= last or time.monotonic() > began_s + limit_s:
-                break
+def digests(folder: Path) -> dict[int, set[str]]:
+    """Return the digests of the weights that the ranks have written, by step."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for path in folder.glob("weights-*[0-9]"):
+        found[int(path.name.split("-")[1])].add(path.read_text())
+    return found
+
+
+def run_undisturbed(contender: Contender, steps: int) -> dict[int, set[str]]:
+    """Train quickly; return the digests of the weights."""
+    # Without any pause, torchft's groups wait 30 s for the state of the first one, which has gone on, again and again.
+    with job(contender, RANKS, "--digests", pause_s=PACE_S) as made:
+        made.wait(lambda: made.newest() > steps)
+        return digests(made.folder)
+
+
+def run_schedule(contender: Contender, total_s: float, every_s: float, choice: random.Random) -> dict[str, Any]:
+    """Train for so many seconds with a failure every so many seconds, the first after half of that."""
+    num_failures = 0
+    with job(contender, RANKS, "--digests", pause_s=SLOW_STEP_S) as made:
+        made.wait(made.newest)
+        began_s = time.monotonic()
+        while (at_s := (num_failures + 0.5) * every_s) < total_s:
+            made.sleep(began_s + at_s - time.monotonic())
             if alive := made.alive():
                 psutil.Process(alive[choice.choice(sorted(alive))]).kill()
-                num_failures += 1
-        weights = made.wait(lambda: [path.read_text() for path in made.folder.glob("weights-*")], TIMEOUT_S)
-        done = [event for event in made.read() if event.what == "done"]
-    by_step: Mapping[int, dict[int, float]] = defaultdict(dict)
-    for event in done:
-        by_step[event.step][event.rank] = event.share
-    possible = (max(event.at_s for event in done) - began_s) / SLOW_STEP_S + 1
-    samples = sum(min(1.0, sum(shares.values())) for shares in by_step.values())
-    return {
-        "failures": num_failures,
-        "steps": len(by_step) / possible,
-        "samples": samples / possible,
-        "weights": weights[0],
-    }
+            num_failures += 1
+        made.sleep(began_s + total_s - time.monotonic())
+        ended_s = time.monotonic()
+        found = digests(made.folder)
+        events = [event for event in made.read() if event.what == "done" and began_s < event.at_s <= ended_s]
+    return progress_of(events, ended_s - began_s) | {"failures": num_failures, "digests": found}
+
+
+def progress_of(events: Iterable[Event], total_s: float) -> dict[str, float]:
+    """Return which part of the possible steps and samples was done; possible is the pace between failures."""
+    shares: dict[int, dict[int, float]] = defaultdict(dict)
+    for event in events:
+        shares[event.step][event.rank] = event.share
+    whole = whole_steps(events)
+    pace_s = statistics.median(whole[step + 1] - at_s for step, at_s in whole.items() if step + 1 in whole)
+    # What a rank did alone counts as a step, but with its part of the samples.
+    sums = [min(1.0, sum(of_step.values())) for of_step in shares.values()]
+    possible = total_s / pace_s
+    return {"pace_s": pace_s, "steps": len(sums) / possible, "samples": sum(sums) / possible}
 
 
 def schedule(options: argparse.Namespace) -> dict[str, Any]:
     """Measure how much each contender gets done under failures; print a table."""
     minutes, periods_s = (0.3, (6.0,)) if options.quick else (options.minutes, PERIODS_S)
-    steps = round(60 * minutes / SLOW_STEP_S)
-    print(f"\n{steps} steps of {SLOW_STEP_S:g} s ({minutes:g} minutes) on {RANKS} ranks: completed over possible")
-    names = present(SCHEDULED)
-    print(f"  {'':<22}{'a failure every':<18}{'failures':<10}{'steps':<9}{'samples':<9}weights at the end")
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for name in names:
-        expected = run_schedule(CONTENDERS[name], steps, 0.0, float("inf"), 0)["weights"]
-        for every_s in periods_s:
-            row = run_schedule(CONTENDERS[name], steps, SLOW_STEP_S, every_s, options.seed)
-            row["is_same"] = row["weights"] == expected
-            rows.setdefault(name, []).append(row | {"every_s": every_s})
+    total_s = 60 * minutes
+    contenders = present(CONTENDERS, SCHEDULED)
+    expected = at_once(
+        {name: [contender] for name, contender in contenders.items()},
+        lambda _, contender: run_undisturbed(contender, round(total_s / SLOW_STEP_S)),
+        2,
+    )
+    turns = {name: [(contender, every_s) for every_s in periods_s] for name, contender in contenders.items()}
+
+    def measure(number: int, turn: tuple[Contender, float]) -> dict[str, Any]:
+        time.sleep(number % JOBS_AT_ONCE * APART_S)
+        return run_schedule(turn[0], total_s, turn[1], random.Random(f"{options.seed} {turn[1]}"))
+
+    rows = at_once(turns, measure, JOBS_AT_ONCE)
+    print(f"\n{minutes:g} minutes of steps of {SLOW_STEP_S:g} s on {RANKS} ranks: completed over possible")
+    print(f"  {'':<20}{'a failure every':<17}{'failures':<10}{'ms a step':<11}{'steps':<8}{'samples':<9}weights")
+    for name, of_name in rows.items():
+        for (_, every_s), row in zip(turns[name], of_name, strict=False):
+            undisturbed = expected[name][0] if expected[name] else {}
+            common = [step for step in row.pop("digests").items() if step[0] in undisturbed]
+            same = [step for step, found in common if found == undisturbed[step]]
+            row |= {"every_s": every_s, "compared": len(common), "same": len(same)}
             print(
-                f"  {name:<22}{every_s:<18g}{row['failures']:<10}{row['steps']:<9.3f}{row['samples']:<9.3f}"
-                f"{'the same bits' if row['is_same'] else 'other than undisturbed'}",
+                f"  {name:<20}{every_s:<17g}{row['failures']:<10}{1e3 * row['pace_s']:<11.0f}{row['steps']:<8.3f}"
+                f"{row['samples']:<9.3f}as undisturbed in {len(same)} of {len(common)} comparisons",
                 flush=True,
             )
     return {"rows": rows}
@@ -342,12 +454,13 @@ PARTS = {"kills": kills, "seconds": seconds, "schedule": schedule}
 
 def main() -> None:
     """Measure what the options ask for; exit with 1 if a run with kills did not end as it must."""
-    made = parser(__doc__, rounds=3, meaning=f"jobs of each contender, with {DEATHS_OF_A_JOB} deaths each, in seconds")
+    made = parser(__doc__, rounds=3, meaning="jobs of each contender with a small model, in seconds")
     made.add_argument("parts", nargs="*", metavar="PART", help="kills, seconds, schedule (all)")
     made.add_argument("--kills", type=positive, default=300, help="in all runs together (300)")
-    made.add_argument("--machines", type=int, choices=(1, 2), default=1, help="on which the ranks of kills run (1)")
-    made.add_argument("--minutes", type=float, default=2.0, help="of each row of schedule (2)")
-    made.add_argument("--contender", action="append", choices=tuple(CONTENDERS), help="of seconds; may be given again")
+    made.add_argument("--machines", type=int, choices=(1, 2), help="of kills (one, then two with a fifth)")
+    made.add_argument("--minutes", type=float, default=3.0, help="of each row of schedule (3)")
+    names = tuple({**CONTENDERS, **SLOW})
+    made.add_argument("--contender", action="append", choices=names, help="of seconds; may be given again")
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that jobs and namespaces are ended

@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import psutil
 LOOPS = Path(__file__).with_name("recovery_loops.py")
 TIMEOUT_S, POLL_S = 180.0, 0.02
 RESTARTS = "100000"
+WHOLE = 0.999  # a sum of shares
 LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--max-restarts", RESTARTS]
 
 
@@ -31,12 +33,16 @@ class Contender:
         start_s: How long it takes to make the model.
         ranks: How many.
         flags: Of the launcher.
+        deaths: How many a job of `seconds` may have.
+        spares: How many processes wait for a death.
     """
 
     loop: str
     start_s: float = 0.0
     ranks: int = 2
     flags: tuple[str, ...] = ()
+    deaths: int = 3
+    spares: int = 0
 
     def absent(self) -> str | None:
         """Return why it cannot be measured here."""
@@ -48,17 +54,26 @@ class Contender:
 
 
 SLOW_S = 20.0
+SPARES, FEWER = ("--spares", "3"), ("--min-devices", "1")
 CONTENDERS = {
-    "lockstep.fit, in place": Contender("fit"),
-    "lockstep, in place": Contender("in-place"),
-    "lockstep, restart": Contender("restart"),
+    "ours, script": Contender("in-place"),
+    "ours, fit": Contender("fit"),
+    "ours, a spare": Contender("in-place", flags=SPARES, spares=3),
+    "ours, fewer ranks": Contender("in-place", flags=FEWER, deaths=1),
+    "ours, restart": Contender("restart"),
     "torchrun, restart": Contender("torch"),
     "torchft": Contender("torchft"),
-    "start of 20 s: in place": Contender("in-place", SLOW_S),
-    "start of 20 s: a spare": Contender("in-place", SLOW_S, flags=("--spares", "1")),
-    "start of 20 s: restart": Contender("restart", SLOW_S),
-    "start of 20 s: torchft": Contender("torchft", SLOW_S),
 }
+SLOW = {
+    "ours, a new rank": Contender("in-place", SLOW_S),
+    "ours, a spare": Contender("in-place", SLOW_S, flags=SPARES, spares=3),
+    "ours, fewer ranks": Contender("in-place", SLOW_S, flags=FEWER, deaths=1),
+    "torchrun, restart": Contender("torch", SLOW_S),
+    "torchft": Contender("torchft", SLOW_S),
+}
+"""With a start of 20 s."""
+STOP = threading.Event()
+"""Ends the waits of all threads."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,7 @@ def whole_steps(events: Iterable[Event]) -> dict[int, float]:
     for event in events:
         if event.what == "done":
             shares[event.step][event.rank] = event.share
-            if sum(shares[event.step].values()) > 0.999:
+            if sum(shares[event.step].values()) > WHOLE:
                 whole.setdefault(event.step, event.at_s)
     return whole
 
@@ -99,6 +114,9 @@ class Job:
         (folder / "log").touch()
         self._log = (folder / "log").open()
         self._rest = ""
+        self._shares: dict[int, dict[int, float]] = defaultdict(dict)
+        self._newest = 0
+        self._pids: dict[int, int] = {}
         self.processes = []
         for number, command in enumerate(commands):
             own = {"REPLICA_GROUP_ID": str(number - 1)} if "NUM_REPLICA_GROUPS" in environ else {}
@@ -115,26 +133,43 @@ class Job:
     def read(self) -> list[Event]:
         """Return all events so far."""
         *lines, self._rest = (self._rest + self._log.read()).split("\n")
-        self.events += map(Event.of, lines)
+        for event in map(Event.of, lines):
+            self.events.append(event)
+            if event.what in ("start", "done"):
+                self._pids[event.rank] = event.pid
+            if event.what == "done":
+                self._shares[event.step][event.rank] = event.share
+                if sum(self._shares[event.step].values()) > WHOLE:
+                    self._newest = max(self._newest, event.step)
         return self.events
 
     def wait(self, is_reached: Callable[[], Any], limit_s: float = TIMEOUT_S) -> Any:
         """Wait until something is true of the events, and return it."""
         deadline = time.monotonic() + limit_s
         while not (found := is_reached()):
-            if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
+            if (
+                STOP.is_set()
+                or time.monotonic() > deadline
+                or any(process.poll() is not None for process in self.processes)
+            ):
                 raise RuntimeError(f"The job ended, or took more than {limit_s:g} s:\n{self.output[-4000:]}")
             time.sleep(POLL_S)
         return found
 
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, if the job goes on."""
+        end_s = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() >= end_s, max(seconds, 0.0) + TIMEOUT_S)
+
     def newest(self) -> int:
         """Return the newest step that was done on the whole batch."""
-        return max(whole_steps(self.read()), default=0)
+        self.read()
+        return self._newest
 
     def alive(self) -> dict[int, int]:
         """Return the processes of the ranks that run, as they have logged them."""
-        pids = {event.rank: event.pid for event in self.read() if event.what == "start"}
-        return {rank: pid for rank, pid in pids.items() if psutil.pid_exists(pid)}
+        self.read()
+        return {rank: pid for rank, pid in self._pids.items() if psutil.pid_exists(pid)}
 
     def end(self) -> None:
         """End all its processes."""
@@ -163,10 +198,10 @@ def launcher_help() -> str:
 
 
 @contextlib.contextmanager
-def job(contender: Contender, ranks: int, *, steps: int, pause_s: float) -> Iterator[Job]:
+def job(contender: Contender, ranks: int, *more: str, pause_s: float) -> Iterator[Job]:
     """Start a job; end it afterwards."""
     with tempfile.TemporaryDirectory(prefix="bench-recovery-") as name:
-        words = [name, "--steps", str(steps), "--pause", str(pause_s), "--build", str(contender.start_s)]
+        words = [name, "--pause", str(pause_s), "--build", str(contender.start_s), *more]
         script = [str(LOOPS), contender.loop, *words]
         environ = {}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", RESTARTS]
@@ -189,12 +224,12 @@ def job(contender: Contender, ranks: int, *, steps: int, pause_s: float) -> Iter
             made.end()
 
 
-def present(names: Iterable[str]) -> list[str]:
+def present(contenders: Mapping[str, Contender], names: Collection[str]) -> dict[str, Contender]:
     """Return the contenders that can be measured; print a line about each other one."""
-    found = []
-    for name in names:
-        if why := CONTENDERS[name].absent():
+    found = {}
+    for name, contender in contenders.items():
+        if name in names and (why := contender.absent()):
             print(f"  {name} is left out: {why}")
-        else:
-            found.append(name)
+        elif name in names:
+            found[name] = contender
     return found

@@ -1,8 +1,8 @@
 """What the ranks of bench/recovery.py run: one small model in the loop that each contender's documentation gives.
 
 Each process appends lines to FOLDER/log: seconds of the clock that all processes share, what happened (``start``,
-``ready``, ``begin`` or ``done`` of a step), rank, process, step, and its part of the global batch. At the end each rank
-writes a digest of its weights to FOLDER/weights-RANK.
+``spare``, ``built``, ``ready``, ``begin`` or ``done`` of a step), rank, process, step, its part of the global batch.
+With --digests each rank writes a digest of its weights to FOLDER/weights-STEP-RANK now and then.
 """
 
 import argparse
@@ -18,18 +18,27 @@ from typing import Any
 CHECKPOINT_EVERY = 10
 BATCH, WIDTH = 24, 64
 STEPS_OF_FIT = 10  # between evaluations, and between checkpoints
+DIGEST_EVERY = 20
+# Machines may have the same pids: their numbers in the log differ by the number of the machine.
+MACHINE, MOST_PIDS = "BENCH_MACHINE", 10_000_000
 
 
 class Log:
     """The file of a job to which each process adds its lines."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.rank, self.path = rank, folder / "log"
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "log"
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    @property
+    def rank(self) -> int:
+        """This rank, which may change; of torchft's the group."""
+        return int(os.environ.get("REPLICA_GROUP_ID") or os.environ["RANK"])
 
     def __call__(self, what: str, step: int = 0, share: float = 0.0) -> None:
         """Add a line; it is whole, as it is written by one call."""
-        line = f"{time.monotonic():.6f} {what} {self.rank} {os.getpid()} {step} {share:.6f}\n"
+        pid = int(os.environ.get(MACHINE, "0")) * MOST_PIDS + os.getpid()
+        line = f"{time.monotonic():.6f} {what} {self.rank} {pid} {step} {share:.6f}\n"
         os.write(self._file, line.encode())
 
 
@@ -37,26 +46,33 @@ def parse() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("loop", choices=tuple(LOOPS))
     made.add_argument("folder", type=Path)
-    made.add_argument("--steps", type=int, default=1000)
+    made.add_argument("--steps", type=int, default=1_000_000)
     made.add_argument("--pause", type=float, default=0.0, help="seconds that computing takes in a step")
     made.add_argument("--build", type=float, default=0.0, help="seconds that it takes to make the model")
     made.add_argument("--backend")
+    made.add_argument("--digests", action="store_true")
     made.add_argument("--checkpoints", action="store_true", help="of fit")
     return made.parse_args()
 
 
 def main() -> None:
     options = parse()
-    rank = int(os.environ.get("REPLICA_GROUP_ID", os.environ["RANK"]))
-    log = Log(options.folder, rank)
-    log("start")
+    log = Log(options.folder)
+    log("spare" if "LOCKSTEP_SPARE" in os.environ else "start")
     import torch
 
     torch.set_num_threads(1)
-    module = LOOPS[options.loop](options, log)
-    if module is not None:
+    LOOPS[options.loop](options, log)
+
+
+def done(options: argparse.Namespace, log: Log, module: Any, step: int, share: float) -> None:
+    """Log that a step is done."""
+    log("done", step, share)
+    if options.digests and step % DIGEST_EVERY == 0:
         weights = b"".join(tensor.detach().numpy().tobytes() for tensor in module.state_dict().values())
-        (options.folder / f"weights-{rank}").write_text(hashlib.sha256(weights).hexdigest())
+        path = options.folder / f"weights-{step}-{log.rank}"
+        path.with_suffix(".new").write_text(hashlib.sha256(weights).hexdigest())
+        path.with_suffix(".new").replace(path)
 
 
 def make_net(options: argparse.Namespace) -> Any:
@@ -79,7 +95,7 @@ def loss_of(model: Any, step: int, part: int, num_parts: int, pause_s: float) ->
     return loss
 
 
-def in_place(options: argparse.Namespace, log: Log) -> Any:
+def in_place(options: argparse.Namespace, log: Log) -> None:
     """Train as the docstring of `lockstep.Recovery` says."""
     import torch
 
@@ -89,6 +105,7 @@ def in_place(options: argparse.Namespace, log: Log) -> Any:
         module = make_net(options)
         model = lockstep.DistributedDataParallel(module)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        log("built")
         recovery = lockstep.Recovery(world, model=model, optimizer=optimizer)
         while recovery.step < options.steps:
             step = recovery.step
@@ -98,30 +115,28 @@ def in_place(options: argparse.Namespace, log: Log) -> Any:
                 optimizer.step()
                 optimizer.zero_grad()
             if recovery.step > step:
-                log("done", recovery.step, 1 / world.world_size)
-    return module
+                done(options, log, module, recovery.step, 1 / world.world_size)
 
 
-def restart(options: argparse.Namespace, log: Log) -> Any:
+def restart(options: argparse.Namespace, log: Log) -> None:
     """Train with Lockstep, from the newest checkpoint."""
     import lockstep
 
     with lockstep.init(backend=options.backend):
-        return from_checkpoint(options, log, lockstep.DistributedDataParallel)
+        from_checkpoint(options, log, lockstep.DistributedDataParallel)
 
 
-def torch_ddp(options: argparse.Namespace, log: Log) -> Any:
+def torch_ddp(options: argparse.Namespace, log: Log) -> None:
     """Train with torch's DDP, from the newest checkpoint."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    module = from_checkpoint(options, log, DistributedDataParallel)
+    from_checkpoint(options, log, DistributedDataParallel)
     dist.destroy_process_group()
-    return module
 
 
-def from_checkpoint(options: argparse.Namespace, log: Log, wrap: Callable[[Any], Any]) -> Any:
+def from_checkpoint(options: argparse.Namespace, log: Log, wrap: Callable[[Any], Any]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -140,15 +155,14 @@ def from_checkpoint(options: argparse.Namespace, log: Log, wrap: Callable[[Any],
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        log("done", step, 1 / size)
+        done(options, log, module, step, 1 / size)
         if step % CHECKPOINT_EVERY == 0 and rank == 0:
             state = {"step": step, "model": module.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, f"{path}.new")
             os.replace(f"{path}.new", path)
-    return module
 
 
-def torchft(options: argparse.Namespace, log: Log) -> Any:
+def torchft(options: argparse.Namespace, log: Log) -> None:
     """Train as torchft's README says: a replica group of one rank, and a part of the batch for each group.
 
     Its DistributedDataParallel ends with an AssertionError when a peer is lost (0.2.0 with torch 2.13).
@@ -190,9 +204,8 @@ def torchft(options: argparse.Namespace, log: Log) -> Any:
         before = manager.current_step()  # that of the others, in a group that joins
         managed.step()
         if manager.current_step() > before:
-            log("done", manager.current_step(), takes_part / num_groups)
+            done(options, log, module, manager.current_step(), takes_part / num_groups)
     manager.shutdown(wait=False)
-    return module
 
 
 def fit(options: argparse.Namespace, log: Log) -> None:
@@ -243,7 +256,7 @@ def fit(options: argparse.Namespace, log: Log) -> None:
     lockstep.fit(task, steps=options.steps, eval_every=STEPS_OF_FIT, export=export, quiet=True, **kept)
 
 
-LOOPS: dict[str, Callable[[argparse.Namespace, Log], Any]] = {
+LOOPS: dict[str, Callable[[argparse.Namespace, Log], None]] = {
     "in-place": in_place,
     "restart": restart,
     "torch": torch_ddp,

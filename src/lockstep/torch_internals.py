@@ -282,6 +282,15 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
+def restart_group_names() -> None:
+    """Name the next default group as in a new process. Without torch's table: nothing.
+
+    The names are numbers. An attempt to connect that failed has taken one, of which the other ranks do not know.
+    """
+    if (world := getattr(dist.distributed_c10d, "_world", None)) is not None:
+        world.group_count = 0
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return what serves ``group`` for a device. Without the method: AttributeError."""
     return group._get_backend(device)

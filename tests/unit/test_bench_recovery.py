@@ -1,6 +1,6 @@
 """What bench/recovery.py makes of the lines that the ranks have logged."""
 
-from bench.recovery import cost_of_death, steps_done_again
+from bench.recovery import cost_of_death, progress_of, steps_done_again
 from bench.recovery_jobs import Event, whole_steps
 
 # Two ranks; rank 1 is killed at 3.1 s in step 3. Rank 0 does step 3 alone at 4.1 s, and 4 with a new rank 1 at 6 s.
@@ -35,3 +35,9 @@ def test_steps_that_were_done_in_vain():
     found = [Event.of(f"1.0 {what} 0 10 {step} 0.0") for what, step in [("begin", 1), ("begin", 1), ("done", 1)]]
     assert steps_done_again(found) == (1, 0)
     assert steps_done_again([*found, found[-1]]) == (0, 1)
+
+
+def test_what_was_done_of_what_was_possible():
+    # Steps take a second between failures; step 3 was done with half of its samples.
+    found = progress_of(EVENTS, 10.0)
+    assert (round(found["pace_s"], 6), round(found["steps"], 6), round(found["samples"], 6)) == (1.0, 0.4, 0.35)

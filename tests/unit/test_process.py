@@ -4,12 +4,14 @@ import os
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.process import single_process_view, wait_for_sleep
+from lockstep.torch_internals import restart_group_names
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -68,3 +70,15 @@ def test_it_ends_with_an_error_too():
     with pytest.raises(KeyError), single_process_view():
         raise KeyError
     assert dist.get_rank is kept is dist.distributed_c10d.get_rank
+
+
+def test_a_failed_connection_does_not_change_the_name_of_the_next_group():
+    limit = timedelta(milliseconds=10)
+    with pytest.raises(dist.DistError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=limit)
+    restart_group_names()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD.group_name == "0"  # as in a new process, which may be the other rank
+    finally:
+        dist.destroy_process_group()

@@ -53,6 +53,12 @@ def test_single_slow_steps_are_not_persistent():
     assert find_stragglers({0: pace(), 1: pace_of(steps)}) == []
 
 
+def test_nothing_is_compared_without_the_same_steps_as_after_a_recovery():
+    reporter = StragglerReporter(pytest.fail)
+    reporter.judge({0: pace_of([]), 1: pace_of([])})
+    reporter.judge({0: pace_of([]), 1: pace(slow="backward", by_s=0.05)})
+
+
 def test_what_is_said():
     [found] = find_stragglers({0: pace(waits=0.052), 1: pace(slow="backward", by_s=0.05)})
     assert str(found) == (

@@ -48,10 +48,11 @@ from lockstep.run_folder import (
     report_broken,
     withdraw_recovery,
 )
-from lockstep.torch_internals import backend_of, process_groups
+from lockstep.torch_internals import backend_of, process_groups, restart_group_names
 
-# How often a rank looks for a new generation; and how long after an error in a collective it waits for one.
-_PERIOD_S, _PATIENCE_S = 0.02, 10.0
+# How often a rank looks for a new generation; and how long after an error in a collective it waits for one. The
+# launcher may be late on a busy machine; it ends all ranks if there is to be none.
+_PERIOD_S, _PATIENCE_S = 0.02, 30.0
 # How long the ranks of a generation, who have all met, may take to connect.
 _CONNECT_S = 15.0
 
@@ -151,6 +152,7 @@ class Membership:
                 self._cut = self.number = found.number
                 interrupt_groups()
             destroy_default_group(abort=True, at_exit=False, is_cut=True)
+            restart_group_names()
             with activity.waiting(activity.REJOIN), suppress(_Superseded):
                 self._enter(found, deadline)
                 return found

@@ -31,6 +31,7 @@ from lockstep import run_folder
 from lockstep.activity import format_ranks
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended
+from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
 from lockstep.run_folder import FAILURE, FailureRecord, Generation, RecoveryReport, rank_file, read_object
@@ -57,6 +58,7 @@ class Recovery:
         exceptions: Whether a rank that raised an exception is replaced.
         min_ranks: The job may go on with fewer ranks, but no fewer than this.
         machines: Of a job with several.
+        server: Forks the ranks.
 
     Attributes:
         number: The generation.
@@ -74,6 +76,7 @@ class Recovery:
     exceptions: bool = False
     min_ranks: int | None = None
     machines: Machines | None = None
+    server: ForkServer | None = None
     number: int = 0
     num_lost: int = 0
     spares: dict[int, SubprocessHandler] = field(default_factory=dict)
@@ -82,7 +85,7 @@ class Recovery:
 
     def __post_init__(self) -> None:
         self._whole = set(self.ranks)
-        self._reported = 0
+        self._reported, self._is_prepared = 0, False
 
     def why_not(self, lost: list[RankExit], lost_pids: set[int]) -> str | None:
         """Return why the others cannot go on without a restart; an empty text if that need not be said."""
@@ -196,9 +199,12 @@ class Recovery:
                 found = read_object(rank_file(self.folder, FAILURE, NAME_OF_SPARE.format(number)))
                 ended = how_it_ended(RankExit(number, code, FailureRecord(**found)))
                 _print(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
-        if self.num_spares and self.ranks.keys() <= run_folder.recovering_processes(self.folder):
+        if not self._is_prepared and self.ranks.keys() <= run_folder.recovering_processes(self.folder):
+            self._is_prepared = True
+            # The others wait for a new rank, so that it must not import this itself, which takes two seconds.
+            if self.server is not None:
+                self.server.preload(["torch.distributed", OPTIMIZER])
             self.spares |= {number: self.start_spare(number) for number in range(1, self.num_spares + 1)}
-            self.num_spares = 0
 
 
 def _steps_of(lost: list[RankExit]) -> set[int]:

@@ -478,6 +478,7 @@ class _Agent(LocalElasticAgent):
                 exceptions=self.job.recover == "exceptions",
                 min_ranks=self.job.min_ranks,
                 spares=ranks.spares,
+                server=self.job.server,
             )
             if self._board is not None:
                 self._machines = recovery.machines = self._meet_machines(worker_group, list(workers), self._board)

@@ -321,8 +321,12 @@ class StragglerReporter:
         self._reported: dict[int, tuple[str, float]] = {}
 
     def judge(self, paces: Mapping[int, Pace]) -> None:
-        """Compare the paces of all ranks in a window, which is empty if a rank has just been replaced."""
-        for straggler in find_stragglers(paces) if all(pace["total"] for pace in paces.values()) else ():
+        """Compare the paces of all ranks in a window."""
+        # After a recovery in place, ranks may have no steps in it, or not the same ones.
+        counts = {len(pace["total"]) for pace in paces.values()}
+        if len(counts) > 1 or 0 in counts:
+            return
+        for straggler in find_stragglers(paces):
             part, lost_s = self._reported.get(straggler.rank, ("", 0.0))
             if straggler.part != part or straggler.lost_s > 2 * lost_s:
                 self._reported[straggler.rank] = straggler.part, straggler.lost_s
