@@ -1,9 +1,15 @@
 """Which machines form the next generation, from what each of them says."""
 
-import pytest
+import types
 
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from lockstep import run_folder
+from lockstep.comm.rendezvous import poll_until
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.quorum import Member, check_lighthouse, digest, next_generation
+from lockstep.launcher import quorum
+from lockstep.launcher.quorum import Lighthouse, Machines, Member, check_lighthouse, digest, next_generation
 
 TWO = digest(["a", "b"])
 
@@ -70,3 +76,83 @@ def test_the_address_of_a_lighthouse_is_checked():
     with pytest.raises(ConfigurationError) as caught:
         check_lighthouse("host:1", 1)
     assert str(caught.value) == "--lighthouse needs several machines.\nAdd --nnodes, or omit --lighthouse."
+
+
+class Board:
+    """The store of the launchers, with the notes of this one."""
+
+    def __init__(self):
+        self.notes = []
+
+    def post(self, topic, note):
+        self.notes.append(note)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start a machine with a rank that is ready, and a lighthouse that answers with these others; None: it does not."""
+    monkeypatch.setenv("LOCKSTEP_MACHINE_TIMEOUT_S", "0.3")
+    run_folder.announce_recovery(tmp_path, 7)
+    started = []
+
+    def begin(others, *, joins=None):
+        class Client:
+            def __init__(self, address, timeout):
+                if others is None:
+                    raise RuntimeError("nobody listens")
+
+            def heartbeat(self, name, timeout):
+                pass
+
+            def quorum(self, name, timeout, *, store_address, step, world_size, data):
+                own = Member(name, store_address, step, world_size, **data)
+                rows = [each._asdict() for each in [own, *others]]
+                keys = ("name", "store", "number", "num_ranks")
+                names = ("replica_id", "store_address", "step", "world_size")
+                return types.SimpleNamespace(
+                    participants=[
+                        types.SimpleNamespace(
+                            **{new: row.pop(key) for key, new in zip(keys, names, strict=True)}, data=row
+                        )
+                        for row in rows
+                    ]
+                )
+
+        monkeypatch.setattr(quorum, "_torchft", lambda: types.SimpleNamespace(LighthouseClient=Client))
+        place = 0 if joins is None else None
+        started.append(Machines(tmp_path, [7], Board(), "127.0.0.1", place, 2, 1, 0, "host:1", joins))
+        return started[-1]
+
+    yield begin
+    for machines in started:
+        machines.close()
+
+
+def test_ranks_go_on_without_a_machine_that_was_lost_before_it_asked(start, tmp_path):
+    machines = start([])
+    run_folder.report_broken(tmp_path, 7, 0)
+    assert machines.poll() is None
+    assert poll_until(lambda: machines.number == 1, 20, 0.02)
+    found = run_folder.Generation.read(tmp_path)
+    assert (found.number, found.ranks, found.world_size) == (1, {7: 0}, 1)
+    assert [note.have_met for note in machines.board.notes] == [False, True]
+
+
+def test_ranks_that_are_not_broken_wait_for_a_machine_that_has_not_asked(start, tmp_path):
+    machines = start([])
+    assert machines.poll() is None
+    assert not poll_until(lambda: machines.number >= 0, 1, 0.02)
+    assert run_folder.Generation.read(tmp_path) is None
+
+
+def test_a_machine_that_would_join_at_the_end_of_the_job_ends(start):
+    machines = start([member("a", 3, digest(["a"]), 0, is_done=True)], joins=Lighthouse(0, "http://host:1", "job", True))
+    with pytest.raises(RendezvousClosedError):
+        poll_until(lambda: machines.poll() is not None, 20, 0.02)
+
+
+def test_a_machine_that_would_join_looks_again_if_the_lighthouse_does_not_answer(start):
+    machines = start(None, joins=Lighthouse(0, "http://host:1", "job", True))
+    reasons = set()
+    assert poll_until(lambda: bool(reasons.add(machines.poll()) or reasons - {None}), 20, 0.02)
+    assert reasons - {None} == {"this machine has not reached the others for 0.3 s; its ranks end, and join again"}
