@@ -104,19 +104,9 @@ def start(tmp_path, monkeypatch):
             def heartbeat(self, name, timeout):
                 pass
 
-            def quorum(self, name, timeout, *, store_address, step, world_size, data):
-                own = Member(name, store_address, step, world_size, **data)
-                rows = [each._asdict() for each in [own, *others]]
-                keys = ("name", "store", "number", "num_ranks")
-                names = ("replica_id", "store_address", "step", "world_size")
-                return types.SimpleNamespace(
-                    participants=[
-                        types.SimpleNamespace(
-                            **{new: row.pop(key) for key, new in zip(keys, names, strict=True)}, data=row
-                        )
-                        for row in rows
-                    ]
-                )
+            def quorum(self, name, timeout, *, data):
+                rows = [data, *(each._asdict() for each in others)]
+                return types.SimpleNamespace(participants=[types.SimpleNamespace(data=row) for row in rows])
 
         monkeypatch.setattr(quorum, "_torchft", lambda: types.SimpleNamespace(LighthouseClient=Client))
         place = 0 if joins is None else None
@@ -146,7 +136,9 @@ def test_ranks_that_are_not_broken_wait_for_a_machine_that_has_not_asked(start, 
 
 
 def test_a_machine_that_would_join_at_the_end_of_the_job_ends(start):
-    machines = start([member("a", 3, digest(["a"]), 0, is_done=True)], joins=Lighthouse(0, "http://host:1", "job", True))
+    machines = start(
+        [member("a", 3, digest(["a"]), 0, is_done=True)], joins=Lighthouse(0, "http://host:1", "job", True)
+    )
     with pytest.raises(RendezvousClosedError):
         poll_until(lambda: machines.poll() is not None, 20, 0.02)
 

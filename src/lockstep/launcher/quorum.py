@@ -6,15 +6,18 @@ to agree. torchft's lighthouse is the service for that. Each launcher sends it h
 twice a second, and at once when a rank was lost or ranks report that their groups are broken. The answer comes when all
 machines whose heartbeats arrive have asked. It lists them with what each says about itself, and is the same for all. So
 each launcher computes from it alone, with `next_generation`, whether there is a next generation, and its number, ranks
-and store. If an answer does not reach a launcher, its next request shows an old generation, and all form another one.
+and store. A launcher that an answer does not reach is left out: its next request shows an old generation.
 
 - A machine that is lost sends no heartbeats: after the timeout the answer comes without it.
-- A machine that comes back finds the lighthouse's address in the store of the rendezvous. It starts its ranks, each
-  with a group of its own, and asks for the first time when they are ready, so nobody waits for it.
+- A machine that comes back, or whose ranks are started again after an error of the program, finds the lighthouse's
+  address in the store of the rendezvous. It starts its ranks, each with a group of its own, and asks for the first time
+  when they are ready, so nobody waits for it.
 - Heartbeats are a lease: a launcher whose own have not been answered for the timeout ends its ranks, as the others may
-  have gone on without them, and joins again.
-- The first generation, number 0, is that of the rendezvous. It counts once all its machines have asked; before that,
-  and for all that cannot be repaired in place, the ranks are restarted by torch elastic.
+  have gone on without them, and joins again. So do those of the others if the first machine, which serves the
+  lighthouse, starts its own ranks again.
+- The first generation, number 0, is that of the rendezvous. It counts once all its machines have asked. If one is lost
+  before that, the others wait for it as long as for heartbeats, and go on without it.
+- When the ranks of all machines have ended, a machine that still would join ends, too.
 
 Source: torchft (https://github.com/meta-pytorch/torchft), whose managers use the lighthouse in the same way.
 """
@@ -348,23 +351,12 @@ class Machines:
         if is_broken or (self.joins is not None and self.number < 0):
             self._lost_at_ns = self._lost_at_ns or time.time_ns()
         # Before the machines have come together, others may be a moment late.
-        is_late = time.time_ns() - self._lost_at_ns > machine_timeout_s() * 1e9
-        told = {
-            "of": self._of,
-            "place": self.place,
-            "host": socket.gethostname(),
-            "is_broken": is_broken and (self.number >= 0 or is_late),
-            "is_done": self._is_done,
-        }
-        where = {"store_address": store, "step": self.number, "world_size": len(self.pids)}
+        is_broken = is_broken and (self.number >= 0 or time.time_ns() - self._lost_at_ns > machine_timeout_s() * 1e9)
+        where, host = (self._name, store, self.number, len(self.pids)), socket.gethostname()
+        own = Member(*where, self._of, self.place, host, is_broken, self._is_done)
         with suppress(TimeoutError, RuntimeError):  # out of reach, or another machine has not asked in time
-            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), **where, data=told)
-            self._take(
-                [
-                    Member(each.replica_id, each.store_address, each.step, each.world_size, **each.data)
-                    for each in answer.participants
-                ]
-            )
+            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), data=own._asdict())
+            self._take([Member(**each.data) for each in answer.participants])
 
     def _take(self, found: list[Member]) -> None:
         """Enter the next generation, if ``found`` leads to one."""
