@@ -208,6 +208,9 @@ class Machines:
         if self._library is None:  # while the ranks start
             self._library = _torchft()
             threading.Thread(target=self._run, name="lockstep-quorum", daemon=True).start()
+        with self._lock:
+            if self._is_broken:  # not when it is asked for: a request may wait for a machine that is lost
+                self._lost_at_ns = self._lost_at_ns or time.time_ns()
         limit_s, is_outside = machine_timeout_s(), self.joins is not None and self.number < 0
         # A lighthouse of the cluster may be away for a while: nothing is lost as long as the ranks reach each other.
         is_needed = is_outside or self._is_broken or (self._found is not None and self._found.is_served)
@@ -347,11 +350,11 @@ class Machines:
                 self._alive_at_s = now_s
 
     def _ask(self, client: Any, store: str) -> None:
-        is_broken = self._is_broken
-        if is_broken or (self.joins is not None and self.number < 0):
+        if self.joins is not None and self.number < 0:
             self._lost_at_ns = self._lost_at_ns or time.time_ns()
         # Before the machines have come together, others may be a moment late.
-        is_broken = is_broken and (self.number >= 0 or time.time_ns() - self._lost_at_ns > machine_timeout_s() * 1e9)
+        is_late = 0 < self._lost_at_ns < time.time_ns() - machine_timeout_s() * 1e9
+        is_broken = self._is_broken and (self.number >= 0 or is_late)
         where, host = (self._name, store, self.number, len(self.pids)), socket.gethostname()
         own = Member(*where, self._of, self.place, host, is_broken, self._is_done)
         with suppress(TimeoutError, RuntimeError):  # out of reach, or another machine has not asked in time
