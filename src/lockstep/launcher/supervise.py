@@ -396,9 +396,11 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
-        self.num_restarts += 1
         found = running_job(self._board) if self._board is not None else None
-        self._joins = found if found is not None and found.have_met else None
+        # Machines that this one has left before they had come together also go on without it.
+        can_join = found is not None and (found.have_met or found.start == self.num_restarts)
+        self._joins = found if can_join else None
+        self.num_restarts += 1
         if self._joins is not None:
             # The ranks begin alone, as on a single machine.
             worker_group.spec.rdzv_handler = self._alone = RendezvousPerRestart(self.config, None, bool)
