@@ -519,9 +519,10 @@ class _Agent(LocalElasticAgent):
             wait_for_host(self.config)
             # The store may be another one now.
             self._board = board = InterNodeStore(self.config.rdzv_endpoint, self.config.run_id)
-            if not isinstance(spec.rdzv_handler, RendezvousPerRestart):
+            if self.config.rdzv_backend == "static" and self.config.rdzv_configs["rank"] != 0:
                 spec.rdzv_handler = rendezvous_of(self.config, bool)
-                # Only the first machine knows how often the ranks were started.
+                # A new launcher of the first machine waits here for all. Only it knows how often ranks were started.
+                spec.rdzv_handler.next_rendezvous()
                 poll_until(lambda: running_job(board) is not None, stop_timeout_s(), _POLL_S)
         self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
         self._restart_workers(worker_group)
