@@ -150,6 +150,11 @@ def running_job(board: InterNodeStore) -> Lighthouse | None:
     return max(found, default=None)
 
 
+def has_begun(board: InterNodeStore) -> bool:
+    """Return whether a job has had a lighthouse since the store of ``board`` was made."""
+    return board.count(f"{_TOPIC}/count") > 0
+
+
 @dataclass(eq=False)
 class Machines:
     """This machine as a member of the quorum of the job; see [Note: machines].

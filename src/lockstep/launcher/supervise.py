@@ -50,7 +50,7 @@ from lockstep.launcher.failure_report import (
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.output import LogTail
-from lockstep.launcher.quorum import Lighthouse, Machines, running_job
+from lockstep.launcher.quorum import Lighthouse, Machines, has_begun, running_job
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.launcher.recovery import NAME_OF_SPARE, Recovery
 from lockstep.telemetry.rank_state import process_state
@@ -521,9 +521,13 @@ class _Agent(LocalElasticAgent):
             self._board = board = InterNodeStore(self.config.rdzv_endpoint, self.config.run_id)
             if self.config.rdzv_backend == "static" and self.config.rdzv_configs["rank"] != 0:
                 spec.rdzv_handler = rendezvous_of(self.config, bool)
-                # A new launcher of the first machine waits here for all. Only it knows how often ranks were started.
                 spec.rdzv_handler.next_rendezvous()
-                poll_until(lambda: running_job(board) is not None, stop_timeout_s(), _POLL_S)
+                # Only the first machine knows how often the ranks were started. A new launcher there begins to count
+                # again, and waits for this machine before it writes anything.
+                if has_begun(board):
+                    poll_until(lambda: running_job(board) is not None, stop_timeout_s(), _POLL_S)
+                else:
+                    self.num_restarts = -1
         self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
         self._restart_workers(worker_group)
 
