@@ -191,6 +191,19 @@ def test_the_first_machine_is_lost_but_not_the_lighthouse(machines, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_raises_and_the_ranks_of_its_machine_are_restarted(machines, tmp_path, rank):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("os.kill(os.getpid(), 9)", "raise ValueError('boom')"))
+    rows, errors, codes = run(machines, tmp_path, f"60:{rank}", steps=80, pause_s=0.1, nnodes="2")
+    assert codes == [0, 0], errors
+    assert [row[:3] for row in rows] == [(str(rank), "4", "80") for rank in range(4)]
+    assert len({weights for *_, weights in rows}) == 1
+    assert "restart 1 of 9" in errors[rank // 2]
+    assert "restart 2 of 9" not in "".join(errors)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
 def test_without_torchft_all_ranks_are_restarted(machines, tmp_path):
     (tmp_path / "library" / "torchft").mkdir(parents=True)
     (tmp_path / "library" / "torchft" / "__init__.py").write_text("raise ImportError")

@@ -1,9 +1,15 @@
 """Which machines form the next generation, from what each of them says."""
 
-import pytest
+import types
 
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from lockstep import run_folder
+from lockstep.comm.rendezvous import poll_until
 from lockstep.errors import ConfigurationError
-from lockstep.launcher.quorum import Member, check_lighthouse, digest, next_generation
+from lockstep.launcher import quorum
+from lockstep.launcher.quorum import Lighthouse, Machines, Member, check_lighthouse, digest, next_generation
 
 TWO = digest(["a", "b"])
 
@@ -12,42 +18,53 @@ def member(name, number, of, place=None, *, is_broken=False, is_done=False):
     return Member(name, "host:1", number, 2, of, place, "host", is_broken, is_done)
 
 
-def names(found):
-    members = next_generation(found)
-    return None if members is None else [each.name for each in members]
+def agreed_by(found):
+    """Return the number of the next generation, and its machines."""
+    agreed = next_generation(found)
+    return None if agreed is None else (agreed[0], [each.name for each in agreed[1]])
 
 
 def test_the_first_generation_counts_when_all_machines_of_the_start_have_asked():
-    assert names([member("a", -1, TWO, 0)]) is None
-    assert names([member("a", -1, TWO, 0), member("c", -1, "")]) is None
-    assert names([member("a", -1, TWO, 0), member("b", -1, TWO, 1)]) == ["a", "b"]
+    assert agreed_by([member("a", -1, TWO, 0)]) is None
+    assert agreed_by([member("a", -1, TWO, 0), member("c", -1, "")]) is None
+    assert agreed_by([member("a", -1, TWO, 0), member("b", -1, TWO, 1)]) == (0, ["a", "b"])
+
+
+def test_ranks_that_are_broken_before_all_machines_of_the_start_have_asked_do_not_wait_for_the_rest():
+    lost = member("a", -1, TWO, 0, is_broken=True)
+    assert agreed_by([lost]) == (1, ["a"])
+    assert agreed_by([lost, member("c", -1, "")]) == (1, ["a", "c"])
+    assert agreed_by([lost, member("b", -1, digest(["a", "b", "c"]), 1)]) is None
+    assert agreed_by([member("c", -1, "", is_broken=True)]) is None  # nobody holds the state
+    # The other one asks late.
+    assert agreed_by([member("a", 1, digest(["a"]), 0), member("b", -1, TWO, 1)]) == (2, ["a", "b"])
 
 
 def test_without_a_loss_a_generation_goes_on():
-    assert names([member("a", 3, TWO, 0), member("b", 3, TWO, 1)]) is None
+    assert agreed_by([member("a", 3, TWO, 0), member("b", 3, TWO, 1)]) is None
 
 
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        ([member("a", 3, TWO, 0), member("b", 3, TWO, 1, is_broken=True)], ["a", "b"]),
-        ([member("b", 3, TWO, 1)], ["b"]),
+        ([member("a", 3, TWO, 0), member("b", 3, TWO, 1, is_broken=True)], (4, ["a", "b"])),
+        ([member("b", 3, TWO, 1)], (4, ["b"])),
         # It takes the first place that is free; in the order of places, not of names.
-        ([member("A", -1, ""), member("a", 3, TWO, 0), member("b", 3, TWO, 1)], ["a", "b", "A"]),
-        ([member("b", 3, TWO, 1), member("c", -1, "")], ["c", "b"]),
-        ([member("b", 3, TWO, 1), member("c", -1, "", 7)], ["b", "c"]),
+        ([member("A", -1, ""), member("a", 3, TWO, 0), member("b", 3, TWO, 1)], (4, ["a", "b", "A"])),
+        ([member("b", 3, TWO, 1), member("c", -1, "")], (4, ["c", "b"])),
+        ([member("b", 3, TWO, 1), member("c", -1, "", 7)], (4, ["b", "c"])),
         # The others went on without it: it comes again when it has other ranks.
         ([member("a", 4, digest(["a"]), 0), member("b", 3, TWO, 1)], None),
     ],
     ids=["broken", "lost", "joins", "takes a place", "has a place", "left out"],
 )
 def test_the_next_generation(found, expected):
-    assert names(found) == expected
-    assert names(found[::-1]) == expected
+    assert agreed_by(found) == expected
+    assert agreed_by(found[::-1]) == expected
 
 
 def test_nobody_goes_on_with_a_machine_whose_ranks_have_ended():
-    assert names([member("a", 3, TWO, 0, is_done=True), member("b", 3, TWO, 1, is_broken=True)]) is None
+    assert agreed_by([member("a", 3, TWO, 0, is_done=True), member("b", 3, TWO, 1, is_broken=True)]) is None
 
 
 def test_the_address_of_a_lighthouse_is_checked():
@@ -59,3 +76,74 @@ def test_the_address_of_a_lighthouse_is_checked():
     with pytest.raises(ConfigurationError) as caught:
         check_lighthouse("host:1", 1)
     assert str(caught.value) == "--lighthouse needs several machines.\nAdd --nnodes, or omit --lighthouse."
+
+
+class Board:
+    """The store of the launchers, with the notes of this one."""
+
+    def __init__(self):
+        self.notes = []
+
+    def post(self, topic, note):
+        self.notes.append(note)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start a machine with a rank that is ready, and a lighthouse that answers with these others; None: it does not."""
+    monkeypatch.setenv("LOCKSTEP_MACHINE_TIMEOUT_S", "0.3")
+    run_folder.announce_recovery(tmp_path, 7)
+    started = []
+
+    def begin(others, *, joins=None):
+        class Client:
+            def __init__(self, address, timeout):
+                if others is None:
+                    raise RuntimeError("nobody listens")
+
+            def heartbeat(self, name, timeout):
+                pass
+
+            def quorum(self, name, timeout, *, data):
+                rows = [data, *(each._asdict() for each in others)]
+                return types.SimpleNamespace(participants=[types.SimpleNamespace(data=row) for row in rows])
+
+        monkeypatch.setattr(quorum, "_torchft", lambda: types.SimpleNamespace(LighthouseClient=Client))
+        place = 0 if joins is None else None
+        started.append(Machines(tmp_path, [7], Board(), "127.0.0.1", place, 2, 1, 0, "host:1", joins))
+        return started[-1]
+
+    yield begin
+    for machines in started:
+        machines.close()
+
+
+def test_ranks_go_on_without_a_machine_that_was_lost_before_it_asked(start, tmp_path):
+    machines = start([])
+    run_folder.report_broken(tmp_path, 7, 0)
+    assert poll_until(lambda: machines.poll() is not None or machines.number == 1, 20, 0.02)
+    found = run_folder.Generation.read(tmp_path)
+    assert (found.number, found.ranks, found.world_size) == (1, {7: 0}, 1)
+    assert [note.have_met for note in machines.board.notes] == [False, True]
+
+
+def test_ranks_that_are_not_broken_wait_for_a_machine_that_has_not_asked(start, tmp_path):
+    machines = start([])
+    assert machines.poll() is None
+    assert not poll_until(lambda: machines.number >= 0, 1, 0.02)
+    assert run_folder.Generation.read(tmp_path) is None
+
+
+def test_a_machine_that_would_join_at_the_end_of_the_job_ends(start):
+    machines = start(
+        [member("a", 3, digest(["a"]), 0, is_done=True)], joins=Lighthouse(0, "http://host:1", "job", True)
+    )
+    with pytest.raises(RendezvousClosedError):
+        poll_until(lambda: machines.poll() is not None, 20, 0.02)
+
+
+def test_a_machine_that_would_join_looks_again_if_the_lighthouse_does_not_answer(start):
+    machines = start(None, joins=Lighthouse(0, "http://host:1", "job", True))
+    reasons = set()
+    assert poll_until(lambda: bool(reasons.add(machines.poll()) or reasons - {None}), 20, 0.02)
+    assert reasons - {None} == {"this machine has not reached the others for 0.3 s; its ranks end, and join again"}

@@ -108,7 +108,8 @@ class Membership:
         """Wait for a generation that this process has not joined, at most ``limit_s``; by default some seconds."""
         if limit_s is None:
             limit_s = max(_PATIENCE_S, 2 * machine_timeout_s())
-        if self.newer() is None:
+        # A new process, or a spare, has no generation yet that could be broken.
+        if self.newer() is None and (self.number > 0 or JOINS not in os.environ):
             report_broken(self._folder, os.getpid(), self.number)
             if self._world.local_world_size < self._world.world_size:
                 # So that the ranks of other machines, which may wait for this one, notice it, too.

@@ -6,15 +6,18 @@ to agree. torchft's lighthouse is the service for that. Each launcher sends it h
 twice a second, and at once when a rank was lost or ranks report that their groups are broken. The answer comes when all
 machines whose heartbeats arrive have asked. It lists them with what each says about itself, and is the same for all. So
 each launcher computes from it alone, with `next_generation`, whether there is a next generation, and its number, ranks
-and store. If an answer does not reach a launcher, its next request shows an old generation, and all form another one.
+and store. A launcher that an answer does not reach is left out: its next request shows an old generation.
 
 - A machine that is lost sends no heartbeats: after the timeout the answer comes without it.
-- A machine that comes back finds the lighthouse's address in the store of the rendezvous. It starts its ranks, each
-  with a group of its own, and asks for the first time when they are ready, so nobody waits for it.
+- A machine that comes back, or whose ranks are started again after an error of the program, finds the lighthouse's
+  address in the store of the rendezvous. It starts its ranks, each with a group of its own, and asks for the first time
+  when they are ready, so nobody waits for it.
 - Heartbeats are a lease: a launcher whose own have not been answered for the timeout ends its ranks, as the others may
-  have gone on without them, and joins again.
-- The first generation, number 0, is that of the rendezvous. It counts once all its machines have asked; before that,
-  and for all that cannot be repaired in place, the ranks are restarted by torch elastic.
+  have gone on without them, and joins again. So do those of the others if the first machine, which serves the
+  lighthouse, starts its own ranks again.
+- The first generation, number 0, is that of the rendezvous. It counts once all its machines have asked. If one is lost
+  before that, the others wait for it as long as for heartbeats, and go on without it.
+- When the ranks of all machines have ended, a machine that still would join ends, too.
 
 Source: torchft (https://github.com/meta-pytorch/torchft), whose managers use the lighthouse in the same way.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
+import math
 import os
 import socket
 import sys
@@ -32,9 +36,12 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from lockstep import run_folder
 from lockstep.activity import format_ranks
@@ -47,7 +54,7 @@ from lockstep.run_folder import Generation
 _TOPIC = "lighthouse"
 # How often to ask without a reason, and how soon a reason is noticed.
 _PERIOD_S, _NOTICE_S = 0.5, 0.05
-# How often to look for the lighthouse at the start.
+# How often to look for the lighthouse, and whether the ranks are ready, at the start.
 _SEARCH_S = 0.2
 # How long a machine waits until the others take it in, or go on with it after a loss.
 _PATIENCE_S = 60.0
@@ -93,26 +100,27 @@ def digest(names: Sequence[str]) -> str:
     return f"{len(names)}:{zlib.crc32(' '.join(sorted(names)).encode()):08x}"
 
 
-def next_generation(found: Sequence[Member]) -> list[Member] | None:
-    """Return the machines of the next generation in the order of their ranks; None: the present one goes on."""
+def next_generation(found: Sequence[Member]) -> tuple[int, list[Member]] | None:
+    """Return the next generation and its machines in the order of their ranks; None: the present one goes on."""
     newest = max(each.number for each in found)
     # The others went on without a machine with an older generation. It comes again, with other ranks.
-    found = [each for each in found if each.number in (-1, newest)]
+    found = sorted((each for each in found if each.number in (-1, newest)), key=lambda each: each.name)
     of = digest([each.name for each in found])
     is_same = all(each.of == of for each in found)
-    # At the start, the ranks are in generation 0 already, but not all launchers may have asked yet.
-    is_incomplete = newest < 0 and not is_same
-    goes_on = newest >= 0 and is_same and not any(each.is_broken for each in found)
-    if is_incomplete or goes_on or any(each.is_done for each in found):
+    if newest < 0:
+        # The ranks are in generation 0 already, but not all launchers may have asked yet. They are waited for until the
+        # ranks of those that have cannot go on.
+        began = [each for each in found if each.of]
+        goes_on = not is_same and not (began and all(each.is_broken for each in began))
+    else:
+        goes_on = is_same and not any(each.is_broken for each in found)
+    if goes_on or any(each.is_done for each in found):
         return None
     taken = {each.place for each in found}
     free = (place for place in itertools.count() if place not in taken)
-    placed = [each._replace(place=next(free)) if each.place is None else each for each in sorted(found, key=_name)]
-    return sorted(placed, key=lambda each: (each.place, each.name))
-
-
-def _name(member: Member) -> str:
-    return member.name
+    placed = [each._replace(place=next(free)) if each.place is None else each for each in found]
+    number = 0 if newest < 0 and is_same else max(newest, 0) + 1
+    return number, sorted(placed, key=lambda each: (each.place, each.name))
 
 
 class Lighthouse(NamedTuple):
@@ -123,12 +131,14 @@ class Lighthouse(NamedTuple):
         address: Of the server.
         job: Begins the names of the machines.
         is_served: Whether a launcher of the job serves it.
+        have_met: Whether the machines have come together: another one need not come to the rendezvous.
     """
 
     start: int
     address: str
     job: str
     is_served: bool
+    have_met: bool = False
 
 
 def running_job(board: InterNodeStore) -> Lighthouse | None:
@@ -140,6 +150,12 @@ def running_job(board: InterNodeStore) -> Lighthouse | None:
     return max(found, default=None)
 
 
+def has_begun(board: InterNodeStore) -> bool:
+    """Return whether a job has had a lighthouse since the store of ``board`` was made."""
+    return board.count(f"{_TOPIC}/count") > 0
+
+
+@dataclass(eq=False)
 class Machines:
     """This machine as a member of the quorum of the job; see [Note: machines].
 
@@ -159,49 +175,58 @@ class Machines:
         number: The generation; -1: the machines have not come together.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        pids: list[int],
-        board: InterNodeStore,
-        address: str,
-        place: int | None,
-        num_machines: int,
-        *,
-        min_machines: int,
-        start: int,
-        lighthouse: str | None,
-        joins: Lighthouse | None,
-    ) -> None:
-        self.number = -1
-        self._folder, self._pids, self._board, self._address = folder, pids, board, address
-        self._place, self._num_machines, self._min_machines = place, num_machines, min_machines
-        self._start, self._wanted, self._joins, self._found = start, lighthouse, joins, joins
+    folder: Path
+    pids: list[int]
+    board: InterNodeStore
+    address: str
+    place: int | None
+    num_machines: int
+    min_machines: int
+    start: int
+    lighthouse: str | None = None
+    joins: Lighthouse | None = None
+    number: int = -1
+
+    def __post_init__(self) -> None:
+        self._found = self.joins
         self._store: Any = None
         self._server: Any = None
         self._library: Any = None
         self._name, self._of = "", ""
         self._members: dict[str, Member] = {}
-        self._is_changed = self._is_done = self._are_done = self._is_left_out = False
+        self._answer: list[Member] = []
+        self._is_done = False
+        # Why the present generation cannot go on: since when, and how a rank of this machine was lost, if one was.
         self._lost_at_ns, self._why = 0, ""
-        # When a heartbeat that was answered was sent; and since when a next generation has been asked for.
-        self._alive_at_s, self._asks_since_s = time.monotonic(), float("inf")
+        # When a heartbeat that was answered was sent; before the first, nothing is expected.
+        self._alive_at_s = math.inf
         self._lock, self._ends, self._wake = threading.Lock(), threading.Event(), threading.Event()
 
     # --- the launcher's main thread -----------------------------------------------------------------------------------
 
     def poll(self) -> str | None:
-        """Take part from now on if the ranks can go on in place; return why they have to end and join again."""
+        """Take part from now on if the ranks can go on in place; return why they have to end and join again.
+
+        Raises:
+            RendezvousClosedError: The ranks of all machines of the job that this one would join have ended.
+        """
         if self._library is None:  # while the ranks start
             self._library = _torchft()
             threading.Thread(target=self._run, name="lockstep-quorum", daemon=True).start()
-        now_s, limit_s = time.monotonic(), machine_timeout_s()
-        if self.number >= 0 and now_s - self._alive_at_s > limit_s and (self._is_broken or self._is_lighthouse_served):
+        with self._lock:
+            if self._is_broken:  # not when it is asked for: a request may wait for a machine that is lost
+                self._lost_at_ns = self._lost_at_ns or time.time_ns()
+        limit_s, is_outside = machine_timeout_s(), self.joins is not None and self.number < 0
+        # A lighthouse of the cluster may be away for a while: nothing is lost as long as the ranks reach each other.
+        is_needed = is_outside or self._is_broken or (self._found is not None and self._found.is_served)
+        if self._is_silent and is_needed:
             return f"this machine has not reached the others for {limit_s:g} s; its ranks end, and join again"
         if self._is_left_out:
             return "the other machines went on without this one; its ranks end, and it joins again"
-        if now_s - self._asks_since_s > _PATIENCE_S:
+        if self._lost_at_ns and time.time_ns() - self._lost_at_ns > _PATIENCE_S * 1e9:
             return f"the other machines did not go on with this one within {_PATIENCE_S:g} s"
+        if is_outside and self._are_done:
+            raise RendezvousClosedError
         return None
 
     def have_met(self) -> bool:
@@ -211,15 +236,14 @@ class Machines:
     def replaced(self, pids: list[int], at_ns: int, why: str) -> None:
         """Ask for a next generation, as a rank of this machine was lost and ``pids`` are its processes now."""
         with self._lock:
-            self._pids, self._lost_at_ns, self._why, self._is_changed = pids, at_ns, why, True
+            self.pids, self._lost_at_ns, self._why = pids, at_ns, why
         self._wake.set()
 
     def finish(self) -> None:
         """Wait until the ranks of all machines have ended, as the others may use the store of this one."""
         self._is_done = True
         self._wake.set()
-        limit_s = machine_timeout_s()
-        poll_until(lambda: self._are_done or time.monotonic() - self._alive_at_s > limit_s, _END_S, _NOTICE_S)
+        poll_until(lambda: self._are_done or self._is_silent, _END_S, _NOTICE_S)
         if self._server is not None:
             time.sleep(_FAREWELL_S)
 
@@ -227,67 +251,100 @@ class Machines:
         """Leave: the next heartbeats of this machine do not come."""
         with self._lock:
             self._ends.set()
-        if self._found is not None and self._joins is None and self._place == 0:
-            self._board.post(_TOPIC, None)
-        self._server = self._store = None
+            if self._found is not None and self._is_first:
+                self.board.post(_TOPIC, None)
+            self._server = self._store = None
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this machine tells the others where the lighthouse is."""
+        return self.place == 0 and self.joins is None
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether the ranks of this machine need a next generation."""
+        return bool(self._why) or run_folder.broken_generation(self.folder) == max(self.number, 0)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the heartbeats of this machine have not been answered for too long."""
+        return time.monotonic() - self._alive_at_s > machine_timeout_s()
+
+    @property
+    def _is_left_out(self) -> bool:
+        return 0 <= self.number < max((each.number for each in self._answer), default=-1)
+
+    @property
+    def _are_done(self) -> bool:
+        """Whether the ranks of all machines have ended, apart from those that would join."""
+        members = [each for each in self._answer if each.of]
+        return bool(members) and all(each.is_done for each in members)
+
+    def _is_ready(self) -> bool:
+        """Return whether all ranks of this machine can go on in place."""
+        return run_folder.recovering_processes(self.folder) >= {*self.pids}
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        client = None
-        while client is None and self._library and not self._ends.is_set():
-            with suppress(RuntimeError, OSError):  # not there yet
-                self._found = self._found or self._find_lighthouse()
-                if self._found is not None:
-                    client = self._library.LighthouseClient(self._found.address, timedelta(seconds=machine_timeout_s()))
-            self._ends.wait(_SEARCH_S if client is None else 0.0)
-        while not self._is_ready() and not self._ends.is_set():
-            self._ends.wait(_NOTICE_S)
-        if not self._library:
+        while not (self._is_ready() and (self._found is not None or not self._library)):
+            if self._ends.wait(_SEARCH_S):
+                return
+            if self._library and self._found is None:
+                with suppress(RuntimeError, OSError):  # not there yet
+                    self._find_lighthouse()
+        if self._found is None:
             print(f"lockstep: {_WITHOUT}", file=sys.stderr, flush=True)
-        if client is None or self._found is None or self._ends.is_set():
             return
-        if self._joins is None:
-            names = [f"{self._found.job}/{place}" for place in range(self._num_machines)]
-            self._name, self._of = f"{self._found.job}/{self._place}", digest(names)
+        if self.joins is None:
+            names = [f"{self._found.job}/{place}" for place in range(self.num_machines)]
+            self._name, self._of = names[self.place or 0], digest(names)
         else:
-            self._name = f"{self._found.job}/{uuid.uuid4()}"
-        self._store, port = start_store_server(self._address, _STORE_TIMEOUT_S)
+            self._name, self._alive_at_s = f"{self._found.job}/{uuid.uuid4()}", time.monotonic()
+        self._store, port = start_store_server(self.address, _STORE_TIMEOUT_S)
+        client = None
+        while client is None and not self._ends.wait(_NOTICE_S):
+            with suppress(RuntimeError, OSError):
+                client = self._library.LighthouseClient(self._found.address, timedelta(seconds=machine_timeout_s()))
         self._alive_at_s = time.monotonic()
         threading.Thread(target=self._beat, args=(client,), name="lockstep-heartbeats", daemon=True).start()
         try:
             while not self._ends.is_set():
-                self._ask(client, f"{self._address}:{port}")
+                self._ask(client, f"{self.address}:{port}")
                 time.sleep(_NOTICE_S)  # also while requests fail at once
                 poll_until(lambda: self._wake.is_set() or self._ends.is_set() or self._is_broken, _PERIOD_S, _NOTICE_S)
                 self._wake.clear()
         finally:
             self._ends.set()  # the heartbeats end, too: the others would wait for a machine that does not ask
 
-    def _is_ready(self) -> bool:
-        """Return whether all ranks of this machine can go on in place."""
-        return run_folder.recovering_processes(self._folder) >= {*self._pids}
+    def _find_lighthouse(self) -> None:
+        """Find the lighthouse of this start of the job, or serve it."""
+        if not self._is_first:
+            found = running_job(self.board)
+            self._found = found if found is not None and found.start == self.start else None
+            return
+        with self._lock:
+            if self._ends.is_set():
+                return
+            address = self.lighthouse or self._serve()
+            found = Lighthouse(self.start, f"http://{address}", uuid.uuid4().hex[:8], self.lighthouse is None)
+            self.board.post(_TOPIC, found)
+            self._found = found
 
-    def _find_lighthouse(self) -> Lighthouse | None:
-        if self._place != 0:
-            found = running_job(self._board)
-            return found if found is not None and found.start == self._start else None
-        address = self._wanted
-        if address is None:
-            host, limit_ms = f"[{self._address}]" if ":" in self._address else self._address, 1000 * machine_timeout_s()
-            try:
-                ipaddress.ip_address(self._address.partition("%")[0])
-                bind = host
-            except ValueError:
-                bind = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
-            # All that send heartbeats ask within the same time, or are left out.
-            self._server = self._library.LighthouseServer(
-                f"{bind}:0", 1, join_timeout_ms=int(limit_ms), heartbeat_timeout_ms=int(limit_ms)
-            )
-            address = f"{host}:{self._server.address().rpartition(':')[2]}"
-        found = Lighthouse(self._start, f"http://{address}", uuid.uuid4().hex[:8], self._wanted is None)
-        self._board.post(_TOPIC, found)
-        return found
+    def _serve(self) -> str:
+        """Serve a lighthouse; return its address."""
+        host, limit_ms = f"[{self.address}]" if ":" in self.address else self.address, int(1000 * machine_timeout_s())
+        try:
+            ipaddress.ip_address(self.address.partition("%")[0])
+            bind = host
+        except ValueError:
+            bind = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        # All that send heartbeats ask within the same time, or are left out.
+        limits = {"join_timeout_ms": limit_ms, "heartbeat_timeout_ms": limit_ms}
+        self._server = self._library.LighthouseServer(f"{bind}:0", 1, **limits)
+        return f"{host}:{self._server.address().rpartition(':')[2]}"
 
     def _beat(self, client: Any) -> None:
         limit_s = machine_timeout_s()
@@ -297,80 +354,64 @@ class Machines:
                 client.heartbeat(self._name, timedelta(seconds=limit_s / 2))
                 self._alive_at_s = now_s
 
-    @property
-    def _is_broken(self) -> bool:
-        """Whether the ranks of this machine need a next generation."""
-        return self._is_changed or (self.number >= 0 and run_folder.broken_generation(self._folder) == self.number)
-
-    @property
-    def _is_lighthouse_served(self) -> bool:
-        return self._found is not None and self._found.is_served
-
     def _ask(self, client: Any, store: str) -> None:
-        is_broken = self._is_broken
-        if is_broken or (self._joins is not None and self.number < 0):
-            self._asks_since_s = min(self._asks_since_s, time.monotonic())
+        if self.joins is not None and self.number < 0:
             self._lost_at_ns = self._lost_at_ns or time.time_ns()
-        told = {
-            "of": self._of,
-            "place": self._place,
-            "host": socket.gethostname(),
-            "is_broken": is_broken,
-            "is_done": self._is_done,
-        }
-        where = {"store_address": store, "step": self.number, "world_size": len(self._pids)}
+        # Before the machines have come together, others may be a moment late.
+        is_late = 0 < self._lost_at_ns < time.time_ns() - machine_timeout_s() * 1e9
+        is_broken = self._is_broken and (self.number >= 0 or is_late)
+        where, host = (self._name, store, self.number, len(self.pids)), socket.gethostname()
+        own = Member(*where, self._of, self.place, host, is_broken, self._is_done)
         with suppress(TimeoutError, RuntimeError):  # out of reach, or another machine has not asked in time
-            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), **where, data=told)
-            self._take(
-                [
-                    Member(each.replica_id, each.store_address, each.step, each.world_size, **each.data)
-                    for each in answer.participants
-                ]
-            )
+            answer = client.quorum(self._name, timedelta(seconds=3 * machine_timeout_s()), data=own._asdict())
+            self._take([Member(**each.data) for each in answer.participants])
 
     def _take(self, found: list[Member]) -> None:
         """Enter the next generation, if ``found`` leads to one."""
         with self._lock:
-            members = next_generation(found)
-            self._are_done = all(each.is_done for each in found)
-            newest = max(each.number for each in found)
-            self._is_left_out = 0 <= self.number < newest
-            if members is None or self._is_left_out or self._ends.is_set() or self._is_done:
+            self._answer, agreed = found, next_generation(found)
+            if agreed is None or self._is_left_out or self._ends.is_set() or self._is_done:
                 return
-            self.number = newest + 1
+            self.number, members = agreed
             before, self._members = self._members, {each.name: each for each in members}
             self._of, own = digest(list(self._members)), self._members[self._name]
-            self._place, index = own.place, members.index(own)
+            self.place, index = own.place, members.index(own)
+            if self._is_first and self._found is not None and not before:
+                self.board.post(_TOPIC, self._found._replace(have_met=True))
             if self.number > 0:
-                first = sum(each.num_ranks for each in members[:index])
-                world_size = sum(each.num_ranks for each in members)
-                num_missing = max(0, self._min_machines - len(members))
-                host, _, port = members[0].store.rpartition(":")
-                # A machine that is lost without a word was there until its last heartbeat.
-                silence_s = machine_timeout_s() if before.keys() - self._members.keys() else 0.0
-                Generation(
-                    self.number,
-                    {pid: first + index for index, pid in enumerate(self._pids)},
-                    # With a rank too many, all wait until the next generation, which has another machine.
-                    world_size + (num_missing > 0),
-                    index,
-                    len(members),
-                    (host, int(port)),
-                    self._lost_at_ns or int((time.time() - silence_s) * 1e9),
-                    self._why,
-                ).post(self._folder)
-                _report(before, self._members, world_size, num_missing)
-            self._is_changed, self._lost_at_ns, self._why, self._asks_since_s = False, 0, "", float("inf")
+                self._post_generation(members, index, is_smaller=bool(before.keys() - self._members.keys()))
+                _report(before, members, self.min_machines)
+            self._lost_at_ns, self._why = 0, ""
+
+    def _post_generation(self, members: list[Member], index: int, *, is_smaller: bool) -> None:
+        """Post the generation of ``members``, of which this is the one with that index, for the ranks."""
+        first = sum(each.num_ranks for each in members[:index])
+        world_size = sum(each.num_ranks for each in members)
+        host, _, port = members[0].store.rpartition(":")
+        # A machine that is lost without a word was there until its last heartbeat.
+        silence_s = machine_timeout_s() if is_smaller else 0.0
+        Generation(
+            self.number,
+            {pid: first + index for index, pid in enumerate(self.pids)},
+            # With a rank too many, all wait until the next generation, which has another machine.
+            world_size + (len(members) < self.min_machines),
+            index,
+            len(members),
+            (host, int(port)),
+            self._lost_at_ns or int((time.time() - silence_s) * 1e9),
+            self._why,
+        ).post(self.folder)
 
 
-def _report(before: dict[str, Member], now: dict[str, Member], world_size: int, num_missing: int) -> None:
+def _report(before: dict[str, Member], members: list[Member], min_machines: int) -> None:
     """Print which machines were lost and which have come."""
-    lost = [f"machine {before[name].host} was lost" for name in before.keys() - now.keys()]
+    now = {each.name for each in members}
+    lost = [f"machine {each.host} was lost" for name, each in before.items() if name not in now]
     # A machine that joins knows nothing of those before.
-    came = [f"machine {now[name].host} joins" for name in now.keys() - before.keys() if before]
-    go_on = f"{format_ranks(range(world_size))} go on"
-    if num_missing:
-        go_on = f"the ranks wait for {num_missing} more of --nnodes"
+    came = [f"machine {each.host} joins" for each in members if before and each.name not in before]
+    go_on = f"{format_ranks(range(sum(each.num_ranks for each in members)))} go on"
+    if len(members) < min_machines:
+        go_on = f"the ranks wait for {min_machines - len(members)} more of --nnodes"
     for text in lost + came:
         print(f"lockstep: {text}; {go_on}", file=sys.stderr, flush=True)
 

@@ -49,7 +49,7 @@ from lockstep.launcher.failure_report import (
 from lockstep.launcher.fork_server import ForkServer, server_for, signal_handlers
 from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_of, wait_for_host
 from lockstep.launcher.output import LogTail
-from lockstep.launcher.quorum import Lighthouse, Machines, running_job
+from lockstep.launcher.quorum import Lighthouse, Machines, has_begun, running_job
 from lockstep.launcher.reaper import Reaper, kill_sessions
 from lockstep.launcher.recovery import NAME_OF_SPARE, Recovery
 from lockstep.telemetry.rank_state import process_state
@@ -358,12 +358,13 @@ class _Agent(LocalElasticAgent):
         # How often the ranks of the job have been started again, for any reason; and how often because a rank of this
         # machine failed.
         self.num_restarts, self.num_failures = -1, 0
-        # Where the launchers of several machines agree on recovery; and the running job that this one joins, if it may.
+        # What torch has found at the last poll of the ranks.
+        self._last = RunResult(WorkerState.HEALTHY)
+        # Where the launchers of several machines agree on recovery; and the running job that this one joins.
         has_board = config.rdzv_backend in ("static", "c10d") and config.max_nodes > 1 and config.max_restarts > 0
         self._board = InterNodeStore(config.rdzv_endpoint, config.run_id) if has_board else None
         self._joins: Lighthouse | None = None
         self._machines: Machines | None = None
-        self._may_join = True
         with self._ending_at_once():
             handler = rendezvous_of(config, lambda: run_folder.is_stopped_by_signal(job.folder))
         # What torchrun's flags say about ranks, logs and NUMA bindings: the settings that both have in this torch.
@@ -394,20 +395,23 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
         handler = worker_group.spec.rdzv_handler
-        self._joins = running_job(self._board) if self._board is not None and self._may_join else None
-        self._may_join = False
+        found = running_job(self._board) if self._board is not None else None
+        # Machines that this one has left before they had come together also go on without it.
+        can_join = found is not None and (found.have_met or found.start == self.num_restarts)
+        self._joins = found if can_join else None
+        self.num_restarts += 1
         if self._joins is not None:
             # The ranks begin alone, as on a single machine.
             worker_group.spec.rdzv_handler = self._alone = RendezvousPerRestart(self.config, None, bool)
             super()._rendezvous(worker_group)
             worker_group.spec.rdzv_handler = handler
-            self.num_restarts += 1
             return
+        if found is not None:
+            self.num_restarts = found.start  # the ranks of the first machine wait for those of this one
         for attempt in range(_NUM_RENDEZVOUS_ATTEMPTS):
             try:
                 with self._ending_at_once():
                     super()._rendezvous(worker_group)
-                    self.num_restarts += 1
                     if isinstance(handler, RendezvousPerRestart):
                         self.num_restarts = handler.num_restarts
                         if self.job.store is not None:  # the rendezvous store may be lost, or not be torch's
@@ -486,18 +490,17 @@ class _Agent(LocalElasticAgent):
             self.job.log_tail.started(self.job.ranks)
 
     def _meet_machines(self, worker_group: WorkerGroup, pids: list[int], board: InterNodeStore) -> Machines:
-        joins = self._joins
         return Machines(
             self.job.folder,
             pids,
             board,
             self.config.local_addr or socket.getfqdn(),
-            worker_group.group_rank if joins is None else self.config.rdzv_configs.get("rank"),
+            worker_group.group_rank if self._joins is None else self.config.rdzv_configs.get("rank"),
             cast(int, worker_group.group_world_size),
-            min_machines=self.config.min_nodes,
-            start=self.num_restarts,
-            lighthouse=self.job.lighthouse,
-            joins=joins,
+            self.config.min_nodes,
+            self.num_restarts,
+            self.job.lighthouse,
+            self._joins,
         )
 
     def _leave_machines(self) -> None:
@@ -505,16 +508,27 @@ class _Agent(LocalElasticAgent):
             self._machines.close()
             self._machines = None
 
-    def _join_again(self, worker_group: WorkerGroup, machines: Machines, reason: str) -> None:
+    def _join_again(self, worker_group: WorkerGroup, reason: str) -> None:
         """End the ranks of this machine, as the others may go on without them, and start others."""
         log(reason)
         assert self._pcontext is not None
         kill_sessions(self._pcontext.pids().values())
         run_folder.forget_ranks(self.job.folder)
-        # A machine that was not taken in meets the others as at the start of a job.
-        self._may_join = machines.number >= 0
+        spec = worker_group.spec
         with self._ending_at_once():
             wait_for_host(self.config)
+            # The store may be another one now.
+            self._board = board = InterNodeStore(self.config.rdzv_endpoint, self.config.run_id)
+            if self.config.rdzv_backend == "static" and self.config.rdzv_configs["rank"] != 0:
+                spec.rdzv_handler = rendezvous_of(self.config, bool)
+                spec.rdzv_handler.next_rendezvous()
+                # Only the first machine knows how often the ranks were started. A new launcher there begins to count
+                # again, and waits for this machine before it writes anything.
+                if has_begun(board):
+                    poll_until(lambda: running_job(board) is not None, stop_timeout_s(), _POLL_S)
+                else:
+                    self.num_restarts = -1
+        self._last = RunResult(WorkerState.HEALTHY)  # not a failure: no restart is used up
         self._restart_workers(worker_group)
 
     def _recover(self, worker_group: WorkerGroup) -> bool:
@@ -532,7 +546,7 @@ class _Agent(LocalElasticAgent):
             if isinstance(handler, RendezvousPerRestart):
                 handler.is_quorum_used = machines.number >= 0 or self._joins is not None
             if (reason := machines.poll()) is not None:
-                self._join_again(worker_group, machines, reason)
+                self._join_again(worker_group, reason)
                 return False
         codes = {local: handler.proc.poll() for local, handler in ranks.subprocess_handlers.items()}
         ended = {local: code for local, code in codes.items() if code}
