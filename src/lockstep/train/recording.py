@@ -157,8 +157,6 @@ class RunRecord:
         Collective: every rank of the group. Blocks until the device has finished the step.
         """
         assert self._trainer.group is not None, "there are no times otherwise"
-        if not self._compared:  # on all ranks: a rank was lost in this comparison, see `reconnect`
-            return
         synchronize(self._device)
         pace = figures.pace_of([_times_of(step) for step in self._compared])
         reporter.judge(dict(enumerate(all_gather_object(pace, group=self._trainer.group, device=self._device))))
