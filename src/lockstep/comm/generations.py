@@ -81,7 +81,7 @@ class Membership:
         self._world, self._folder, self._arrival = world, folder, arrival
         self.number = 0
         self._cut, self._lock = 0, threading.Lock()
-        self._ends = threading.Event()
+        self._ends, self._is_apart = threading.Event(), False
         world.is_cut, world.leave = lambda: self.is_cut, self.close
         self._announce()
         threading.Thread(target=self._watch, name="lockstep-generations", daemon=True).start()
@@ -97,10 +97,16 @@ class Membership:
         announce_recovery(self._folder, os.getpid(), self._arrival)
 
     def arrive(self, number: int) -> None:
-        """Report to the launcher, if ranks train alone meanwhile, that this one has come to attempt ``number``."""
+        """Report to the launcher, if ranks train alone between attempts, that this has come to attempt ``number``."""
         if self._arrival is not None:
-            self._arrival = replace(self._arrival, number=number)
+            self._arrival, self._is_apart = replace(self._arrival, number=number), False
             self._announce()
+            self._look()
+
+    def depart(self) -> None:
+        """Leave the groups as they are until the next attempt, if ranks train alone until then."""
+        # Gloo can miss that a connection is cut in the moment in which a call on it begins, and wait for ever.
+        self._is_apart = self._arrival is not None
 
     @property
     def is_cut(self) -> bool:
@@ -130,25 +136,29 @@ class Membership:
         """Make the calls of this process fail when a newer generation is posted."""
         # A survivor may wait for another one, which has left; and on a device no call fails by itself.
         while not self._ends.wait(_PERIOD_S):
-            found = self.newer()
-            with self._lock:
-                if found is not None and found.number > self._cut:
-                    self._cut = found.number
-                    interrupt_groups()
+            if not self._is_apart:
+                self._look()
+
+    def _look(self) -> None:
+        found = self.newer()
+        with self._lock:
+            if found is not None and found.number > self._cut:
+                self._cut = found.number
+                interrupt_groups()
 
     def rejoin(self, limit_s: float = BARRIER_TIMEOUT_S) -> Generation:
         """Leave the groups of this generation, and make those of the newest one with its other ranks.
 
         Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``; and before,
-        until this process is in one, which a spare awaits without limit.
+        without limit, until a process that waits for its place is in one.
 
         Raises:
             Replaced: This process is not among them.
             CollectiveError: They did not meet in time.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = math.inf if JOINS in os.environ else time.monotonic() + limit_s
         while True:
-            found = self.await_newer(math.inf if SPARE in os.environ else deadline - time.monotonic())
+            found = self.await_newer(deadline - time.monotonic())
             if found is None:
                 raise CollectiveError("No other rank took the place of the lost one in time.")
             is_member = os.getpid() in found.ranks
@@ -158,10 +168,9 @@ class Membership:
                 self._cut = self.number = found.number
                 interrupt_groups()
             self._announce(found.number)
+            deadline = time.monotonic() + limit_s if is_member else math.inf
             if not is_member:
                 continue
-            if SPARE in os.environ:
-                deadline = time.monotonic() + limit_s
             destroy_default_group(abort=True, at_exit=False, is_cut=True)
             with activity.waiting(activity.REJOIN), suppress(_Superseded):
                 self._enter(found, deadline)

@@ -69,8 +69,8 @@ class Recovery:
 
     folder: Path
     ranks: dict[int, int]
-    start: Callable[[int, int, int], SubprocessHandler]
     most: int
+    start: Callable[[int, int, int], SubprocessHandler]
     start_spare: Callable[[int], SubprocessHandler]
     hide: Callable[[int, int], None]
     num_spares: int = 0
@@ -150,21 +150,19 @@ class Recovery:
         self._losses.update(_steps_of(lost))
         self.num_lost += len(lost)
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
-        left = [rank for pid, rank in self.ranks.items() if pid not in pids.values()]
-        go_on = f"{format_ranks(left)} {'goes' if len(left) == 1 else 'go'} on" if left else "the other machines go on"
+        # By rank, who has that number next; None: still to be found.
+        places: dict[int, int | None] = {rank: pid for pid, rank in self.ranks.items() if rank not in pids}
+        who = format_ranks([*places]) if places else "the other machines"
+        go_on = f"{who} {'goes' if len(places) == 1 else 'go'} on"
+        places |= dict.fromkeys(pids)
         for exit in lost:
             _print(f"{how_it_ended(exit)}; {go_on}")
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         can = run_folder.recovering_processes(self.folder)
         ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
-        # By rank, who has that number next; None: still to be found.
-        places: dict[int, int | None] = {rank: pid for pid, rank in self.ranks.items() if pid not in pids.values()}
-        places |= dict.fromkeys(pids)
-        num_spared = 0
-        for exit in sorted(lost, key=lambda exit: -exit.rank):
-            if num_spared < len(ready):
-                num_spared += 1
-            elif exit.exit_code < 0 and len(places) > (self.min_ranks or math.inf):
+        # Ranks in excess of the spares, the last ones first, so that the numbers of few change.
+        for exit in sorted(lost, key=lambda exit: -exit.rank)[len(ready) :]:
+            if exit.exit_code < 0 and len(places) > (self.min_ranks or math.inf):
                 self.hide(exit.rank, len(places))
                 places[exit.rank] = places[max(places)]
                 del places[max(places)]

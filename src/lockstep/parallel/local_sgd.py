@@ -367,7 +367,7 @@ class LocalSGD:
         # The fragments whose exchange is due, and not complete.
         self._pending: list[int] = []
         # Returns a context for an exchange, which ends without an error if the exchange is to be begun again. And what
-        # is called in it when the last message has arrived.
+        # raises an error in it, before the first message and after the last one, if that is so.
         self.attempt: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_update: Callable[[], object] = bool
         # Numbers of this rank that the next exchange sums as well, as many on each rank; and what gets the sums.
@@ -424,6 +424,7 @@ class LocalSGD:
         is_due = bool(self._pending)
         while self._pending:
             with self.attempt():
+                self.before_update()  # not even begun if the ranks have changed since the last one
                 self._start(self._pending)
                 self._apply_due(self.schedule.sync_delay)
                 self._pending = []

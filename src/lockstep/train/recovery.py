@@ -208,6 +208,9 @@ class Recovery:
             # Kept until the recovery is complete: another rank may be lost when the engines are connected again.
             self._plans = {name: part.agreed_plan() for name, part in self._connected.items()}
             self._rejoin()
+        finally:
+            if self._membership is not None:
+                self._membership.depart()
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
         """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""
