@@ -253,6 +253,8 @@ class Generation:
         store: Host and port of the store in which the ranks meet; None: that of the start.
         lost_at_ns: When the rank was lost, in nanoseconds since the epoch.
         why: Who was lost, how and in which step.
+        waiting: Processes of this machine that are not among its ranks, but will be in a later generation. Their
+            numbers, which are below ``world_size``, stay free.
     """
 
     number: int
@@ -263,6 +265,7 @@ class Generation:
     store: tuple[str, int] | None = None
     lost_at_ns: int = 0
     why: str = ""
+    waiting: Sequence[int] = ()
 
     def post(self, folder: Path) -> None:
         """Publish it for the ranks of this machine, each of which leaves the generation before."""
@@ -310,9 +313,32 @@ class RecoveryReport:
         return cls(**content) if content else None
 
 
-def announce_recovery(folder: Path, pid: int) -> None:
+@dataclass(frozen=True)
+class Arrival:
+    """Where a process is that trains alone between exchanges with the others.
+
+    Attributes:
+        number: How many exchanges, or other attempts, it had completed when it came to one.
+        patience_s: How long it waits there for the others; None: as long as they live.
+        generation: The generation in which it meets the others; -1: none.
+        time_ns: When it came, in nanoseconds since the epoch.
+    """
+
+    number: int
+    patience_s: float | None = None
+    generation: int = -1
+    time_ns: int = 0
+
+    @classmethod
+    def read_all(cls, folder: Path) -> "dict[int, Arrival]":
+        """Return those of the processes of this machine that can go on in a next generation."""
+        found = {pid: read_object(path) for pid, path in rank_files(folder, _RECOVERS).items()}
+        return {pid: cls(**content) for pid, content in found.items() if content}
+
+
+def announce_recovery(folder: Path, pid: int, arrival: Arrival | None = None) -> None:
     """Report to the launcher that this process can go on in a next generation; until it ends."""
-    rank_file(folder, _RECOVERS, pid).touch()
+    replace_file(rank_file(folder, _RECOVERS, pid), json.dumps(arrival and asdict(arrival)))
 
 
 def withdraw_recovery(folder: Path, pid: int, *, is_complete: bool = False) -> None:

@@ -35,6 +35,7 @@ def test_each_field_declares_its_kind():
         "redundancy": ("int", False),
         "fragments": ("int", True),
         "sync_delay": ("int", True),
+        "sync_patience": ("float", True),
         "outer_lr": ("float", True),
         "outer_momentum": ("float", True),
         "across": ("choice", True),

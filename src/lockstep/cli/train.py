@@ -116,7 +116,7 @@ _SECTIONS = {
     "Batch and learning rate": "accumulate shares clip schedule warmup lr_scaling base_batch_size",
     "Data and checks": "prefetch bad_samples on_nan check_replicas threads",
     "Exchange of gradients": "compression bucket_cap_mb overlap_optimizer",
-    "Strategies local-sgd and diloco": "sync_every fragments sync_delay across outer_lr outer_momentum",
+    "Strategies local-sgd and diloco": "sync_every fragments sync_delay sync_patience across outer_lr outer_momentum",
     "Checkpoints and evaluation": "checkpoint_every checkpoint_blocking keep keep_best eval_every",
     "Recorded and shown": "profile profile_steps profile_dir log_to view quiet price logs log_level log_dir",
     "When ranks fail or hang": "max_restarts min_devices spares recover redundancy watchdog watchdog_action",

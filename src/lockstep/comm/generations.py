@@ -14,6 +14,10 @@ belongs to the newest one that it has joined. If a newer one is posted, its grou
 What the groups served (engines, loaders) is connected to the new ones by its owner. If a process of N is lost before
 all have met, N + 1 is posted, and whoever still waits for N goes on to that. A process that is in no generation any
 more was replaced: it ends. So there is one rule for each moment, also for a loss during a recovery.
+
+Ranks that train alone between exchanges (local-sgd, diloco) find a generation only when they exchange. So that they
+never wait for a new rank, N is then posted without it, and N + 1 with it when it has built everything. A rank that was
+too slow is left out of a generation in the same way.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
 from lockstep.run_folder import (
     SPARE,
+    Arrival,
     Generation,
     announce_recovery,
     current_run_folder,
@@ -66,6 +71,7 @@ class Membership:
 
     Args:
         world: The ranks; changed by each generation.
+        arrival: Of a rank that trains alone between exchanges.
 
     Attributes:
         number: The generation that this process has joined.
@@ -75,22 +81,46 @@ class Membership:
 
     is_used = False
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, arrival: Arrival | None = None) -> None:
         folder = current_run_folder()
         assert folder is not None, "only processes of our launcher have one"
-        self._world, self._folder = world, folder
+        self._world, self._folder, self._arrival = world, folder, arrival
         self.number = 0
         Membership.is_used = True
         self._cut, self._lock = 0, threading.Lock()
-        self._ends = threading.Event()
+        self._ends, self._is_apart, self._has_announced = threading.Event(), False, False
         world.is_cut, world.leave = lambda: self.is_cut, self.close
-        announce_recovery(folder, os.getpid())
+        if JOINS in os.environ:
+            self._announce()
         threading.Thread(target=self._watch, name="lockstep-generations", daemon=True).start()
 
     def close(self, is_complete: bool = True) -> None:
         """Stop to follow the generations; ``is_complete``: as this rank has completed its part of the job."""
         self._ends.set()
         withdraw_recovery(self._folder, os.getpid(), is_complete=is_complete)
+
+    def _announce(self, generation: int = -1) -> None:
+        if self._arrival is not None:
+            self._arrival = replace(self._arrival, generation=generation, time_ns=time.time_ns())
+        announce_recovery(self._folder, os.getpid(), self._arrival)
+        self._has_announced = True
+
+    def arrive(self, number: int) -> None:
+        """Report to the launcher that this process can go on in place from now on, with its first attempt.
+
+        If ranks train alone between attempts, also report that it has come to attempt ``number``.
+        """
+        if self._arrival is not None:
+            self._arrival, self._is_apart = replace(self._arrival, number=number), False
+            self._announce()
+            self._look()
+        elif not self._has_announced:
+            self._announce()
+
+    def depart(self) -> None:
+        """Leave the groups as they are until the next attempt, if ranks train alone until then."""
+        # Gloo can miss that a connection is cut in the moment in which a call on it begins, and wait for ever.
+        self._is_apart = self._arrival is not None
 
     @property
     def is_cut(self) -> bool:
@@ -121,37 +151,41 @@ class Membership:
         """Make the calls of this process fail when a newer generation is posted."""
         # A survivor may wait for another one, which has left; and on a device no call fails by itself.
         while not self._ends.wait(_PERIOD_S):
-            found = self.newer()
-            with self._lock:
-                if found is not None and found.number > self._cut:
-                    self._cut = found.number
-                    interrupt_groups()
+            if not self._is_apart:
+                self._look()
+
+    def _look(self) -> None:
+        found = self.newer()
+        with self._lock:
+            if found is not None and found.number > self._cut:
+                self._cut = found.number
+                interrupt_groups()
 
     def rejoin(self, limit_s: float = BARRIER_TIMEOUT_S) -> Generation:
         """Leave the groups of this generation, and make those of the newest one with its other ranks.
 
-        Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``. A spare
-        first blocks until it is in one, without limit.
+        Collective: every process of the newest generation. Blocks until all have come, at most ``limit_s``; and before,
+        without limit, until a process that waits for its place is in one.
 
         Raises:
             Replaced: This process is not among them.
             CollectiveError: They did not meet in time.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = math.inf if JOINS in os.environ else time.monotonic() + limit_s
         while True:
-            found = self.await_newer(math.inf if SPARE in os.environ else deadline - time.monotonic())
+            found = self.await_newer(deadline - time.monotonic())
             if found is None:
                 raise CollectiveError("No other rank took the place of the lost one in time.")
-            if os.getpid() not in found.ranks and JOINS in os.environ:
-                self.number = found.number  # it is one of the others
-                continue
-            if SPARE in os.environ:
-                deadline = time.monotonic() + limit_s
-            if os.getpid() not in found.ranks:
+            is_member = os.getpid() in found.ranks
+            if not (is_member or os.getpid() in found.waiting or JOINS in os.environ):
                 raise Replaced(f"Process {os.getpid()} was replaced: generation {found.number} goes on without it.")
             with self._lock:
                 self._cut = self.number = found.number
                 interrupt_groups()
+            self._announce(found.number)
+            deadline = time.monotonic() + limit_s if is_member else math.inf
+            if not is_member:
+                continue
             destroy_default_group(abort=True, at_exit=False, is_cut=True)
             restart_group_names()
             with activity.waiting(activity.REJOIN), suppress(_Superseded):
@@ -163,17 +197,20 @@ class Membership:
         world = self._world
         assert world.owned is not None, "made by `init`"
         met, undo = world.owned
-        local = sorted(found.ranks.values())
-        rank = found.ranks[os.getpid()]
+        numbers, number, num_waiting = sorted(found.ranks.values()), found.ranks[os.getpid()], len(found.waiting)
+        first = numbers[0] if found.num_nodes > 1 else 0
         env = replace(
             RankEnv.from_environ(os.environ),
-            rank=rank,
+            rank=number,
             world_size=found.world_size,
-            local_rank=local.index(rank),
-            local_world_size=len(local),
+            local_rank=number - first,
+            local_world_size=len(numbers) + num_waiting,
             node_rank=found.node_rank,
         )
         _take_number(env)
+        # In the group, the ranks after one that waits have lower numbers.
+        place, size = numbers.index(number), env.world_size - num_waiting
+        env = replace(env, rank=first + place, world_size=size, local_rank=place, local_world_size=len(numbers))
         prefix = f"lockstep/generation/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{found.number}"
         base = met.store
         if found.store is not None:

@@ -11,6 +11,9 @@ What the launcher decides, each time that it polls its ranks:
    gets the number; or a new rank.
 4. The next generation, which it posts.
 
+Ranks that train alone between exchanges are not to wait for a new one: the next generation is without it, and it is in
+a later one when it is ready. So is a rank that the others have waited for longer than they were told to.
+
 Spares are started when all ranks have said that they can go on: of a program that cannot, a spare would be of no use,
 and would run it alone.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +38,7 @@ from lockstep.launcher.failure_report import RankExit, how_it_ended
 from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.run_folder import FAILURE, FailureRecord, Generation, RecoveryReport, rank_file, read_object
+from lockstep.run_folder import FAILURE, Arrival, FailureRecord, Generation, RecoveryReport, rank_file, read_object
 
 # A spare's name in the names of its files.
 NAME_OF_SPARE = "spare-{}"
@@ -53,7 +57,6 @@ class Recovery:
         start_spare: Starts the spare with this number.
         hide: Called when a rank is left out, with its number and how many ranks there were before.
         num_spares: How many spares there are to be.
-        exits_of: Returns how processes ended, by rank.
         most: How many ranks may be replaced.
         exceptions: Whether a rank that raised an exception is replaced.
         min_ranks: The job may go on with fewer ranks, but no fewer than this.
@@ -68,8 +71,8 @@ class Recovery:
 
     folder: Path
     ranks: dict[int, int]
-    start: Callable[[int, int, int], SubprocessHandler]
     most: int
+    start: Callable[[int, int, int], SubprocessHandler]
     start_spare: Callable[[int], SubprocessHandler]
     hide: Callable[[int, int], None]
     num_spares: int = 0
@@ -81,6 +84,8 @@ class Recovery:
     num_lost: int = 0
     spares: dict[int, SubprocessHandler] = field(default_factory=dict)
     _whole: set[int] = field(default_factory=set)
+    # Processes that are not in the newest generation, but will be in a later one, and when each was lost.
+    _away: dict[int, int] = field(default_factory=dict)
     _losses: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -128,8 +133,9 @@ class Recovery:
         """
         complete = run_folder.complete_processes(self.folder)
         # An exit status of zero would not do: what ranks do that do not train together may be of use to the user.
-        is_complete = pid in complete or self.ranks.keys() - {pid} <= complete
-        return exit.rank != 0 and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
+        is_complete = pid in complete or self.ranks.keys() - self._away.keys() - {pid} <= complete
+        has_lead = exit.rank == 0 and pid not in self._away
+        return not has_lead and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
 
     @property
     def settled_ranks(self) -> set[int]:
@@ -147,21 +153,19 @@ class Recovery:
         self._losses.update(_steps_of(lost))
         self.num_lost += len(lost)
         kill_sessions(pids.values())  # their loader processes would go on for some seconds
-        left = [rank for pid, rank in self.ranks.items() if pid not in pids.values()]
-        go_on = f"{format_ranks(left)} {'goes' if len(left) == 1 else 'go'} on" if left else "the other machines go on"
+        # By rank, who has that number next; None: still to be found.
+        places: dict[int, int | None] = {rank: pid for pid, rank in self.ranks.items() if rank not in pids}
+        who = format_ranks([*places]) if places else "the other machines"
+        go_on = f"{who} {'goes' if len(places) == 1 else 'go'} on"
+        places |= dict.fromkeys(pids)
         for exit in lost:
             _print(f"{how_it_ended(exit)}; {go_on}")
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         can = run_folder.recovering_processes(self.folder)
         ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
-        # By rank, who has that number next; None: still to be found.
-        places: dict[int, int | None] = {rank: pid for pid, rank in self.ranks.items() if pid not in pids.values()}
-        places |= dict.fromkeys(pids)
-        num_spared = 0
-        for exit in sorted(lost, key=lambda exit: -exit.rank):
-            if num_spared < len(ready):
-                num_spared += 1
-            elif exit.exit_code < 0 and len(places) > (self.min_ranks or math.inf):
+        # Ranks in excess of the spares, the last ones first, so that the numbers of few change.
+        for exit in sorted(lost, key=lambda exit: -exit.rank)[len(ready) :]:
+            if exit.exit_code < 0 and len(places) > (self.min_ranks or math.inf):
                 self.hide(exit.rank, len(places))
                 places[exit.rank] = places[max(places)]
                 del places[max(places)]
@@ -177,9 +181,42 @@ class Recovery:
         if self.machines is not None:
             self.machines.replaced(sorted(self.ranks, key=self.ranks.__getitem__), at_ns, why)
             return new
-        self.number += 1
-        Generation(self.number, self.ranks, len(self.ranks), lost_at_ns=at_ns, why=why).post(self.folder)
+        self._away = {pid: lost_at_ns for pid, lost_at_ns in self._away.items() if pid in self.ranks}
+        if Arrival.read_all(self.folder):
+            self._away |= {process.proc.pid: at_ns for process in new.values() if process.proc.pid not in can}
+        self._post(at_ns, why)
         return new
+
+    def _post(self, at_ns: int, why: str) -> None:
+        """Post the next generation, of the processes that are not away."""
+        self.number += 1
+        members = {pid: rank for pid, rank in self.ranks.items() if pid not in self._away}
+        away = list(self._away)
+        Generation(self.number, members, len(self.ranks), waiting=away, lost_at_ns=at_ns, why=why).post(self.folder)
+
+    def _move(self) -> None:
+        """Take in the processes that are ready, and leave out those that others have waited for in an exchange."""
+        arrivals = Arrival.read_all(self.folder)
+        came = [self._away.pop(pid) for pid in [*self._away] if pid in arrivals]
+        slow, why = [], ""
+        found = {pid: each for pid, each in arrivals.items() if pid in self._whole}
+        # The first that has come to the newest exchange. Others that meet in this generation have come, too.
+        first = min(found.values(), key=lambda each: (-each.number, each.time_ns), default=Arrival(0))
+        if first.patience_s is not None and time.time_ns() - first.time_ns > first.patience_s * 1e9:
+            slow = [pid for pid, each in found.items() if each.number < first.number and each.generation < self.number]
+        if slow:
+            who = format_ranks(sorted(self.ranks[pid] for pid in slow))
+            why = f"{who} did not come to an exchange within {first.patience_s:g} s"
+            _print(f"{why}; the others go on without")
+        for pid in slow:
+            run_folder.withdraw_recovery(self.folder, pid)  # until it comes
+            self._away[pid] = time.time_ns()
+        self._whole -= set(slow)
+        if came or slow:
+            self._post(min(came, default=time.time_ns()), why)
+        complete = run_folder.complete_processes(self.folder)
+        if self._away and self.ranks.keys() - self._away.keys() <= complete:
+            kill_sessions(self._away)  # nobody waits for them
 
     def poll(self) -> None:
         """Print the ranks' report of a generation that is complete; start spares, and notice when one is lost."""
@@ -191,8 +228,10 @@ class Recovery:
         report = RecoveryReport.read(self.folder)
         if report is not None and report.number > self._reported:
             self._reported = report.number
-            self._whole |= set(self.ranks) if report.number == self.number else set()
+            self._whole |= self.ranks.keys() - self._away.keys() if report.number == self.number else set()
             _print(report.text)
+        if self.machines is None:
+            self._move()
         for number, spare in list(self.spares.items()):
             if (code := spare.proc.poll()) is not None:
                 del self.spares[number]

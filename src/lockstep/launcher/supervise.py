@@ -470,14 +470,12 @@ class _Agent(LocalElasticAgent):
         if isinstance(ranks, _RankProcesses) and self.job.num_restarts_left > 0 and can_agree:
             workers = {worker.id: worker.global_rank for worker in worker_group.workers}
             recovery = self.job.recovery = Recovery(
-                *(
-                    self.job.folder,
-                    workers,
-                    ranks.start_late,
-                    self.job.num_restarts_left,
-                    ranks.start_spare,
-                    _hide_device,
-                ),
+                self.job.folder,
+                workers,
+                self.job.num_restarts_left,
+                start=ranks.start_late,
+                start_spare=ranks.start_spare,
+                hide=_hide_device,
                 num_spares=self.job.num_spares,
                 exceptions=self.job.recover == "exceptions",
                 min_ranks=self.job.min_ranks,
@@ -552,12 +550,11 @@ class _Agent(LocalElasticAgent):
         ended = {local: code for local, code in codes.items() if code}
         if not ended:
             return None not in codes.values()
-        workers = {local: worker_group.workers[local] for local in ended}
-        pids = {worker.global_rank: worker.id for worker in workers.values()}
-        failures = {
-            worker.global_rank: ProcessFailure(local, worker.id, ended[local], ranks.error_files[local])
-            for local, worker in workers.items()
-        }
+        failures = {}
+        for local, code in ended.items():
+            worker = worker_group.workers[local]
+            failures[worker.global_rank] = ProcessFailure(local, worker.id, code, ranks.error_files[local])
+        pids = {rank: failure.pid for rank, failure in failures.items()}
         exits = rank_exits(failures, {}, self.job.ended_at_ns, self.job.folder, self.job.resources)
         lost = [exit for exit in exits if exit.rank in failures]
         if all(recovery.is_harmless(exit, pids[exit.rank]) for exit in lost):
@@ -688,7 +685,7 @@ class _RankProcesses(SubprocessContext):
     def _start(self) -> None:
         for rank in self.envs:
             # Each at once, so that the agent ends those that have started if a signal arrives meanwhile.
-            self.subprocess_handlers[rank] = self._start_rank(rank)
+            self.subprocess_handlers[rank] = self._start_rank(rank, self.envs[rank])
         self.job.ended_at_ns.clear()  # pids may be reused
         self.watch(self.pids().values())
 
@@ -711,40 +708,34 @@ class _RankProcesses(SubprocessContext):
         env = self.envs[local]
         world_size = int(env["WORLD_SIZE"]) - int(env["LOCAL_WORLD_SIZE"]) + num_ranks
         changed = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        self.envs[local] = env | changed | {JOINS: "1"}
-        return self._start_rank(local)
+        return self._start_rank(local, env | changed | {JOINS: "1"})
 
     def start_spare(self, number: int) -> SubprocessHandler:
         """Start a spare, which prepares as if it were the last rank, with a device of its own."""
         last = len(self.subprocess_handlers) - 1
-        before = self.envs[last], self.stdouts[last], self.stderrs[last]
-        self.envs[last] = self.envs[last] | {JOINS: "1", run_folder.SPARE: NAME_OF_SPARE.format(number)}
+        env = self.envs[last] | {JOINS: "1", run_folder.SPARE: NAME_OF_SPARE.format(number)}
         if (found := _visible_devices(last + 1 + number)) is not None:
             variable, visible = found
             visible[last] = visible[last + number]
-            self.envs[last][variable] = ",".join(visible)
-        self.stdouts[last] = self.stderrs[last] = ""  # it is no rank yet
-        try:
-            return self._start_rank(last)
-        finally:
-            self.envs[last], self.stdouts[last], self.stderrs[last] = before
+            env[variable] = ",".join(visible)
+        return self._start_rank(last, env)
 
-    def _start_rank(self, rank: int) -> SubprocessHandler:
-        streams = self.stdouts[rank], self.stderrs[rank]
-        own = cast(str, self.entrypoint), self.args[rank], self.envs[rank], *streams, rank, self.numa_options
-        return self._fork(rank) or get_subprocess_handler(*own)
+    def _start_rank(self, rank: int, env: dict[str, str]) -> SubprocessHandler:
+        # The output of a spare, which is no rank yet, is that of the launcher.
+        streams = ("", "") if run_folder.SPARE in env else (self.stdouts[rank], self.stderrs[rank])
+        own = cast(str, self.entrypoint), self.args[rank], env, *streams, rank, self.numa_options
+        return self._fork(rank, env, streams) or get_subprocess_handler(*own)
 
-    def _fork(self, rank: int) -> SubprocessHandler | None:
+    def _fork(self, rank: int, env: dict[str, str], streams: tuple[str, str]) -> SubprocessHandler | None:
         server = self.job.server
         # Others are wrapped in numactl, or run an interpreter that the user chose.
         if server is None or self.entrypoint != sys.executable or self.numa_options is not None:
             return None
         with ExitStack() as stack:
             # The path is empty for the launcher's own stream.
-            paths = ((1, self.stdouts[rank]), (2, self.stderrs[rank]))
+            paths = enumerate(streams, 1)
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
-            environ = {**os.environ, **self.envs[rank]}
-            return cast(SubprocessHandler | None, server.fork(self.args[rank], environ, [0, *files]))
+            return cast(SubprocessHandler | None, server.fork(self.args[rank], {**os.environ, **env}, [0, *files]))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks, as torch does; without a signal it does so because one of them has failed.

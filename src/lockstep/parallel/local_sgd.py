@@ -8,12 +8,21 @@ holds the *local parameters*, which its own optimizer updates. An exchange of a 
              outer gradients; the local parameters become the outer ones, plus this rank's updates since the start
 LocalSGD is the case with SGD and a learning rate of 1 as the outer optimizer: the outer parameters become the mean of
 the local ones. Before each start one small all-reduce compares step counts and sums the weights.
+
+[Note: lost ranks]
+Between exchanges ranks do not communicate, so the others do not notice that one was lost, or that another has come, and
+neither waits. They notice it in their next exchange, leave it, meet, and begin it again with the ranks that there are
+(`lockstep.Recovery`). An exchange without delay can be begun again: it changes weights, buffers, outer and local
+parameters only after its last message has arrived. If a rank has received that message and another has not, the first
+is further, and the other one takes its outer parameters. A rank that has come takes the outer parameters, the outer
+optimizer and the number of steps of another, and has trained on nothing: its weight in this exchange is 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -30,6 +39,7 @@ from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, cpu_group, default_group, wait_for
 from lockstep.comm.fully_shard import is_sharded
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
+from lockstep.comm.world import World
 from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.parallel.compression import PowerSGD, compressed_all_reduce, make
@@ -275,6 +285,12 @@ class LocalSGD:
     timeout. torch's ``GradScaler`` skips steps on single ranks: pass None as the optimizer, and call this object's
     `step` after each ``scaler.step(optimizer)``.
 
+    Ranks may be lost, and come, between two exchanges: give model, optimizer and this object, in this order, to
+    `lockstep.Recovery`, without its blocks, and let the loop run until `num_steps` has reached a number. The others go
+    on, exchange without the lost rank, and do not wait for the one that takes its place, which begins at an exchange
+    with the outer parameters, the optimizer and `num_steps` of another. What the lost rank has trained on since the
+    last exchange is lost. Without `sync_delay`, `compression` and a group of one's own only.
+
     Collective: every rank creates it, and makes the same number of steps.
 
     Source: Stich 2019 (arXiv:1805.09767).
@@ -289,6 +305,8 @@ class LocalSGD:
             updates in this time are kept, so models hold the same bits again only after `sync`; 0: it blocks.
         compression: How the differences are sent between machines, as for `lockstep.DistributedDataParallel`.
         process_group: The ranks that take part. Default: all.
+        sync_patience: With `lockstep.Recovery`, seconds that ranks wait in an exchange for a slower one; then they go
+            on without it, and it begins anew at a later exchange. None: as long as it lives.
         cpu_offload: Whether everything but the model is in pinned memory of the host, which saves the device three
             copies of the parameters. The exchange then uses Gloo, and the outer optimizer the CPU.
 
@@ -314,13 +332,17 @@ class LocalSGD:
         sync_delay: int = 0,
         compression: str | None = None,
         process_group: Group | None = None,
+        sync_patience: float | None = None,
         cpu_offload: bool = False,
     ) -> None:
         self._model, self.schedule = model, ExchangeSchedule(sync_every, fragments, sync_delay)
         self._group = default_group() if process_group is None else process_group
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         check_float64(self._device, type(self).__name__)
+        self._compression, self.sync_patience = compression, sync_patience
         problem = _find_problem(model, optimizer, self.schedule, compression, self._group)
+        if sync_patience is not None and not sync_patience > 0:
+            problem = problem or f"sync_patience={sync_patience!r} is not allowed.\nGive a number of seconds above 0."
         arguments = f"{self.schedule}, compression={compression}" + ", cpu_offload" * cpu_offload
         if isinstance(outer := self._create_outer, OuterSGD):
             problem, arguments = problem or outer.problem, f"{arguments}, {outer}"
@@ -329,15 +351,11 @@ class LocalSGD:
         tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
         collectives.broadcast_coalesced(tensors, group=self._group, src=0)
 
-        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-        self._names = [name for name, _ in trained]
-        is_offloaded = cpu_offload and self._device.type != "cpu"
-        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=is_offloaded)) for _, each in trained]
-        group = cpu_group(self._group) if is_offloaded else self._group
-        numels = [each.numel() for _, each in trained]
-        parts = [slice(part.start, part.stop) for part in cut_fragments(numels, fragments)]
-        self._fragments = [Fragment(dict(trained[part]), self._outer[part], group, compression) for part in parts]
-        self._sums = [each for fragment in self._fragments for each in fragment.compressed]
+        self._trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._names = [name for name, _ in self._trained]
+        self._is_offloaded = to_host = cpu_offload and self._device.type != "cpu"
+        self._outer = [nn.Parameter(_outer_copy(each.detach(), to_host=to_host)) for _, each in self._trained]
+        self._connect()
         self.outer_optimizer = self._create_outer(self._outer)
         buffers = model.named_buffers()
         self._buffers = {name: each.clone() for name, each in buffers if each.numel() and not each.is_complex()}
@@ -346,8 +364,26 @@ class LocalSGD:
         self._weights: list[float | Tensor] = [0.0] * fragments
         self._exchanged_at = [0] * fragments
         self._under_way: list[Exchange] = []
+        # The fragments whose exchange is due, and not complete.
+        self._pending: list[int] = []
+        # Returns a context for an exchange, which ends without an error if the exchange is to be begun again. And what
+        # raises an error in it, before the first message and after the last one, if that is so.
+        self.attempt: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.before_update: Callable[[], object] = bool
+        # Numbers of this rank that the next exchange sums as well, as many on each rank; and what gets the sums.
+        self.flags: list[float] = []
+        self.on_flags: Callable[[list[float]], object] = len
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._count_step)
         self._is_open = True
+
+    def _connect(self) -> None:
+        """Create everything that belongs to the group. Collective: every rank."""
+        group = cpu_group(self._group) if self._is_offloaded else self._group
+        numels = [each.numel() for _, each in self._trained]
+        parts = [slice(part.start, part.stop) for part in cut_fragments(numels, self.schedule.fragments)]
+        given = [(dict(self._trained[part]), self._outer[part]) for part in parts]
+        self._fragments = [Fragment(*each, group, self._compression) for each in given]
+        self._sums = [each for fragment in self._fragments for each in fragment.compressed]
 
     # --- steps ---
 
@@ -369,13 +405,30 @@ class LocalSGD:
             ConfigurationError: On every rank: the ranks have made different numbers of steps.
             NonFiniteGradient: On every rank: parameters are NaN or infinite.
         """
+        self.count(weight)
+        self._apply_due(self.schedule.sync_delay)
+        self._pending = self.schedule.due(self.num_steps)
+        return self.exchange()
+
+    def count(self, weight: float | Tensor) -> None:
+        """Count a step without an exchange."""
         self.num_steps += 1
         self._weights = [known + weight for known in self._weights]
-        self._apply_due(self.schedule.sync_delay)
-        if due := self.schedule.due(self.num_steps):
-            self._start(due)
-            self._apply_due(self.schedule.sync_delay)
-        return bool(due)
+
+    @torch.no_grad()
+    def exchange(self) -> bool:
+        """Start the exchanges that are due, and apply those that have arrived; return whether there were any.
+
+        Collective if there are: every rank. Blocks as `step`.
+        """
+        is_due = bool(self._pending)
+        while self._pending:
+            with self.attempt():
+                self.before_update()  # not even begun if the ranks have changed since the last one
+                self._start(self._pending)
+                self._apply_due(self.schedule.sync_delay)
+                self._pending = []
+        return is_due
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -388,7 +441,9 @@ class LocalSGD:
         """
         self._apply_due(0)
         # Without new steps there is nothing to exchange, and outer momentum must not move the parameters.
-        self._start([number for number, step in enumerate(self._exchanged_at) if step < self.num_steps])
+        self._pending = [number for number, step in enumerate(self._exchanged_at) if step < self.num_steps]
+        if not self.exchange() and self.attempt is nullcontext:
+            self._start([])  # compares the numbers of steps; a rank that has come late would not take part
         self._apply_due(0)
 
     def _start(self, numbers: Sequence[int]) -> None:
@@ -399,13 +454,21 @@ class LocalSGD:
         # The sum is NaN or infinite if an element is. It takes one pass at memory speed.
         is_finite = all(bool(total(flat).isfinite()) for fragment in chosen.values() for flat in fragment.flats)
         shares, changed = self._agree(is_finite)
+        begun = []
         for number, fragment in chosen.items():
             base = fragment.copy_local() if self.schedule.sync_delay else None
-            waits = fragment.start_sum(shares[number])
-            self._under_way.append(Exchange(number, self.num_steps, waits, base))
+            begun.append(Exchange(number, self.num_steps, fragment.start_sum(shares[number]), base))
+        means = self._mean_buffers(changed) if self.schedule.fragments - 1 in chosen and changed else None
+        if not self.schedule.sync_delay:
+            for exchange in begun:
+                self._wait(exchange)
+            self.before_update()
+        # From here on nothing is sent, and no rank that is lost can interrupt: see [Note: lost ranks].
+        self._under_way += begun
+        for number in numbers:
             self._weights[number], self._exchanged_at[number] = 0.0, self.num_steps
-        if self.schedule.fragments - 1 in chosen and changed:
-            self._average_buffers(changed)
+        if means is not None:
+            self._set_buffers(changed, means)
 
     def _agree(self, is_finite: bool) -> tuple[list[float], list[str]]:
         """Return this rank's share of the mean, by fragment, and the buffers that any rank has changed.
@@ -417,7 +480,7 @@ class LocalSGD:
         changed = [float(not torch.equal(now[name], known)) for name, known in self._buffers.items()]
         weights = [float(weight) for weight in self._weights]
         # Always of the same size: ranks that arrive after different steps must detect that instead of hanging.
-        mine = [float(not is_finite), steps, steps**2, *weights, *changed]
+        mine = [float(not is_finite), steps, steps**2, *weights, *changed, *self.flags]
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         wait_for(collectives.all_reduce_work(sums, group=self._group), f"exchange after step {self.num_steps}")
         num_not_finite, sum_steps, sum_squares, *sums_of = sums.tolist()
@@ -433,16 +496,20 @@ class LocalSGD:
                 f"After step {self.num_steps} parameters of {num_not_finite:g} of {size} ranks are NaN or infinite.\n"
                 "Lower the learning rate, or clip the gradient; resume from an earlier checkpoint."
             )
-        count = len(weights)
+        count, end = len(weights), len(weights) + len(changed)
+        self.on_flags(sums_of[end:])
         shares = [mine / all_ if all_ else 1 / size for mine, all_ in zip(weights, sums_of[:count], strict=True)]
-        return shares, [name for name, number in zip(self._buffers, sums_of[count:], strict=True) if number]
+        return shares, [name for name, number in zip(self._buffers, sums_of[count:end], strict=True) if number]
 
-    def _average_buffers(self, names: Sequence[str]) -> None:
-        """Replace buffers by their mean over the ranks; integers are rounded. Collective: every rank. Blocks."""
-        buffers = [self._model.get_buffer(name) for name in names]
-        flat = torch.cat([buffer.double().flatten() for buffer in buffers])
+    def _mean_buffers(self, names: Sequence[str]) -> Tensor:
+        """Return the mean of buffers over the ranks, in one tensor. Collective: every rank. Blocks."""
+        flat = torch.cat([self._model.get_buffer(name).double().flatten() for name in names])
         collectives.all_reduce(flat, group=self._group)
-        flat /= self._group.size()
+        return flat / self._group.size()
+
+    def _set_buffers(self, names: Sequence[str], flat: Tensor) -> None:
+        """Set buffers to values in one tensor; integers are rounded."""
+        buffers = [self._model.get_buffer(name) for name in names]
         for name, buffer, piece in zip(names, buffers, flat.split([each.numel() for each in buffers]), strict=True):
             mean = piece.view(buffer.shape)
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
@@ -469,6 +536,20 @@ class LocalSGD:
             outer.grad = gradient
         self.outer_optimizer.step()  # does not change parameters without a gradient
         self.outer_optimizer.zero_grad(set_to_none=True)
+
+    # --- recovery in place: `lockstep.train.recovery` ---
+
+    @property
+    def can_reconnect(self) -> bool:
+        """Whether an exchange can be begun again in another group: nothing of it is kept apart from this."""
+        is_bare = not isinstance(self._model, DistributedDataParallel | nn.parallel.DistributedDataParallel)
+        is_whole = is_bare and self._group == default_group()
+        return is_whole and not self.schedule.sync_delay and self._compression is None
+
+    def reconnect(self, world: World) -> None:
+        """Use the default group of ``world`` from now on. Collective: every rank. Blocks until all have called it."""
+        self._group = world.group
+        self._connect()
 
     # --- the state ---
 
@@ -497,6 +578,7 @@ class LocalSGD:
         return {
             "num_steps": self.num_steps,
             "exchanged_at": self._exchanged_at[:],
+            "pending": self._pending,  # of a rank that is in an exchange, for one that joins it
             "outer": self.outer_state(),
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "under_way": under_way,
@@ -536,7 +618,7 @@ class LocalSGD:
                 each.residual.copy_(residuals[place] if fits else torch.zeros(()))
             if isinstance(each.codec, PowerSGD) and place < len(bases):
                 each.codec.bases = {key: basis.clone() for key, basis in bases[place].items()}
-        self._under_way = []
+        self._under_way, self._pending = [], state.get("pending", [])
         for each in state["under_way"]:
             self._load_exchange(each, own["base"] if is_own else None)
         if not is_own:
@@ -671,7 +753,8 @@ class DiLoCo(LocalSGD):
     Gradient Averaging (Zhu et al. 2021).
 
     Args:
-        model, optimizer, sync_every, fragments, sync_delay, compression, process_group, cpu_offload: As for `LocalSGD`.
+        model, optimizer, sync_every, fragments, sync_delay, compression, process_group: As for `LocalSGD`.
+        sync_patience, cpu_offload: As for `LocalSGD`.
         outer_lr: Learning rate of the outer optimizer.
         outer_momentum: Its Nesterov momentum.
         outer_optimizer: Creates another optimizer of the outer parameters; both arguments above are then ignored.
@@ -694,8 +777,10 @@ class DiLoCo(LocalSGD):
         sync_delay: int = 0,
         compression: str | None = None,
         process_group: Group | None = None,
+        sync_patience: float | None = None,
         cpu_offload: bool = False,
     ) -> None:
         self._create_outer = outer_optimizer or OuterSGD(outer_lr, outer_momentum)
         how: dict[str, Any] = {"compression": compression, "process_group": process_group, "cpu_offload": cpu_offload}
+        how["sync_patience"] = sync_patience
         super().__init__(model, optimizer, sync_every, fragments=fragments, sync_delay=sync_delay, **how)

@@ -371,7 +371,9 @@ class Recorder:
         # A rank that cannot open them takes part in the exchange, so that all ranks raise, and none waits for it.
         try:
             if folder is not None:
-                self._writer = record.LineWriter(path := folder / f"rank-{place.rank}.jsonl", fresh=is_fresh)
+                # Of a rank that comes late, not its rank in the group, which is lower if another one is still missing.
+                number = os.environ["RANK"] if is_late() else place.rank
+                self._writer = record.LineWriter(path := folder / f"rank-{number}.jsonl", fresh=is_fresh)
         except ConfigurationError as error:
             problem = f"Rank {place.rank}: {error}"
         if place.rank == 0 and problem is None and log_to:
@@ -439,6 +441,9 @@ class Recorder:
         """Record a recovery, after which the ranks of ``place`` go on. On every rank, in the same order."""
         self.place = place if self.place.group is not None else replace(place, group=None)
         self.means.rank = place.rank
+        if place.rank != 0:  # another rank delivers, and not this one any more
+            self.close()
+            self._deliveries = []
         self.event(replace(event, step=self.on_recovery(num_missed)))
         self._run = replace(self._run, world_size=place.num_ranks)
         if self.keys is not None:

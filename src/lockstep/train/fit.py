@@ -269,13 +269,17 @@ class Run:
         lines = [] if is_late else self._resume()
         self._first_step = trainer.num_steps_done
         # A rank that takes the place of a lost one gets the state here.
-        recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing) if trainer.can_reconnect else None
-        self._recovery = recovery if recovery is not None and recovery.is_active else None
+        self._recovery: Recovery | None = None
+        averaging = trainer.strategy.averaging
+        # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
+        if trainer.can_reconnect and (checkpoints is None or averaging is None):
+            recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
+            self._recovery = recovery if recovery.is_active else None
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
         if self._recovery is not None:
-            trainer.before_update = self._recovery.before_update
+            trainer.before_update = self._recovery.before_update if averaging is None else bool
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
@@ -292,6 +296,8 @@ class Run:
         self._record.deliver(None if settings.quiet else self._display)
         if self._recovery is not None:
             self._recovery.on_rejoined = self._rejoined
+        if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
+            self._find_due(checks=trainer.is_check_due, compares=False)
 
     def _show_plan(self, lines: list[str]) -> None:
         """Print what the run will do, ``lines``, and where its figures go."""
@@ -330,16 +336,22 @@ class Run:
         return done >= self.num_steps or done % every == 0
 
     @property
+    def _trains(self) -> bool:
+        return self.trainer.num_steps_done < self.num_steps and not self.stops
+
+    @property
     def has_more(self) -> bool:
         """Whether there is something to do before the run is finished or stopped."""
-        trains = self.trainer.num_steps_done < self.num_steps and not self.stops
+        trains = self._trains
         if not self._due and not trains and not self.stops and not self._has_evaluated:
             self._due = ["evaluate"]  # once, in a run that was resumed at its end
         return trains or bool(self._due)
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for `advance`; if a rank is lost in it, the same is done again."""
-        return contextlib.nullcontext() if self._recovery is None else self._recovery.attempt()
+        # A step of ranks that train alone does not need the others; its exchange is an attempt of its own.
+        is_alone = self.trainer.strategy.averaging is not None and not self._due and self._trains
+        return contextlib.nullcontext() if self._recovery is None or is_alone else self._recovery.attempt()
 
     def advance(self, around: AroundStep) -> None:
         """Do what comes next: a step, or what is due after it. Collective: every rank.
@@ -359,15 +371,18 @@ class Run:
 
     def step(self) -> None:
         """Train on the next global batch, and find what is due after it."""
-        trainer, settings = self.trainer, self._settings
-        record = trainer.step()  # with the last collective first: what follows is done by all ranks or by none
+        record = self.trainer.step()  # with the last collective first: what follows is done by all ranks or by none
         compares = self._record.step(record)
+        self._throughput.add(record)
+        self._find_due(checks=record.checks, compares=compares)
+
+    def _find_due(self, *, checks: bool, compares: bool) -> None:
+        trainer, settings = self.trainer, self._settings
         if trainer.bad_samples.skipped or trainer.nonfinite.found or trainer.caveats:
             self._report()
-        self._throughput.add(record)
         self.stops, failed = trainer.reported() if self._checkpoints is not None else (False, False)
         self._due = ["agree"] * failed
-        self._due += ["check"] * record.checks + ["compare"] * compares
+        self._due += ["check"] * checks + ["compare"] * compares
         if not self.stops:
             self._due += ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
             self._due += ["save"] * self.is_due(settings.checkpoint_every)
@@ -403,16 +418,18 @@ class Run:
         done = self.num_steps_done
         if self._due:
             return f"the {names.get(self._due[0], 'check')} after step {done}"
-        return f"step {done + 1}" if done < self.trainer.plan.num_steps else "the end of the run"
+        if done >= self.trainer.plan.num_steps:
+            return "the end of the run"
+        return f"step {done + 1}" if self.trainer.strategy.averaging is None else f"the exchange after step {done}"
 
     def _rejoined(self) -> None:
         """Go on in another generation of the ranks, in which this one may be rank zero."""
-        is_new_lead = self._world.is_rank_zero and not self._leads
-        self._leads = self._world.is_rank_zero
+        led, self._leads = self._leads, self._world.is_rank_zero
+        is_new_lead = self._leads and not led
         if is_new_lead and self._checkpoints is not None:
             self._checkpoints.lead()
-        if is_new_lead:
-            self._display = Display(self._settings.view, silent=self._settings.quiet)
+        if led != self._leads:
+            self._display = Display(self._settings.view, silent=self._settings.quiet or not self._leads)
         self._record.reconnect(self._display if is_new_lead else None)
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:

@@ -45,8 +45,9 @@ from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_a_lost_rank
+from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
-from lockstep.run_folder import Generation, RecoveryReport, current_run_folder, withdraw_recovery
+from lockstep.run_folder import Arrival, Generation, RecoveryReport, current_run_folder, withdraw_recovery
 from lockstep.telemetry.recorder import Place, end_recoveries, record_recovery
 from lockstep.train.skipping import BufferSnapshot
 
@@ -112,6 +113,8 @@ class Recovery:
     given parts, or follow from `step` and from the world, whose numbers may change. The update should be the
     last in the block. Process groups of the script's own are gone after a recovery.
 
+    With `LocalSGD` or `DiLoCo` as the last of the parts, enter no block: each exchange is one; see there.
+
     Collective: every rank creates one, after the set-up, and enters the same blocks.
 
     Args:
@@ -119,40 +122,55 @@ class Recovery:
         parts: By name: the wrapped model, the optimizer, and anything else with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        step: Number of blocks completed.
+        step: Number of blocks, or of exchanges, completed.
         on_rejoined: Called after a recovery.
 
     Raises:
         ConfigurationError: A part cannot be used.
     """
 
-    def __init__(self, world: World, *, doing: Callable[[], str] | None = None, **parts: Stateful) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        doing: Callable[[], str] | None = None,
+        exchanging: LocalSGD | None = None,
+        **parts: Stateful,
+    ) -> None:
         check_parts(parts)
+        own = [part for part in parts.values() if isinstance(part, LocalSGD)]
+        # If ranks train alone between exchanges, each exchange is an attempt, and steps are not done again.
+        averaging = own[0] if own else exchanging
         self._world, self._parts = world, parts
         self._connected = {name: part for name, part in parts.items() if isinstance(part, Connected)}
-        self.step, self._has_state, self._is_updated = 0, True, False
-        self._doing = doing or (lambda: f"step {self.step + 1}")
+        self._engines: list[Connected | LocalSGD] = [*self._connected.values(), *own]
+        self.step, self._has_state, self._is_updated = 0, not world.is_late, False
+        self._doing = doing or (lambda: f"{'exchange' if own else 'step'} {self.step + 1}")
         self.on_rejoined: Callable[[], None] | None = None
         modules = [module for part in self._connected.values() for module in part.modules_to_restore()]
         self._buffers = [each for module in modules if (each := BufferSnapshot(module)).names]
-        self._is_late = world.is_late
         self._handles = []
         for part in parts.values():
-            if isinstance(part, Optimizer):
+            if isinstance(part, Optimizer) and averaging is None:
                 self._handles.append(part.register_step_pre_hook(self.before_update))
                 self._handles.append(part.register_step_post_hook(self._after_update))
         self._plans: dict[str, Any] = {}
         self._membership: Membership | None = None
         may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         folder = current_run_folder()
+        # Only groups that `init` has made can be made again.
+        is_ours = folder is not None and world.owned is not None
         if folder is not None and Membership.is_used:
             withdraw_recovery(folder, os.getpid())  # not complete any more, but it can only be restarted
-        # Only groups that `init` has made can be made again.
-        elif may_restart and folder is not None and world.owned is not None:
-            self._membership = Membership(world)
-            if self._is_late:
-                self._has_state = False
+        elif may_restart and is_ours and (averaging is None or averaging.can_reconnect):
+            arrival = None if averaging is None else Arrival(0, averaging.sync_patience)
+            self._membership = Membership(world, arrival)
+            if averaging is not None:
+                averaging.attempt, averaging.before_update = self.attempt, self.before_update
+            if not self._has_state:
                 self._rejoin()
+            for part in own:
+                part.exchange()  # the one that the others are in
 
     @property
     def is_active(self) -> bool:
@@ -175,8 +193,10 @@ class Recovery:
         Collective: every rank. If a rank is lost, blocks until another one has its place.
         """
         self._is_updated = False
-        for buffers in self._buffers if self.is_active else ():
-            buffers.keep()
+        if self._membership is not None:
+            self._membership.arrive(self.step)
+            for buffers in self._buffers:
+                buffers.keep()
         try:
             yield
             self.step += 1
@@ -192,6 +212,9 @@ class Recovery:
             # Kept until the recovery is complete: another rank may be lost when the engines are connected again.
             self._plans = {name: part.agreed_plan() for name, part in self._connected.items()}
             self._rejoin()
+        finally:
+            if self._membership is not None:
+                self._membership.depart()
 
     def _is_of_lost_rank(self, error: Exception) -> bool:
         """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""
@@ -238,7 +261,7 @@ class Recovery:
     def _share(self, found: Generation) -> None:
         """Connect the engines, and copy the state to those that lack it. Collective: every rank. Blocks."""
         world, group = self._world, self._world.group
-        for engine in self._connected.values():
+        for engine in self._engines:
             engine.reconnect(world)
         mine = [self._has_state, self.step, activity.now.num_steps]
         rows = all_gather_object(mine, group=group, device=world.device)
@@ -263,7 +286,7 @@ class Recovery:
         lost_at_s = found.lost_at_ns / 1e9
         seconds = time.time() - lost_at_s
         # Without a rank that was replaced, there are fewer ranks than before.
-        met = f"{world.world_size} ranks have met after {seconds:.1f} s"
+        met = f"{world.world_size} {'ranks have' if world.world_size > 1 else 'rank has'} met after {seconds:.1f} s"
         if lacking:
             are = "is" if len(lacking) == 1 else "are"
             met = f"{format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
@@ -277,7 +300,7 @@ class Recovery:
         why = "; ".join(dict.fromkeys(each["why"] for each in reports if each["why"]))
         report = RecoveryReport(**reports[source] | {"why": why})
         place = Place(world.rank, world.world_size, group)
-        record_recovery(report, place, num_missed, joins=self._is_late)
+        record_recovery(report, place, num_missed, joins=not mine[0])
 
 
 def _state_of(part: Stateful) -> dict[str, Any]:

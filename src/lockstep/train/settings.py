@@ -204,7 +204,7 @@ _NEEDS = (
     ("lr_scaling", "base_batch_size", "lr_scaling=linear (--lr-scaling linear)"),
     ("profile", "profile_steps profile_dir", "profile=True (--profile)"),
     ("profile_dir or run_dir", "profile", "profile_dir=DIR (--profile-dir DIR) or run_dir=DIR (--run-dir DIR)"),
-    ("max_restarts", "min_devices spares recover", "max_restarts=N (--max-restarts N)"),
+    ("max_restarts", "min_devices spares recover sync_patience", "max_restarts=N (--max-restarts N)"),
     ("watchdog", "watchdog_action", "watchdog=SECONDS (--watchdog SECONDS)"),
 )
 
@@ -215,7 +215,7 @@ _USED_BY = {
     "reproducible": "single dp ddp",  # the others sum gradients in an order, or in slices, that depend on the devices
     **dict.fromkeys(("bucket_cap_mb", "overlap_optimizer"), "ddp"),
     "redundancy": "ddp-zero1",
-    **dict.fromkeys(("sync_every", "fragments", "sync_delay", "across"), "local-sgd diloco"),
+    **dict.fromkeys(("sync_every", "fragments", "sync_delay", "sync_patience", "across"), "local-sgd diloco"),
     **dict.fromkeys(("outer_lr", "outer_momentum"), "diloco"),
 }
 
@@ -312,6 +312,7 @@ class Settings:
     sync_every: int | None = setting(None, "Steps between exchanges; default: local-sgd 8, diloco 50.", "STEPS", 1)
     fragments: int | None = setting(None, "Parts of the model that are exchanged after different steps.", "N", 1)
     sync_delay: int | None = setting(None, "Number of steps that run during an exchange.", "STEPS", 0)
+    sync_patience: float | None = setting(None, "Wait in an exchange for a slow rank; default: no limit.", "SECONDS", 0)
     outer_lr: float | None = setting(None, "Learning rate of diloco's outer SGD; 0.7 if not given.", "RATE")
     outer_momentum: float | None = setting(None, "Nesterov momentum of that SGD; default: 0.9.", "M")
     across: Across | None = setting(None, "What trains alone between exchanges: ranks, or machines of several ranks.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum, auto
@@ -132,7 +133,7 @@ class Trainer:
         self._reported = [0.0, 0.0]
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
-        self.before_update: Callable[[], None] | None = None
+        self.before_update: Callable[[], object] | None = None
         self._task, self._name = task, strategy
         with self.arithmetic.applied():
             shards = self._divide(world)
@@ -230,6 +231,8 @@ class Trainer:
             self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
+            if self.strategy.averaging is not None:
+                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 3, self._take_flags
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
@@ -239,10 +242,16 @@ class Trainer:
     def can_reconnect(self) -> bool:
         """Whether the others can go on when a rank is lost: they hold the whole state, and change it at the end."""
         has_all = self._name == "ddp" or (self._name == "ddp-zero1" and self.settings.redundancy > 0)
+        averaging = self.strategy.averaging
+        if averaging is not None:  # a step communicates if it compares streams, or if a replica is a machine
+            has_all = self.plan.order.num_samples is not None and self.strategy.step_group is None
+            return has_all and averaging.can_reconnect
         return has_all and self.group is not None and not self.settings.overlap_optimizer
 
     def restore(self) -> None:
         """Return to the begin of the step that a lost rank has interrupted."""
+        if self.strategy.averaging is not None:
+            return  # it is complete: only its exchange is done again
         self.optimizer.zero_grad(set_to_none=True)
         self.batches.rewind(self.num_steps_done)
         self.bad_samples.pending.clear()
@@ -261,11 +270,15 @@ class Trainer:
         with self.arithmetic.applied():
             before, shards = self._split, self._divide(world)
             if self._split != before:
-                self.plan = replace(self.plan, split=self._split)
+                self.plan = self.nonfinite.plan = replace(self.plan, split=self._split)
                 state, copies = self.batches.state(), self.batches.copies
                 self._open_batches(shards)
                 self.batches.copies = copies
                 self.batches.seek(self.num_steps_done, state)
+            if isinstance(self.strategy, strategies.LocalSteps):
+                self.strategy.reconnect(world)
+                self.group = self.bad_samples.group = self.strategy.group
+                return
             self._connect(world, shards, is_first=False)
         if old is not None and (new := self.strategy.ours) is not None:
             new.reducer.observers += [each for each in old.reducer.observers if isinstance(each, BucketStamps)]
@@ -273,7 +286,7 @@ class Trainer:
 
     def modules_to_restore(self) -> list[nn.Module]:
         """Return the modules whose buffers change in a step."""
-        return [self._model]
+        return [self._model] if self.strategy.averaging is None else []
 
     def agreed_plan(self) -> Any:
         """Return the order of the buckets, and what else the ranks know together and a checkpoint has not."""
@@ -360,14 +373,15 @@ class Trainer:
                 self.nonfinite.buffers.keep()
             self.optimizer.zero_grad(set_to_none=True)
             # Replicas that train independently only communicate when they exchange parameters.
-            communicates = self._sync and (not self.strategy.exchanges or self.strategy.agrees(step))
+            averaging = self.strategy.averaging
+            communicates = self._sync and (averaging is None or self.strategy.agrees(step))
             group = self.group if communicates else None
             computed, metrics = self._accumulate(timer, group)
 
             timer.begin("communication")
             num_samples, replicas = computed[-1][0].num_global, self.strategy.num_replicas
             metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
-            if group is not None:
+            if group is not None and averaging is None:
                 if self._loss_group is not group:
                     all_reduce(metrics.flags, group=group)
                 self._flags = HostCopy(metrics.flags), step
@@ -380,19 +394,15 @@ class Trainer:
             norm, updated = None, False
             if self._sync and not (self.bad_samples.skip and self._is_missing(computed)):
                 norm, updated = self._update(metrics.divisor, computed, step)
-            if self._sync and self.strategy.exchanges:
-                timer.begin("communication")
-                self.strategy.end_step(step)
-            timer.begin("")
-
             if self.settings.clip is None and self.scaler is None:
                 norm = None
             self._began_with = None
             self.num_steps_done += 1
-            every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
-            # Also after the first step, so that an error can name the last step after which the replicas were equal.
-            is_due = known is None or (every and done // every > known // every) or done == self.plan.num_steps
-            checks = bool(every) and group is not None and is_due
+            if self._sync and averaging is not None:
+                timer.begin("communication")
+                self.strategy.end_step(step, metrics.flags)  # in which a rank that is lost may be replaced
+            timer.begin("")
+            checks = group is not None and self.is_check_due
             if checks and self.before_update is None:  # else a rank may be lost in it, when the step is complete
                 self.check_replicas()
         return StepRecord(step, num_samples, metrics.loss, norm, updated, metrics.count, checks, timer)
@@ -580,9 +590,13 @@ class Trainer:
             self._conclude(norm, computed, step, is_over=True)
         if self._flags is not None:
             (flags, step), self._flags = self._flags, None
-            num_bad, *self._reported = flags.read().tolist()
-            if num_bad:  # the same on every rank, so all take part
-                self.bad_samples.exchange(step)
+            self._take_flags(flags.read().tolist(), step)
+
+    def _take_flags(self, sums: list[float], step: float = math.inf) -> None:
+        """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
+        num_bad, *self._reported = sums
+        if num_bad:  # the same on every rank, so all take part
+            self.bad_samples.exchange(step)
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.
@@ -595,6 +609,14 @@ class Trainer:
         return stop > 0, failed > 0
 
     # --- check that replicas are equal --------------------------------------------------------------------------------
+
+    @property
+    def is_check_due(self) -> bool:
+        """Whether `check_replicas` is due after the last step, if the ranks have communicated in it."""
+        every, done, known = self.settings.check_replicas, self.num_steps_done, self._alike_after
+        # Also after the first step, so that an error can name the last step after which the replicas were equal.
+        is_due = known is None or (every and done // every > known // every) or done == self.plan.num_steps
+        return bool(every) and bool(is_due)
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same bits, unless this was done after this step already.
@@ -659,11 +681,12 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state of the run. Collective: every rank of the group."""
-        return self._state(self.optimizer)
+        return self._state(self.optimizer) | self.strategy.state_dict(self.optimizer)
 
     def replica_state(self) -> dict[str, Any]:
         """Return what is the same on every rank: the whole state, or all but that of a sharded optimizer."""
-        return self._state(None if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer)
+        optimizer = None if isinstance(self.optimizer, ZeroRedundancyOptimizer) else self.optimizer
+        return self._state(optimizer) | self.strategy.replica_state(self.optimizer)
 
     def _state(self, optimizer: Optimizer | None) -> dict[str, Any]:
         self.settle()
@@ -676,7 +699,6 @@ class Trainer:
             "num_steps_done": self.num_steps_done,
             "num_updates": self._num_updates,
             **model_state.local_state_dict(self._model, optimizer),
-            **self.strategy.state_dict(self.optimizer),
             "scaler": None if self.scaler is None else asdict(self.scaler),
             "stream": self.batches.state(),
         }

@@ -138,11 +138,11 @@ class Strategy(ABC):
         """Return whether all ranks of the group communicate in step ``step``, counted from 0."""
         return True
 
-    # Whether parameters are exchanged between ranks: then `end_step` is called after each update.
-    exchanges = False
+    # What exchanges parameters between ranks: then `end_step` is called after each step.
+    averaging: LocalSGD | None = None
 
-    def end_step(self, step: int) -> None:  # noqa: B027 - most need nothing
-        """Finish step ``step`` after the update. Collective if the ranks agree in this step: every rank."""
+    def end_step(self, step: int, flags: Tensor) -> None:  # noqa: B027 - most need nothing
+        """Finish step ``step`` after the update, and sum ``flags``. Collective if the ranks agree then: every rank."""
 
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Return the state that should be equal on all ranks of the group."""
@@ -154,6 +154,10 @@ class Strategy(ABC):
         Collective if there is a group: every rank.
         """
         return {}
+
+    def replica_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what `state_dict` does, for a rank that joins the others. Not collective."""
+        return self.state_dict(optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:  # noqa: B027 - most need nothing
         """Continue from ``state`` of any strategy, after model and optimizer were loaded."""
@@ -432,7 +436,7 @@ class LocalSteps(Strategy):
     samples. In an exchange, its weight is the number of samples, or tokens, that it has trained on since the last one.
     """
 
-    exchanges = True
+    averaging: LocalSGD
 
     def __init__(
         self, name: str, model: nn.Module, objective: Objective, world: World, settings: Settings, num_steps: int
@@ -465,10 +469,11 @@ class LocalSteps(Strategy):
         # The ranks of a replica have the same state: the first of them saves it.
         self._replica_rank = world.rank - (0 if inside is None else inside.rank())
         every = settings.sync_every or _SYNC_EVERY[name]
-        options = ["fragments", "sync_delay", "compression", *(("outer_lr", "outer_momentum") * (name == "diloco"))]
+        options = ["fragments", "sync_delay", "compression", "sync_patience"]
+        options += ["outer_lr", "outer_momentum"] * (name == "diloco")
         given = {option: getattr(settings, option) for option in options if getattr(settings, option) is not None}
-        averaging = DiLoCo if name == "diloco" else LocalSGD
-        self._averaging = averaging(model, None, every, process_group=world.group, **given)
+        engine = DiLoCo if name == "diloco" else LocalSGD
+        self.averaging = engine(model, None, every, process_group=world.group, **given)
         self._weight: float | Tensor = 0.0
         who = "ranks" if inside is None else "machines"
         self.note = f"{who} exchange parameters every {every} steps: by design not the same run as on one device"
@@ -498,27 +503,36 @@ class LocalSteps(Strategy):
 
     @override
     def agrees(self, step: int) -> bool:
-        return bool(self._averaging.schedule.due(step + 1)) or step + 1 == self._num_steps
+        return bool(self.averaging.schedule.due(step + 1)) or step + 1 == self._num_steps
 
     @override
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, flags: Tensor) -> None:
         """Exchange the parameters that are due after this step; all of them after the last step of the run."""
         weight, self._weight = self._weight, 0.0
-        self._averaging.step(weight)
-        if step + 1 == self._num_steps:
-            self._averaging.sync()
+        if self.agrees(step):
+            self.averaging.flags = flags.tolist()
+        if step + 1 < self._num_steps:
+            self.averaging.step(weight)
+        else:
+            self.averaging.count(weight)
+            self.averaging.sync()
+
+    def reconnect(self, world: World) -> None:
+        """Use the default group of ``world`` from now on; each rank is a replica. Collective: every rank."""
+        self.group, self.num_replicas, self._replica_rank = world.group, world.world_size, world.rank
+        self.averaging.reconnect(world)
 
     @override
     def replica(self, model: nn.Module, optimizer: Optimizer) -> Replica:
         """Return the state that is equal on all ranks also between exchanges: outer parameters and outer optimizer."""
-        outer = {f"outer {name}": value for name, value in self._averaging.outer_state().items() if value.numel()}
-        return {**outer, **replica_of(nn.Module(), self._averaging.outer_optimizer, buffers="same")}
+        outer = {f"outer {name}": value for name, value in self.averaging.outer_state().items() if value.numel()}
+        return {**outer, **replica_of(nn.Module(), self.averaging.outer_optimizer, buffers="same")}
 
     # --- checkpoints: the outer model, which is equal on all ranks, and the state of each replica ---
 
     def _outer_model_state(self) -> dict[str, Any]:
         """Return the state of the model with outer parameters; tied parameters under each of their names."""
-        outer, model = self._averaging.outer_state(), unwrap(self._model)
+        outer, model = self.averaging.outer_state(), unwrap(self._model)
         names = {id(each): name for name, each in (*self._model.named_parameters(), *self._model.named_buffers())}
         return {
             name: outer.get(names.get(id(value), ""), value)
@@ -528,7 +542,7 @@ class LocalSteps(Strategy):
     @override
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the outer model instead of this rank's model, and ``replicas``. Collective: every rank. Blocks."""
-        state = self._averaging.state_dict()
+        state = self.averaging.state_dict()
         own, mine = state.pop("own"), {}
         if own["rank"] == self._replica_rank:
             mine = {**own, "model": plain_names(unwrap(self._model).state_dict())}
@@ -540,6 +554,10 @@ class LocalSteps(Strategy):
         return {"model": self._outer_model_state(), "replicas": {**state, "own": everyone}}
 
     @override
+    def replica_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {"model": self._outer_model_state(), "replicas": {**self.averaging.state_dict(), "own": []}}
+
+    @override
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Continue from ``state``, whose outer model and optimizer of rank 0 were loaded. Blocks.
 
@@ -548,7 +566,7 @@ class LocalSteps(Strategy):
         rank 0. After a run with another strategy, all start from its state.
         """
         if "replicas" not in state:
-            self._averaging.restart(state["num_steps_done"])
+            self.averaging.restart(state["num_steps_done"])
             return
         replicas = dict(state["replicas"])
         everyone = replicas.pop("own")
@@ -558,7 +576,7 @@ class LocalSteps(Strategy):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": kept["optimizer"]})
         # All ranks of a replica continue with the state of its first rank.
         own = {**kept, "rank": self.group.rank(), "world_size": len(everyone) if kept else 0}
-        self._averaging.load_state_dict({**read_tensors(replicas), "own": own})
+        self.averaging.load_state_dict({**read_tensors(replicas), "own": own})
 
 
 # --- the division of a global batch -----------------------------------------------------------------------------------
