@@ -106,6 +106,20 @@ def test_throughput_of_a_single_step_is_that_step(clock):
     assert history.samples_per_s == 2.5
 
 
+def test_a_rank_that_takes_the_place_of_a_lost_one_continues_the_throughput(clock):
+    history, other = Throughput(), Throughput()
+    for took_s in (50.0, 2.0, 3.0):
+        timer = StepTimer(torch.device("cpu"))
+        clock[0] += took_s
+        history.add(record(0.5, 10, timer))
+    other.load(history.state())
+    assert (other.samples_per_s, other.num_samples, other.losses) == (4.0, 30, [0.5] * 3)
+    timer = StepTimer(torch.device("cpu"))
+    clock[0] += 10.0
+    other.add(record(0.25, 30, timer))
+    assert (other.samples_per_s, other.num_samples, other.read()) == (60 / 17.5, 60, [0.5, 0.5, 0.5, 0.25])
+
+
 def test_losses_come_back_in_order_and_exactly():
     history = Throughput()
     losses = [1 / (step + 1) for step in range(600)]

@@ -151,6 +151,17 @@ class Throughput:
         self.read()
         self._took.append((0, time.perf_counter() - started_at))
 
+    def state(self) -> dict[str, Any]:
+        """Return what a rank that takes the place of a lost one continues. Blocks as `read` does."""
+        counts = {"num_samples": self.num_samples, "losses": self.read(), "num_counted": self.num_counted}
+        return {**counts, "samples_per_s": self.samples_per_s}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue the `state` of another rank."""
+        self.losses, self.num_samples, self.num_counted = state["losses"], state["num_samples"], state["num_counted"]
+        rate = state["samples_per_s"]
+        self._unread, self._took = [], [(0, 0.0), (self.num_samples, self.num_samples / rate if rate else 0.0)]
+
     @property
     def samples_per_s(self) -> float:
         """Samples of the global batches per second of training."""
@@ -264,7 +275,7 @@ class Run:
         self.stops = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
-        self._throughput = Throughput()
+        self._throughput, self._started_at = Throughput(), time.perf_counter()
         is_late = world.is_late  # and not after `Recovery`, which takes it into the job
         lines = [] if is_late else self._resume()
         self._first_step = trainer.num_steps_done
@@ -287,7 +298,6 @@ class Run:
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
-        self._started_at = time.perf_counter()
         self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         if not is_late:
@@ -401,17 +411,18 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks know together and the trainer has not; see `Recovery`."""
         trainer, own = self.trainer, {name: getattr(self, name) for name in _OF_RUN}
-        self._throughput.read()
-        lists = [trainer.nonfinite.found, trainer.bad_samples.skipped, self._throughput.losses]
-        return {"own": own, "lists": lists, "counts": (self._throughput.num_samples, self._throughput.num_counted)}
+        lists = [trainer.nonfinite.found, trainer.bad_samples.skipped]
+        seconds = time.perf_counter() - self._started_at
+        return {"own": own, "lists": lists, "throughput": self._throughput.state(), "seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use the `state_dict` of another rank."""
         trainer = self.trainer
         for name in _OF_RUN:
             setattr(self, name, state["own"][name])
-        trainer.nonfinite.found[:], trainer.bad_samples.skipped[:], self._throughput.losses[:] = state["lists"]
-        self._throughput.num_samples, self._throughput.num_counted = state["counts"]
+        trainer.nonfinite.found[:], trainer.bad_samples.skipped[:] = state["lists"]
+        self._throughput.load(state["throughput"])
+        self._started_at = time.perf_counter() - state["seconds"]
 
     def _doing(self) -> str:
         names = {"evaluate": "evaluation", "save": "checkpoint"}

@@ -211,7 +211,11 @@ class RunRecord:
         done = recorder.means.num_done
         ranks = figures.with_waits(RankFigures(**each) for each in gathered)
         whole = Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
-        total = sum((Usage(**each) for each in used), Usage()).text(Price.read(self._settings.price))
+        # A rank that came late has the device of one that was lost.
+        device_s = max(each["device_s"] for each in used)
+        total = sum((Usage(device_s, each["energy_j"]) for each in used), Usage()).text(
+            Price.read(self._settings.price)
+        )
         return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
 
     def close(self) -> None:
