@@ -145,7 +145,7 @@ def test_gradients_are_read_beside_backward(on_sim):
         loop.settle()
         loop.close()
         beside = {name: count for name, count in counts.kernels_by_stream.items() if "default" not in name}
-        return sorted(beside.values()), len(loop.strategy._ours.reducer.bucket_set.buckets)
+        return sorted(beside.values()), len(loop.strategy.ours.reducer.bucket_set.buckets)
 
     for beside, num_buckets in on_sim(2)(run):
         # A sum for each bucket; for all but the last, which is launched when backward is over, the norms of its rows,

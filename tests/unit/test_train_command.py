@@ -158,7 +158,14 @@ def test_every_setting_is_a_flag_and_arrives(mine, monkeypatch):
     assert main(["train", "mine.py", *others, "--quiet"]) == 0
     assert main(["train", "mine.py", "--compression", "bf16", "--bucket-cap-mb", "2.5", "--overlap-optimizer"]) == 0
     assert main(["train", "mine.py", "--compression", "powersgd:4"]) == 0
-    local = {"strategy": "diloco", "sync_every": 6, "fragments": 2, "sync_delay": 1, "across": "machines"}
+    local = {
+        "strategy": "diloco",
+        "sync_every": 6,
+        "fragments": 2,
+        "sync_delay": 1,
+        "sync_patience": 9.0,
+        "across": "machines",
+    }
     local |= {"outer_lr": 0.5, "outer_momentum": 0.8}
     words = [word for name, value in local.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "mine.py", *words]) == 0

@@ -169,7 +169,7 @@ def train(task_file: str, settings_file: str | None, **values: Any) -> int:
       lockstep train examples/gpt.py --steps 500 --checkpoint runs/gpt --export gpt.safetensors
           stop it with Ctrl-C, and go on with the same command
       lockstep train examples/gpt.py --devices 4 --checkpoint runs/gpt --max-restarts 3
-          a rank that dies is replaced while the others go on; if that is not possible, all start again
+          a rank that dies is replaced while the others go on, or all start again
 
     On several machines, or where ranks are started already, start the same command in each of them:
       lockstep run --nnodes 2 ... --no-python lockstep train TASK.py

@@ -312,6 +312,10 @@ def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataE
 # the number of ranks or loader processes. If a stream is slow to read, a data set with length and index is better.
 
 
+# Every so many steps a batch is compared with those of the other ranks.
+_COMPARED = 256
+
+
 @dataclass
 class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
     """The micro-batches of this process, a list for each step, without end.
@@ -339,9 +343,9 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
         try:
             for step, samples in reader:
                 if (step - self.first_step) % num_workers == index:  # the loader polls them in turn, from the first
-                    # The batches after 0, 1, 2, 4, 8, ... steps are compared; counted from the begin of the run, as
-                    # ranks that take the place of lost ones begin later than others.
-                    compared = checksum(samples) if step & (step - 1) == 0 else None
+                    # The batches after 0, 1, 2, 4, 8, ... steps are compared, and in a resumed run soon one of its own;
+                    # not counted from its begin, as ranks that take the place of lost ones begin later than others.
+                    compared = checksum(samples) if step & (step - 1) == 0 or step % _COMPARED == 0 else None
                     why = reader.problem and f"state_dict() of {type(self.stream).__name__} {reader.problem}"
                     yield self._divide(step, samples, StreamNote(reader.state(), compared, why))
         except LockstepError as error:
