@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 LOOPS = Path(__file__).with_name("recovery_loops.py")
-TIMEOUT_S, POLL_S = 180.0, 0.02
+TIMEOUT_S, WAIT_S, POLL_S = 180.0, 60.0, 0.02
 RESTARTS = "100000"
 WHOLE = 0.999  # a sum of shares
 LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--max-restarts", RESTARTS]
@@ -143,7 +143,7 @@ class Job:
                     self._newest = max(self._newest, event.step)
         return self.events
 
-    def wait(self, is_reached: Callable[[], Any], limit_s: float = TIMEOUT_S) -> Any:
+    def wait(self, is_reached: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
         """Wait until something is true of the events, and return it."""
         deadline = time.monotonic() + limit_s
         while not (found := is_reached()):
@@ -159,7 +159,7 @@ class Job:
     def sleep(self, seconds: float) -> None:
         """Wait so long, if the job goes on."""
         end_s = time.monotonic() + seconds
-        self.wait(lambda: time.monotonic() >= end_s, max(seconds, 0.0) + TIMEOUT_S)
+        self.wait(lambda: time.monotonic() >= end_s, max(seconds, 0.0) + WAIT_S)
 
     def newest(self) -> int:
         """Return the newest step that was done on the whole batch."""
