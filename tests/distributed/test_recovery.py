@@ -83,6 +83,8 @@ with lockstep.init(backend=sys.argv[1]) as world:
     if world.is_rank_zero:
         print("weights", recovery.step, found.hexdigest())
 lose("end")
+import atexit
+atexit.register(lose, "exit")
 """
 )
 
@@ -243,7 +245,7 @@ if __name__ == "__main__":
         if "init" in sys.argv:
             total = torch.ones(1)
             torch.distributed.all_reduce(total)
-            print("ranks", int(total))
+            print("summed over", int(total))
 """
 
 
@@ -262,7 +264,7 @@ def test_fit_in_a_script_goes_on_in_place_once(tmp_path, run_task, init):
     done = run_lockstep(*command, env=environ)
     assert done.code == 0, done.err
     assert {path.read_bytes() for path in tmp_path.glob("weights?.safetensors")} == {undisturbed}
-    assert ("ranks 2" in done.out) == (init == "init")
+    assert ("summed over 2" in done.out) == (init == "init")
     lines = re.findall("lockstep: (rank .*)", done.err)
     # A rank that is lost in the second call could not come to it without the first.
     assert [re.sub(r"[\d.]+ s | \([a-z ]+\)(?=;)|; step 1\d .*", "", line) for line in lines] == [
@@ -360,12 +362,13 @@ def test_a_rank_that_is_lost_in_the_same_step_again_and_again_is_not_replaced_fo
     assert done.err.count("is back") == 2 and "restart 3 of 3" in done.err
 
 
-def test_a_rank_that_is_killed_after_the_training_is_not_missed(run_script):
+@pytest.mark.parametrize(("fault", "rank"), [("end@1", 1), ("exit@0", 0)])
+def test_a_rank_that_is_killed_after_the_training_is_not_missed(run_script, fault, rank):
     undisturbed, _ = run_script("shm")
-    found, lines = run_script("shm", "end@1")
+    found, lines = run_script("shm", fault)
     assert found == undisturbed
     assert without_times(lines) == [
-        "rank 1 was killed by SIGKILL (signal 9) after 30 optimizer steps; the training was complete"
+        f"rank {rank} was killed by SIGKILL (signal 9) after 30 optimizer steps; the training was complete"
     ]
 
 

@@ -4,7 +4,7 @@ What the launcher decides, each time that it polls its ranks:
 
 1. Which of them are lost: ended by a signal, or ended by the watchdog. An exception is an error of the program, which
    every rank would make again, so it ends the job unless ``--recover exceptions``. A rank that is killed when the
-   training is complete is not lost, unless it is rank zero, which may still write files.
+   training is complete is not lost; rank zero, which may still write files, when its program has ended.
 2. Whether the others can go on: each must have said that it can, and one of them must hold the state of the run. Else
    all ranks are restarted from the checkpoint, as for any other failure.
 3. Who takes the place: a spare that is ready; nobody, if ``--min-devices`` allows one rank fewer: then the last rank
@@ -38,7 +38,16 @@ from lockstep.launcher.failure_report import RankExit, how_it_ended
 from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.run_folder import FAILURE, Arrival, FailureRecord, Generation, RecoveryReport, rank_file, read_object
+from lockstep.run_folder import (
+    ENDED,
+    FAILURE,
+    Arrival,
+    FailureRecord,
+    Generation,
+    RecoveryReport,
+    rank_file,
+    read_object,
+)
 
 # A spare's name in the names of its files.
 NAME_OF_SPARE = "spare-{}"
@@ -134,7 +143,9 @@ class Recovery:
         complete = run_folder.complete_processes(self.folder)
         # An exit status of zero would not do: what ranks do that do not train together may be of use to the user.
         is_complete = pid in complete or self.ranks.keys() - self._away.keys() - {pid} <= complete
-        has_lead = exit.rank == 0 and pid not in self._away
+        ended = FailureRecord.read_all(self.folder, ENDED).get(exit.rank)
+        # Of rank zero, the whole program counts: it may write files when the training is complete.
+        has_lead = exit.rank == 0 and pid not in self._away and (ended is None or ended.pid != pid)
         return not has_lead and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
 
     @property

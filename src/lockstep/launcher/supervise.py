@@ -705,10 +705,12 @@ class _RankProcesses(SubprocessContext):
 
     def start_late(self, rank: int, local: int, num_ranks: int) -> SubprocessHandler:
         """Start a process for the place of a rank in a running job, which has so many ranks on this machine."""
-        env = self.envs[local]
-        world_size = int(env["WORLD_SIZE"]) - int(env["LOCAL_WORLD_SIZE"]) + num_ranks
-        changed = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        return self._start_rank(local, env | changed | {JOINS: "1"})
+        env, newest = self.envs[local], run_folder.Generation.read(self.job.folder)
+        num_others = int(env["WORLD_SIZE"]) - int(env["LOCAL_WORLD_SIZE"])
+        if newest is not None:  # this machine may have begun with other machines, or alone
+            num_others = newest.world_size - len(newest.ranks) - len(newest.waiting)
+        changed = {"RANK": rank, "WORLD_SIZE": num_others + num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        return self._start_rank(local, env | {name: str(number) for name, number in changed.items()} | {JOINS: "1"})
 
     def start_spare(self, number: int) -> SubprocessHandler:
         """Start a spare, which prepares as if it were the last rank, with a device of its own."""
