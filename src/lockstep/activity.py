@@ -128,9 +128,17 @@ def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
     return outcome.result()
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, whose class may be of a user who has never printed it."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as in tracebacks
+
+
 def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its text."""
-    first = str(error).partition("\n")[0]
+    first = text_of(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -2,13 +2,18 @@
 
 import os
 import selectors
+import shutil
+import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 import lockstep.train.trainer
 from lockstep import accelerator
 from lockstep.activity import DEVICE, format_ranks, name_of_bucket
+from lockstep.launcher.reaper import kill_sessions, start_time
 from lockstep.telemetry.rank_state import (
     COMPUTES,
     STOPPED,
@@ -19,7 +24,7 @@ from lockstep.telemetry.rank_state import (
     state_of,
     waits_outside,
 )
-from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, report
+from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, keep_stacks, report
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS
@@ -237,6 +242,29 @@ def test_a_sample_of_this_process():
     after = sample(os.getpid(), own_bytes=0)
     assert os.getpid() in set(process_tree(os.getpid())) == before.pids
     assert after.cpu_s > before.cpu_s and after.num_bytes - before.num_bytes >= 100_000
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_names_of_processes_may_be_no_text(tmp_path):
+    # The kernel cuts a name after 15 bytes, here within a letter; it may also be in another encoding.
+    for name in (b"aaaaaaaaaaaaaa\xc3\xa9", b"t\xe4sk) R 1"):
+        program = os.path.join(os.fsencode(tmp_path), name)
+        shutil.copy(shutil.which("sleep"), program)
+        process = subprocess.Popen([program, "60"], start_new_session=True)
+        try:
+            comm = Path(f"/proc/{process.pid}/comm")
+            while comm.read_bytes() != name[:15] + b"\n":
+                time.sleep(0.01)
+            with pytest.raises(UnicodeDecodeError):
+                comm.read_text("utf-8")
+            assert sample(process.pid, own_bytes=0).pids == {process.pid}
+            assert int(start_time(process.pid)) > 0
+            run_dir = tmp_path / "run"
+            run_dir.mkdir(exist_ok=True)
+            shutil.rmtree(keep_stacks(run_dir, {0: process.pid}))
+        finally:
+            kill_sessions([process.pid])
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_what_lies_outside_of_the_job():

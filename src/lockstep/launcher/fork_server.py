@@ -342,8 +342,8 @@ def _set_num_threads(text: str) -> None:
     import torch
 
     torch.set_num_threads(int(number))
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "openblas" in line}  # numpy's
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "openblas" in line}  # numpy's
     for library, prefix, suffix in itertools.product(map(ctypes.CDLL, paths), ("", "scipy_"), ("", "64_")):
         with contextlib.suppress(AttributeError):
             getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from multiprocessing import connection
@@ -31,7 +31,7 @@ from torch.numa.binding import NumaOptions
 
 from lockstep import run_folder, torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, one_line
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
@@ -156,6 +156,15 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
 def log(text: str) -> None:
     """Print a line of the launcher."""
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def only_logged() -> Iterator[None]:
+    """Log an error of the block, which cleans up: it neither makes a finished job fail, nor hides why a job failed."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, rendezvous.RendezvousError) as error:
+        log(f"an error while cleaning up, which changes nothing else: {one_line(error)}")
 
 
 def elastic_quiet() -> ExitStack:
@@ -388,9 +397,12 @@ class _Agent(LocalElasticAgent):
             # A spare machine that was never used has no result.
             return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
         finally:
-            self._leave_machines()
-            if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
-                self.get_worker_group().spec.rdzv_handler.shutdown()
+            is_leaving = isinstance(sys.exception(), SignalException)  # else all machines end
+            with only_logged():
+                self._leave_machines()
+            with only_logged():
+                if not is_leaving:
+                    self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
@@ -739,6 +751,7 @@ class _RankProcesses(SubprocessContext):
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
             return cast(SubprocessHandler | None, server.fork(self.args[rank], {**os.environ, **env}, [0, *files]))
 
+    @only_logged()
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks, as torch does; without a signal it does so because one of them has failed.
 

@@ -143,8 +143,11 @@ class Heartbeat:
         text = json.dumps(content | state)
         # Replaced as a whole, as a mixture of two heartbeats may be valid JSON.
         with contextlib.suppress(OSError), self._writing:
-            replace_file(self._path, text)
-            state["num_bytes"] += len(text)
+            try:
+                replace_file(self._path, text)
+                state["num_bytes"] += len(text)
+            except OSError:  # The disk is full: with its old heartbeat, this rank would seem not to respond.
+                os.truncate(self._path, 0)
 
     def _run(self) -> None:
         measured_at = 0.0

@@ -81,7 +81,7 @@ def process_state(pid: int) -> tuple[str, float]:
     process has ended.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return "", 0.0
     return fields[0].strip("XZ").upper(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -108,14 +108,14 @@ def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
     task = Path(f"/proc/{pid}/task")
     for path in task.glob("*/children") if of_all_threads else [task / str(pid) / "children"]:
         with contextlib.suppress(OSError):
-            for child in path.read_text().split():
+            for child in path.read_text(errors="replace").split():
                 yield from process_tree(int(child), of_all_threads=of_all_threads)
 
 
 def _counted(path: str, names: str) -> int:
     """Return the sum of some numbers in a file of ``name: number`` lines; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
-        return sum(map(int, re.findall(rf"^(?:{names}):\s*(\d+)$", Path(path).read_text(), re.MULTILINE)))
+        return sum(map(int, re.findall(rb"^(?:%b):\s*(\d+)$" % names.encode(), Path(path).read_bytes(), re.MULTILINE)))
     return 0
 
 

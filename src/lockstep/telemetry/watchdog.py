@@ -291,7 +291,8 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> Path:
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
         for each in set(rank_state.process_tree(pid)):
             if text := _stacks_of(each, rank_file(run_dir, STACKS, rank)):
-                (folder / f"rank-{rank}{f'-process-{each}' * (each != pid)}.txt").write_text(text)
+                with contextlib.suppress(OSError):  # the disk is full: the report matters more
+                    (folder / f"rank-{rank}{f'-process-{each}' * (each != pid)}.txt").write_text(text, errors="replace")
     return folder
 
 
@@ -304,7 +305,7 @@ def busy_workers(folder: Path, ranks: Iterable[int]) -> list[str]:
     """
     found = []
     for path in sorted(path for rank in ranks for path in folder.glob(f"rank-{rank}-process-*.txt")):
-        text, (_, rank, _, pid) = path.read_text(), path.stem.split("-")
+        text, (_, rank, _, pid) = path.read_text(errors="replace"), path.stem.split("-")
         frames = [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
         if text == STOPPED or ("in _worker_loop" in text and not frames[0][0].endswith(_AT_REST)):
             file, line, function = rank_state.user_frame(frames)
@@ -318,7 +319,7 @@ def _stacks_of(pid: int, file: Path) -> str:
     if rank_state.process_state(pid)[0] == "T":
         return STOPPED
     with contextlib.suppress(OSError):  # it has just ended
-        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(errors="replace"))
         if handled and int(handled[1], 16) >> (STACKS_SIGNAL - 1) & 1:  # it would kill other processes
             file.write_text("")
             os.kill(pid, STACKS_SIGNAL)
