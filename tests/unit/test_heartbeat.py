@@ -116,7 +116,6 @@ GOOD = {
     "step": None,
     "phase": "",
     "num_steps": 3,
-    "has_trained": True,
     "collective": "",
     "recorded_call": "",
     "failure": "",

@@ -196,6 +196,14 @@ _SIGNALS = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
 _LEFT_TO_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
+# Why the job continues after a report of the watchdog.
+_CONTINUES = {
+    Verdict.EARLY: "The job continues, as no rank has done an optimizer step: until then only the time-out of the "
+    "process group ends it, or --watchdog SECONDS.",
+    Verdict.SUSPECT: "The job continues; it ends if this lasts and no rank makes progress.",
+}
+
+
 @dataclass
 class Job:
     """The launcher's state of the ranks of this machine, and what it does when they hang, end, or a signal arrives.
@@ -270,7 +278,7 @@ class Job:
         if self.watchdog_action == "warn":
             log(f"{text}\nThe job continues, because of --watchdog-action warn.")
         elif verdict is not Verdict.HANGS:
-            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
+            log(f"{text}\n{_CONTINUES[verdict]}")
         elif self.num_restarts_left and awaited:
             is_replaced = self.recovery is not None and self.recovery.can_replace(awaited)
             who = f"{format_ranks(list(awaited))} {'is' if len(awaited) == 1 else 'are'}"

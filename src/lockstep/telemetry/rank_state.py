@@ -162,7 +162,6 @@ class RankState(Progress):
         operation: The operation in which it waits for others, such as ``all_reduce``; empty if it does not wait.
         place: Where it is, as a predicate such as ``waits in all_reduce (train.py:7)``.
         pid: Its process, if that lives.
-        has_trained: Whether it has done an optimizer step or a collective.
         failure: The exception that ended its part in the job, if its process still runs.
     """
 
@@ -172,7 +171,6 @@ class RankState(Progress):
     operation: str = ""
     place: str = ""
     pid: int = 0
-    has_trained: bool = False
     failure: str = ""
 
 
@@ -195,7 +193,7 @@ def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: 
     elif is_debugged(frames):
         life = DEBUGGED
     name = "" if is_silent or life in (ENDED, STOPPED) else operation(heartbeat, is_busy=life == COMPUTES)
-    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "has_trained", "failure")}
+    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "failure")}
     pid = heartbeat["pid"] if process_state else 0
     return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **kept)
 
