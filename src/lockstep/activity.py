@@ -104,6 +104,14 @@ class waiting:
             now.collective = self._outer
 
 
+_IN_TIME = "lockstep-in-time"
+
+
+def goes_on() -> bool:
+    """Return whether an action of `in_time` has taken longer and still goes on."""
+    return any(thread.name == _IN_TIME for thread in threading.enumerate())
+
+
 def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
     """Return what ``action(*args)`` returns, or raise what it raises. Blocks at most ``seconds``.
 
@@ -122,7 +130,7 @@ def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
             outcome.set_exception(error)
 
     # Not an executor: Python waits for its threads at exit.
-    threading.Thread(target=run, name="lockstep-in-time", daemon=True).start()
+    threading.Thread(target=run, name=_IN_TIME, daemon=True).start()
     if not wait([outcome], seconds).done:
         raise TimeoutError(f"no answer in {seconds:.3g} s")
     return outcome.result()
