@@ -84,6 +84,7 @@ def at(text):
 
 
 HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 2 s.\n"
+LONGER = "If a rank may need more than 2 s, pass a larger --watchdog SECONDS.\n"
 EXPECTED = {
     "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('getpid(), signal.SIGSTOP')}; "
     f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
@@ -92,12 +93,12 @@ EXPECTED = {
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
     f"(gradient exchange): all_reduce of 4160 elements, number N, scheduled ({at('autograd.backward')}) for N s "
-    "[after 8 optimizer steps]\n",
+    f"[after 8 optimizer steps]\n{LONGER}",
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} "
     "[in step 5 (backward)]; "
     f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [in step 5 (communication)]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
-    f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n",
+    f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n{LONGER}",
 }
 PATIENCE = {"asleep": "0.7", "busy": "1.5"}
 RUNS = ["ours", "exits", "leaves"]
