@@ -162,7 +162,7 @@ def check_report(outcomes, mode):
 def test_a_call_that_holds_the_interpreter_still_leaves_its_stack(soak_outcomes):
     report, stacks = told(soak_outcomes["gil"].err)
     assert report.startswith(HEAD + "rank 1 does not respond: native code holds the interpreter lock, last seen at ")
-    assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n")
+    assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n{LONGER}")
     assert f", line {at('pthread').partition(':')[2]} in <module>" in stacks["rank-1.txt"]
     assert soak_outcomes["gil"].code == 83
 
@@ -194,7 +194,7 @@ def test_ranks_that_all_do_nothing_are_noticed_though_none_waits(soak_outcomes):
     ended = soak_outcomes["asleep"].err[soak_outcomes["asleep"].err.index(head) :]
     report, _ = told(ended)
     told(soak_outcomes["asleep"].err)  # the first warning, whose folder goes as well
-    assert report == f"{head}ranks 0, 1 are in load ({at('sleep(90)')}) for N s\n"
+    assert report == f"{head}ranks 0, 1 are in load ({at('sleep(90)')}) for N s\n{LONGER.replace('2 s', '3.5 s')}"
     assert soak_outcomes["asleep"].code == 83
 
 
