@@ -167,8 +167,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         own = [parts[ranks[self._place]] for ranks in self._machines]
         own[self._machine].copy_(tensor.view(-1))
         self._exchange([own[self._machine]] * len(own), own)
-        rows = [[parts[rank] for rank in ranks] for ranks in self._machines]
-        self._inside_ops.allgather(rows, own, _in_this_thread(_AllgatherOptions())).wait()
+        rows = [[parts[rank] for rank in ranks] for ranks in zip(*self._machines, strict=True)]
+        self._inside_ops.allgather_coalesced(rows, own, _in_this_thread(_AllgatherOptions())).wait()
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         flat = tensor.view(-1)

@@ -101,8 +101,9 @@ def _problems(call: str, data: Sequence[Any], opts: Any, rank: int, size: int) -
             yield f"the backend shm moves CPU tensors, but this one is on {tensor.device}; {other}"
         if tensor.layout != layout:
             yield f"invalid tensor layout at index {index}: unsupported layout {tensor.layout}, expected {layout}"
-        if tensor.dtype != tensors[-1].dtype and "single_coalesced" not in call:
-            both = f"expected {tensors[-1].dtype}, got {tensor.dtype}"
+        like = tensors[-1 if len(data) == 2 else 0]  # an input
+        if tensor.dtype != like.dtype and "single_coalesced" not in call:
+            both = f"expected {like.dtype}, got {tensor.dtype}"
             yield f"invalid tensor type at index {index} ({both}); tensors must all have the same type"
     if layout == torch.sparse_coo and "SUM" not in str(operation_of(opts)):
         yield "unsupported reduction operation: sparse tensors can only be summed"
@@ -114,13 +115,13 @@ def _problems(call: str, data: Sequence[Any], opts: Any, rank: int, size: int) -
         yield from _other_sizes("tensor", tensors, tensors[0])
     if call == "alltoall" and not len(data[0]) == len(data[1]) == size:
         yield f"requires {size} input and output tensors, one for each rank"
-    if len(data) == 2 and "gather" in call or "scatter" in call:
+    if "gather" in call or "scatter" in call:
         # The outputs or the inputs have a part for each rank.
         names, sides = (_PAIR, data) if "gather" in call else (_PAIR[::-1], data[::-1])
         if "single" in call:
             yield from _unequal_parts(*(sides if "coalesced" in call else [[each] for each in sides]), size)
         else:
-            yield from _wrong_rows(call, names, *sides, rank if call == "reduce_scatter" else None, rank == root, size)
+            yield from _wrong_rows(call, names, *sides, rank, root, size)
 
 
 def _other_sizes(what: str, tensors: Sequence[Tensor], like: Tensor) -> Iterator[str]:
@@ -143,21 +144,16 @@ def _unequal_parts(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int)
 
 
 def _wrong_rows(
-    call: str,
-    names: Sequence[str],
-    rows: Sequence[Any],
-    singles: Sequence[Tensor],
-    own: int | None,
-    is_root: bool,
-    size: int,
+    call: str, names: Sequence[str], rows: Sequence[Any], singles: Sequence[Tensor], rank: int, root: int, size: int
 ) -> Iterator[str]:
-    """Compare lists with a tensor for each rank with single tensors; of a reduce-scatter, this rank's ``own`` place."""
+    """Compare lists with a tensor for each rank with single tensors."""
     has_root = call in ("gather", "scatter")
     if not singles or (has_root and len(singles) > 1):
         count = "a single-element" if has_root else "non-empty"
         yield f"requires {count} {names[1]} tensor list; it has {len(singles)}"
-    if has_root and not is_root:
-        yield from [f"requires empty {names[0]} on non-root"] if any(rows) else []
+    if has_root and rank != root:
+        if any(rows):
+            yield f"requires empty {names[0]} on non-root"
         return
     if call == "allgather_coalesced":
         if len(rows) != size:
@@ -177,4 +173,4 @@ def _wrong_rows(
             )
         if call == "allgather":
             row, single = (*row, single), singles[0]
-        yield from _other_sizes(f"{names[0]} tensor", row if own is None else [row[own]], single)
+        yield from _other_sizes(f"{names[0]} tensor", [row[rank]] if call == "reduce_scatter" else row, single)
