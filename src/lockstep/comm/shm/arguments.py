@@ -119,9 +119,10 @@ def _problems(call: str, data: Sequence[Any], opts: Any, rank: int, size: int) -
         # The outputs or the inputs have a part for each rank.
         names, sides = (_PAIR, data) if "gather" in call else (_PAIR[::-1], data[::-1])
         if "single" in call:
-            yield from _unequal_parts(*(sides if "coalesced" in call else [[each] for each in sides]), size)
+            wholes, parts = sides if "coalesced" in call else [[each] for each in sides]
+            yield from _unequal_parts(wholes, parts, size)
         else:
-            yield from _wrong_rows(call, names, *sides, rank, root, size)
+            yield from _wrong_rows(call, names, sides[0], sides[1], rank, root, size)
 
 
 def _other_sizes(what: str, tensors: Sequence[Tensor], like: Tensor) -> Iterator[str]:

@@ -103,7 +103,7 @@ class CpuProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names those that are missing. Collective: every rank."""
-        self.barrier(timeout=timeout).wait()  # type: ignore[call-overload]
+        self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: calls are cheap one by one."""
@@ -121,7 +121,8 @@ class CpuProcessGroup(dist.ProcessGroup):
 def _method(call: str) -> Any:
     def method(self: CpuProcessGroup, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:
         activity.now.num_calls += 1
-        return self._dispatch(call, *bind(call, args, given), **({} if pieces is None else {"pieces": pieces}))
+        data, opts = bind(call, args, given)
+        return self._dispatch(call, data, opts, **({} if pieces is None else {"pieces": pieces}))
 
     method.__name__ = call
     method.__doc__ = f"Do what c10d's ``{call}`` does. Collective: every rank."
@@ -143,7 +144,7 @@ class ShmProcessGroup(CpuProcessGroup):
         self._p2p = P2PEngine(comm)
         self._is_open = True
 
-    def allreduce(self, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:  # type: ignore[override]
+    def allreduce(self, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
         tensors, opts = args if len(args) == 2 else (None, None)
         at_once = pieces is not None or not getattr(opts, "asyncOp", True)
@@ -152,7 +153,7 @@ class ShmProcessGroup(CpuProcessGroup):
             if work is not None:
                 activity.now.num_calls += 1
                 return work
-        return super().allreduce(*args, pieces=pieces, **given)
+        return super().allreduce(*args, pieces=pieces, **given)  # type: ignore[call-overload]
 
     @override
     def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
