@@ -11,7 +11,7 @@ from torch import nn
 import lockstep
 from lockstep.comm import hierarchy
 from lockstep.comm.collectives import all_gather_flat, backend_name, reduce_scatter_slices
-from lockstep.errors import CollectiveError
+from lockstep.errors import CollectiveError, ConfigurationError
 from tests.models import soak
 from tests.shm import shm_group
 
@@ -73,6 +73,15 @@ def test_collectives_do_what_gloo_does_and_leave_the_same_bits_on_all_ranks(rank
             dist.barrier(group=group)
             works = [dist.all_reduce(torch.ones(1000), group=group, async_op=True) for _ in range(5)]
             bad += ["async"] * any(work.wait() is None or work.result()[0].sum() != 4000 for work in works)
+            twice, pair = torch.ones(3), [torch.ones(1), torch.full((1,), 5.0)]
+            group.allreduce_coalesced([twice[:2], twice[1:]]).wait()
+            group.allreduce(pair).wait()
+            bad += ["coalesced"] * (twice.tolist() != [4.0] * 3) + ["list"] * ([x.item() for x in pair] != [24.0] * 2)
+            for call in (lambda: group.broadcast(twice, root=4), lambda: group._allgather_base(twice, twice)):
+                with pytest.raises(ConfigurationError, match="the group stays usable"):
+                    call()
+            group.broadcast(twice.mul_(world.rank), root=2).wait()
+            bad += ["broadcast after errors"] * (twice.tolist() != [8.0] * 3)
             return bad, [result.numpy().tobytes() for result in results]
 
     answers = ranks(4)(body)

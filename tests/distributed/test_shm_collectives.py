@@ -1,6 +1,7 @@
 """Every collective of the backend shm against Gloo, which defines what it means, or against plain torch."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -238,6 +239,57 @@ def test_coalesced_calls(ranks):
             return [float(tensor.sum()) for tensor in tensors], [output.tolist() for output in outputs]
 
     assert ranks(2, warnings="ignore")(body) == [([6.0, 140_000.0], [[0, 1], [0, 0, 0, 1, 1, 1]])] * 2
+
+
+def test_all_overloads_of_torch_do_as_gloo(ranks):
+    def body(world):
+        rank, most = world.rank, ReduceOp.MAX
+
+        def full(value=1.0, length=2):
+            return torch.full((length,), value + rank)
+
+        def run(tensors, call):
+            work = call(*tensors)
+            work.wait()
+            return [part.tolist() for each in tensors for part in (each if isinstance(each, list) else [each])]
+
+        def results(pg):
+            pair, at_root = [full(), full()], [full(), full()] if rank == 0 else []
+            twice, whole = full(), torch.ones(3)
+            rows = [[full(0.0, 1), full(0.0)] for _ in range(2)]
+            pg.allgather_coalesced(rows, [full(1.0, 1), full(5.0)]).wait()
+            pg.allreduce_coalesced([whole[:2], whole[1:]]).wait()
+            pg.monitored_barrier(timeout=timedelta(seconds=20))
+            pg.barrier(timeout=timedelta(seconds=20)).wait()
+            expanded = torch.ones(1).expand(3)
+            pg.allreduce(expanded).wait()
+            many = [[torch.zeros(1) for _ in range(4)] for _ in range(2)]
+            gathered = pg.allgather(many, [full(1.0, 1), full(5.0, 1)])
+            gathered.wait()
+            return [
+                [[part.tolist() for part in row] for row in (*rows, *many)],
+                whole.tolist(),
+                expanded.tolist(),
+                run([full()], lambda x: pg.broadcast(x, root=1)),
+                run([full()], lambda x: pg.broadcast(tensors=[x])),
+                run([full(), full(5.0)], lambda x, y: pg.broadcast([x, y])),
+                run([full()], lambda x: pg.allreduce(x, op=most)),
+                run([full()], lambda x: pg.allreduce([x], most)),
+                run([full(), full(5.0)], lambda x, y: pg.allreduce([x, y])),
+                run([twice], lambda x: pg.allreduce_coalesced([x, x])),
+                run([full()], lambda x: pg.reduce(x, root=0, op=most))[: 1 - rank],
+                run([pair], lambda x: pg.allgather(input_tensor=full(), output_tensors=x)),
+                run([at_root], lambda x: pg.gather(x, full(), root=0)),
+                run([full(0.0)], lambda x: pg.scatter(x, [full(), full()] if rank == 0 else [], root=0)),
+                run([full(0.0)], lambda x: pg.reduce_scatter(x, [full(), full()], op=most)),
+                run([full(0.0, 4)], lambda x: pg.alltoall_base(x, full(1.0, 4), [], [])),
+            ]
+
+        with shm_group() as group:
+            group.set_timeout(timedelta(seconds=15))
+            return results(group) == results(dist.group.WORLD), group.comm.timeout_s
+
+    assert ranks(2, warnings="ignore")(body) == [(True, 15.0)] * 2
 
 
 def test_objects(ranks):

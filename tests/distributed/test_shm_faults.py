@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.comm import collectives
 from lockstep.comm.collectives import empty_buffer
-from lockstep.errors import CollectiveError
+from lockstep.errors import CollectiveError, ConfigurationError
 from tests.shm import shm_group
 
 DIED = "whose process has ended.\nIt was killed, or failed first: look at the output of rank 1."
@@ -255,12 +256,71 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
         "The backend shm has no ReduceOp.AVG for torch.int64.\nIt has: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR.",
         "The backend shm has no ReduceOp.BAND for torch.float32.\nIt has: SUM, AVG, PRODUCT, MIN, MAX.",
         "The backend shm cannot reduce torch.float8_e4m3fn tensors, only move them.\nConvert them before the call.",
-        "all_gather_into_tensor: the large tensor must have 2 times as many elements as the small one, one part for "
-        "each rank, and its dtype; they have 3 of torch.float32 and 2 of torch.float32.",
-        "The backend shm moves CPU tensors, but this one is on meta.\n"
-        "Make a group that has a backend for meta: init_process_group('cpu:gloo,meta:...').",
+        "Rank 0 in all_gather_single: the large tensor must have 2 times as many elements as the small one, one part "
+        "for each rank, and its dtype; they have 3 of torch.float32 and 2 of torch.float32.\n"
+        "It has sent nothing; the group stays usable.",
+        "Rank 0 in allreduce: the backend shm moves CPU tensors, but this one is on meta; "
+        "use init_process_group('cpu:gloo,meta:...').\n"
+        "It has sent nothing; the group stays usable.",
     ]
     assert fine == [2.0, 2.0]
+
+
+def test_what_one_rank_can_refuse_does_not_lose_the_group(ranks):
+    def body(world):
+        one, two, double = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.float64)
+        wrong = [
+            lambda pg: dist.broadcast(one, group_src=2, group=pg),
+            lambda pg: dist.broadcast(one, group_src=-1, group=pg),
+            lambda pg: dist.reduce(one, group_dst=2, group=pg),
+            lambda pg: dist.gather(one, None, group_dst=2, group=pg),
+            lambda pg: dist.scatter(one, None, group_src=2, group=pg),
+            lambda pg: pg.broadcast([]),
+            lambda pg: pg.broadcast([one, two]),
+            lambda pg: pg.allreduce([one, double]),
+            lambda pg: pg.allreduce([two.to_sparse()], dist.ReduceOp.MAX),
+            lambda pg: pg.allreduce_coalesced([]),
+            lambda pg: pg.allreduce_coalesced([one, one.to_sparse()]),
+            lambda pg: pg.reduce([one, one]),
+            lambda pg: pg.allgather([[one, two]], [one]),
+            lambda pg: pg.allgather([[one]], [one]),
+            lambda pg: pg.allgather([[double, double]], [one]),
+            lambda pg: pg.allgather([[one, torch.ones(1, device="meta")]], [one]),
+            lambda pg: pg.allgather_coalesced([[one], [two]], [one]),
+            lambda pg: pg.gather([[one], [one]], [one], root=world.rank),
+            lambda pg: pg.scatter([one], [[one, one]], root=1 - world.rank),
+            lambda pg: pg.scatter(one, [one, two], root=world.rank),
+            lambda pg: pg.reduce_scatter(two, [one, one]),
+            lambda pg: pg.alltoall([one], [one]),
+            lambda pg: pg.send([one], 2, 0),
+            lambda pg: pg.recv([one], -3, 0),
+        ]
+        answers = []
+        with shm_group() as group:
+            for call in wrong:
+                with pytest.raises(ConfigurationError) as caught:
+                    call(group)
+                answers.append(str(caught.value))
+            with pytest.raises(TypeError):
+                group.broadcast(one, root=0, other=1)
+            fine = torch.ones(1)
+            dist.all_reduce(fine, group=group)
+        for call in (
+            lambda: collectives.broadcast(one, group=dist.group.WORLD, src=2),
+            lambda: collectives.broadcast_object(1, group=dist.group.WORLD, src=-1),
+            lambda: collectives.gather_states({}, group=dist.group.WORLD, device=torch.device("cpu"), to=2),
+        ):
+            with pytest.raises(ConfigurationError, match="invalid root rank"):
+                call()
+        return answers[:2], all(each.endswith("the group stays usable.") for each in answers), fine.item()
+
+    first, is_usable, fine = ranks(2, warnings="ignore")(body)[0]
+    assert first == [
+        f"Rank 0 in broadcast: invalid root rank or peer {root}: this group has ranks 0 to 1.\n"
+        "It has sent nothing; the group stays usable."
+        for root in (2, -1)
+    ]
+    assert is_usable and fine == 2.0
 
 
 def test_a_wait_ends_when_its_own_time_is_up(ranks):

@@ -188,8 +188,18 @@ def all_reduce_together(tensors: Sequence[Tensor], *, group: Group) -> list[Work
 def broadcast_async(tensor: Tensor, *, group: Group, src: int, alone: bool = False) -> Work:
     """Start to overwrite the contiguous ``tensor`` with that of rank ``src``. Collective: every rank."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.asyncOp = src, not (alone and tensor.is_cpu)
+    options.rootRank, options.asyncOp = _member(src, group), not (alone and tensor.is_cpu)
     return group.broadcast([_real(tensor)], options)
+
+
+def _member(rank: int, group: Group) -> int:
+    """Return ``rank``. Raises ConfigurationError if ``group`` does not have it: backends name no cause, or no rank."""
+    if 0 <= rank < group.size():
+        return rank
+    raise ConfigurationError(
+        f"Rank {group.rank()}: invalid root rank {rank}: the group has ranks 0 to {group.size() - 1}.\n"
+        "Pass a rank of the group."
+    )
 
 
 def wait_for(handle: Any, operation: str = "a collective") -> Any:
@@ -363,7 +373,7 @@ def broadcast_object(value: Any, *, group: Group, src: int = 0, device: AnyDevic
     Collective: every rank, in the same order. Blocks until complete.
     """
     # A gather, because the other ranks do not know how much memory to allocate; for short values.
-    return all_gather_object(value if group.rank() == src else None, group=group, device=device)[src]
+    return all_gather_object(value if group.rank() == _member(src, group) else None, group=group, device=device)[src]
 
 
 def empty_buffer(numel: int, *, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
@@ -581,12 +591,12 @@ def gather_states(state: Any, *, group: Group, device: torch.device, to: int | N
         device: Where the bytes lie while they travel: a CUDA device for NCCL.
         to: The rank that gets them.
     """
+    keeps = to is None or _member(to, group) == group.rank()
     buffer = io.BytesIO()
     torch.save(state, buffer)
     mine = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
     del buffer  # as large as the state, and not needed while it travels
     sizes = all_gather(torch.tensor([mine.numel()], device=device), group=group).flatten().tolist()
-    keeps = to is None or to == group.rank()
     states = []
     for rank, size in enumerate(sizes):  # one by one: only a rank that keeps them needs memory for more than one
         data = mine.to(device) if rank == group.rank() else torch.empty(size, dtype=torch.uint8, device=device)

@@ -29,8 +29,9 @@ from torch.distributed import PrefixStore
 from typing_extensions import override
 
 from lockstep.comm.network import gloo_cause
+from lockstep.comm.shm.arguments import NEW_NAMES, check
 from lockstep.comm.shm.communicator import NUMBERS, operation_of
-from lockstep.comm.shm.process_group import NEW_NAMES, CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
+from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup, agree, join_shm, share_memory
 from lockstep.comm.shm.work import OpQueue, ShmWork
 from lockstep.containers import grouped
 from lockstep.errors import CollectiveError, LockstepError
@@ -91,12 +92,13 @@ class HierarchicalProcessGroup(CpuProcessGroup):
     # --- collectives ------------------------------------------------------------------------------------------------
 
     @override
-    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
+    def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
         stages = _STAGES.get(NEW_NAMES.get(call, call))
-        data = [each for each in args if isinstance(each, Tensor | list | tuple)]
-        opts = args[-1] if args and len(data) < len(args) else None
-        if stages is None or kwargs or not _can_stage(data, opts):
-            return getattr(self._flat, call)(*args, **kwargs)
+        # Of several tensors, these two make one, which Gloo does, too.
+        is_one = call not in ("allreduce", "broadcast") or len(data[0]) == 1
+        if stages is None or not (is_one and _can_stage(data, opts)):
+            return getattr(self._flat, call)(*data, *([] if opts is None else [opts]))
+        check(NEW_NAMES.get(call, call), data, opts, self.rank(), range(self.size()))
         work = ShmWork(call, self._queue, lambda: self._run(call, stages, data, opts), _as_list(data[0]))
         # One thread runs the calls one after the other, in the order in which they were made on every rank.
         self._queue.add(work, is_async=getattr(opts, "asyncOp", True))
@@ -105,7 +107,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
     def _run(self, call: str, stages: Callable[..., None], data: list[Any], opts: Any) -> None:
         try:
             # Some calls take lists of tensors, others one tensor.
-            for tensors in zip(*data, strict=True) if isinstance(data[0], list) else (data,):
+            loops = isinstance(data[0], list) and call != "allreduce_coalesced"
+            for tensors in zip(*data, strict=True) if loops else (data,):
                 stages(self, *tensors, opts)
         except LockstepError:
             raise  # an error on this machine, which its other ranks know
@@ -136,6 +139,12 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         if flat[count * size :].numel():
             self._broadcast_inside(flat[count * size :], count - 1)
 
+    def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> None:
+        whole = torch.cat([tensor.view(-1) for tensor in tensors])  # the same memory may be in the list twice
+        self._all_reduce(whole, opts)
+        for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
     def _broadcast_inside(self, tensor: Tensor, place: int) -> None:
         options = _in_this_thread(dist.BroadcastOptions())
         options.rootRank = place
@@ -158,8 +167,8 @@ class HierarchicalProcessGroup(CpuProcessGroup):
         own = [parts[ranks[self._place]] for ranks in self._machines]
         own[self._machine].copy_(tensor.view(-1))
         self._exchange([own[self._machine]] * len(own), own)
-        rows = [[parts[rank] for rank in ranks] for ranks in self._machines]
-        self._inside_ops.allgather(rows, own, _in_this_thread(_AllgatherOptions())).wait()
+        rows = [[parts[rank] for rank in ranks] for ranks in zip(*self._machines, strict=True)]
+        self._inside_ops.allgather_coalesced(rows, own, _in_this_thread(_AllgatherOptions())).wait()
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
         flat = tensor.view(-1)
@@ -219,7 +228,7 @@ class HierarchicalProcessGroup(CpuProcessGroup):
 
 _STAGES: dict[str, Callable[..., None]] = {
     "allreduce": HierarchicalProcessGroup._all_reduce,
-    "allreduce_coalesced": HierarchicalProcessGroup._all_reduce,
+    "allreduce_coalesced": HierarchicalProcessGroup._all_reduce_coalesced,
     "broadcast": HierarchicalProcessGroup._broadcast,
     "all_gather_single": HierarchicalProcessGroup._all_gather,
     "all_gather_single_coalesced": HierarchicalProcessGroup._all_gather,

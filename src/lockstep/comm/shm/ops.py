@@ -10,7 +10,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +180,9 @@ def contiguous(tensor: Tensor) -> Tensor:
 def copy_back(data: Tensor, tensor: Tensor) -> None:
     """Write what `contiguous` returned back into the tensor, if it was a copy."""
     if data.data_ptr() != tensor.data_ptr() or data.stride() != tensor.stride():
-        tensor.detach().copy_(data)
+        # The elements of an expanded tensor share memory, which torch writes to only through one of them.
+        where = tuple(slice(1 if step == 0 else None) for step in tensor.stride())
+        tensor.detach()[where].copy_(data[where])
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
@@ -192,17 +194,11 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
     return (ctypes.c_uint64 * len(tensors))(*(0 if tensor is None else tensor.nbytes for tensor in tensors))
 
 
-def _check_sizes(name: str, whole: Tensor, part: Tensor, size: int) -> None:
-    if whole.dtype != part.dtype or whole.numel() != part.numel() * size:
-        raise ConfigurationError(
-            f"{name}: the large tensor must have {size} times as many elements as the small one, one part for each "
-            f"rank, and its dtype; they have {whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}."
-        )
-
-
-def _check_count(name: str, what: str, tensors: Sequence[object], size: int) -> None:
-    if len(tensors) != size:
-        raise ConfigurationError(f"{name} needs {size} {what} tensors, one for each rank; got {len(tensors)}.")
+# How c10d combines several tensors of one rank, in the order of `REDUCTIONS`.
+_LOCAL_REDUCTIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    *(torch.add, torch.add, torch.mul, torch.minimum, torch.maximum),
+    *(torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor),
+)
 
 
 class ShmOps:
@@ -298,54 +294,62 @@ class ShmOps:
         return self.begin_at_once("all_reduce", function, arguments, (tensor, pieces), opts)
 
     def allreduce(self, tensors: Tensors, opts: Any = None, pieces: Pieces | None = None) -> ShmWork:
-        """Replace each tensor by its reduction over all ranks. Collective: every rank.
+        """Replace each tensor by the reduction of all of them over all ranks. Collective: every rank.
 
         ``pieces``: what to fill the tensor with first; then there is only one, and it is contiguous.
         """
-        return self._reduce("all_reduce", tensors, opts, root=-1, pieces=pieces)
+        run = self._reduction(tensors[:1], opts, pieces=pieces)
 
-    allreduce_coalesced = allreduce
+        def action(call: NativeCall) -> None:
+            if len(tensors) > 1:
+                number = c.reduction_of(c.operation_of(opts), tensors[0].dtype)
+                tensors[0].copy_(reduce(_LOCAL_REDUCTIONS[number], tensors))
+            run(call)
+            for other in tensors[1:]:
+                other.copy_(tensors[0])
+
+        return self.submit("all_reduce", action, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> ShmWork:
+        """Replace each tensor by its reduction over all ranks. Collective: every rank."""
+        return self.submit("all_reduce", self._reduction(tensors, opts), tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Replace rank ``opts.rootRank``'s tensors by the reduction over all ranks. Collective: every rank."""
-        return self._reduce("reduce", tensors, opts, root=opts.rootRank)
+        return self.submit("reduce", self._reduction(tensors, opts, root=opts.rootRank), tensors, opts)
 
-    def _reduce(self, name: str, tensors: Tensors, opts: Any, *, root: int, pieces: Pieces | None = None) -> ShmWork:
+    def _reduction(self, tensors: Tensors, opts: Any, *, root: int = -1, pieces: Pieces | None = None) -> Action:
+        """Return what reduces each tensor."""
         op = c.operation_of(opts)
-        if any(tensor.layout != torch.strided for tensor in tensors):
-            return self.submit(name, partial(self._reduce_sparse, tensors=tensors, op=op), tensors, opts)
         numbers = [c.reduction_of(op, tensor.dtype) for tensor in tensors]
+        if tensors[0].is_sparse:
+            return partial(self._sum_sparse, tensors[0])
 
         def action(call: NativeCall) -> None:
-            for tensor, number in zip(tensors, numbers, strict=True):
-                # Copied now, not when it was called: this call may read the result of the call before.
-                staged = contiguous(tensor)
-                data = c.as_numbers(staged)
+            # Copied now, not when it was called: this call may read the result of the call before.
+            staged = [contiguous(tensor) for tensor in tensors]
+            # One memory may be in the list twice: each is the reduction of what was there before the call.
+            if len({each.untyped_storage().data_ptr() for each in staged}) < len(staged):
+                staged = [each.clone() for each in staged]
+            for data, number in zip(map(c.as_numbers, staged), numbers, strict=True):
                 dtype, location = c.NUMBERS[data.dtype], self.buffers.find(data)
                 function = self.comm.native.lockstep_all_reduce
                 call(function, data.data_ptr(), data.numel(), dtype, number, root, *location, *_for_c(pieces), c.WHOLE)
-                if root in (-1, self.rank):
-                    copy_back(staged, tensor)
+            for data, tensor in zip(staged, tensors if root in (-1, self.rank) else (), strict=False):
+                copy_back(data, tensor)
 
-        return self.submit(name, action, tensors, opts)
+        return action
 
-    def _reduce_sparse(self, call: NativeCall, *, tensors: Tensors, op: Any) -> None:
-        """Replace each sparse tensor by the sum over all ranks: gather all indices and values, and add them up."""
-        for tensor in tensors:
-            if tensor.layout != torch.sparse_coo or c.REDUCTIONS[c.reduction_of(op, tensor.dtype)] != "sum":
-                raise ConfigurationError(
-                    f"The backend shm can sum sparse COO tensors, but not reduce {tensor.layout} with {op}."
-                )
-            # Each rank has different rows of an embedding, and a different number of them.
-            mine = tensor.detach().coalesce()
-            count = torch.tensor([nnz(mine)], device="cpu")
-            lengths = [int(each) for each in self._gather(call, count, [1] * self.size)]
-            indices = self._gather(call, indices_of(mine).t().contiguous(), lengths)
-            values = self._gather(call, values_of(mine).contiguous(), lengths)
-            total = torch.sparse_coo_tensor(
-                torch.cat(indices).t(), torch.cat(values), tensor.shape, check_invariants=False
-            )
-            tensor.copy_(total.coalesce())
+    def _sum_sparse(self, tensor: Tensor, call: NativeCall) -> None:
+        """Replace a sparse tensor by its sum over all ranks: gather all indices and values, and add them up."""
+        # Each rank has different rows of an embedding, and a different number of them.
+        mine = tensor.detach().coalesce()
+        count = torch.tensor([nnz(mine)], device="cpu")
+        lengths = [int(each) for each in self._gather(call, count, [1] * self.size)]
+        indices = self._gather(call, indices_of(mine).t().contiguous(), lengths)
+        values = self._gather(call, values_of(mine).contiguous(), lengths)
+        total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), tensor.shape, check_invariants=False)
+        tensor.copy_(total.coalesce())
 
     def _gather(self, call: NativeCall, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         outputs = [mine.new_empty((length, *mine.shape[1:])) for length in lengths]
@@ -354,16 +358,10 @@ class ShmOps:
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with the reduction of every rank's ``inputs[i][this rank]``. Collective: every rank."""
-        for output, row in zip(outputs, inputs, strict=True):
-            _check_count("reduce_scatter", "input", row, self.size)
-            if row[self.rank].numel() != output.numel() or any(part.dtype != output.dtype for part in row):
-                raise ConfigurationError("reduce_scatter: the output must have size and dtype of this rank's input.")
         return self._reduce_scatter(outputs, lambda i: ([contiguous(part) for part in inputs[i]], PRIVATE_MEMORY), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill each output with this rank's part of the reduced input. Collective: every rank."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            _check_sizes("reduce_scatter_tensor", tensor, output, self.size)
         return self._reduce_scatter(outputs, lambda i: self._cut(contiguous(inputs[i]), own=outputs[i]), opts)
 
     def reduce_scatter_single(
@@ -375,7 +373,6 @@ class ShmOps:
         """
         if pieces is None:
             return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-        _check_sizes("reduce_scatter_tensor", tensor, output, self.size)
         parts, location = self._cut(tensor, own=output)
         counts = (ctypes.c_uint64 * self.size)(*[output.numel()] * self.size)
         result = output.data_ptr(), c.NUMBERS[output.dtype], c.reduction_of(c.operation_of(opts), output.dtype)
@@ -457,9 +454,16 @@ class ShmOps:
         return [tensor if other == rank else None for other in range(self.size)]
 
     def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
-        """Overwrite the tensors with those of rank ``opts.rootRank``. Collective: every rank."""
-        rows = [self._from_root(tensor, opts.rootRank) for tensor in tensors]
-        return self._move(Kind.BROADCAST, rows, tensors, opts, root=opts.rootRank, same=True)
+        """Overwrite all tensors with number ``opts.rootTensor`` of rank ``opts.rootRank``. Collective: every rank."""
+        tensor = tensors[opts.rootTensor]
+
+        def action(call: NativeCall) -> None:
+            self._exchange(call, Kind.BROADCAST, *self._from_root(tensor, opts.rootRank), root=opts.rootRank, same=True)
+            for other in tensors:
+                if other is not tensor:
+                    other.copy_(tensor)
+
+        return self.submit("broadcast", action, tensors, opts)
 
     def _from_root(self, tensor: Tensor, root: int) -> _Row:
         """Return what a broadcast sends and receives here."""
@@ -469,18 +473,19 @@ class ShmOps:
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with every rank's ``inputs[i]``. Collective: every rank."""
-        for row in outputs:
-            _check_count("all_gather", "output", row, self.size)
-        rows = [([tensor] * self.size, row) for row, tensor in zip(outputs, inputs, strict=True)]
-        return self._move(Kind.ALL_GATHER, rows, [tensor for row in outputs for tensor in row], opts, same=True)
+        # With several inputs, c10d fills each row with all of them, those of one rank side by side.
+        count = len(inputs)
+        rows = [([inputs[i]] * self.size, row[i::count]) for row in outputs for i in range(count)]
+        return self._move(Kind.ALL_GATHER, rows, outputs[0] if count == 1 else outputs, opts, same=True)
 
-    allgather_coalesced = allgather  # here ``outputs`` has a row for each input, too
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
+        """Fill ``outputs[r][i]`` with ``inputs[i]`` of rank r. Collective: every rank."""
+        rows = [([tensor] * self.size, row) for tensor, row in zip(inputs, zip(*outputs, strict=True), strict=True)]
+        return self._move(Kind.ALL_GATHER, rows, outputs, opts, same=True)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill each output with every rank's input, in the order of ranks. Collective: every rank."""
         size = self.size
-        for output, tensor in zip(outputs, inputs, strict=True):
-            _check_sizes("all_gather_into_tensor", output, tensor, size)
 
         def action(call: NativeCall) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -524,7 +529,6 @@ class ShmOps:
         root, targets = opts.rootRank, self._nothing
         if self.rank == root:
             targets = list(outputs[0])
-            _check_count("gather", "output", targets, self.size)
         return self._move(Kind.GATHER, [(self._only(inputs[0], root), targets)], targets, opts, root=root, same=True)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> ShmWork:
@@ -532,7 +536,6 @@ class ShmOps:
         root, sources = opts.rootRank, self._nothing
         if self.rank == root:
             sources = list(inputs[0])
-            _check_count("scatter", "input", sources, self.size)
         return self._move(Kind.SCATTER, [(sources, self._only(outputs[0], root))], outputs, opts, root=root)
 
     def barrier(self, opts: Any = None) -> ShmWork:

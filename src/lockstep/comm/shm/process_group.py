@@ -19,12 +19,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep import activity
+from lockstep.comm.shm.arguments import CALLS, NEW_NAMES, bind, check
 from lockstep.comm.shm.communicator import MAX_RANKS, OK, WENT, Communicator, library
 from lockstep.comm.shm.ops import Pieces, ShmOps, contiguous, copy_back
 from lockstep.comm.shm.segment import Segment, share_segment
 from lockstep.comm.shm.work import STOP_TIMEOUT_S, ShmWork
-from lockstep.containers import find_tensors
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import CollectiveError, LockstepError
 
 _DRAIN_S = 10.0
 _open_groups: weakref.WeakSet[CpuProcessGroup] = weakref.WeakSet()
@@ -52,8 +52,8 @@ class CpuProcessGroup(dist.ProcessGroup):
         """Make calls on this group fail, also those that other threads are in. Does not block."""
         raise NotImplementedError
 
-    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        """Run the operation that c10d calls ``call``."""
+    def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
+        """Run the operation that c10d calls ``call``; `bind` returned its arguments."""
         raise NotImplementedError
 
     # --- Methods that c10d requires. Names are kept here, because torch's class keeps them in backend objects only.
@@ -97,6 +97,14 @@ class CpuProcessGroup(dist.ProcessGroup):
         """Set the timeout of calls that are made from now on."""
         raise NotImplementedError
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of calls that are made from now on."""
+        self._set_default_timeout(timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that are missing. Collective: every rank."""
+        self.barrier(timeout=timeout).wait()
+
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: calls are cheap one by one."""
 
@@ -110,30 +118,11 @@ class CpuProcessGroup(dist.ProcessGroup):
         """Do nothing: counters in the shared memory count the calls."""
 
 
-# Calls whose first argument is one tensor; the others take a list, for which callers may pass one tensor, too.
-_OF_ONE_TENSOR = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
-_P2P = ("send", "recv", "recv_anysource")
-_CALLS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced", "broadcast"),
-    *("allgather", "allgather_coalesced", "all_gather_single_coalesced", "alltoall", "gather", "scatter", "barrier"),
-)
-# What torch called them before 2.13.
-NEW_NAMES = {
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-}
-
-
 def _method(call: str) -> Any:
-    def method(self: CpuProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def method(self: CpuProcessGroup, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:
         activity.now.num_calls += 1
-        # c10d's own callers pass lists; functional collectives and tests sometimes pass one tensor.
-        if args and isinstance(args[0], Tensor) and NEW_NAMES.get(call, call) not in _OF_ONE_TENSOR:
-            args = ([args[0]], *args[1:])
-        return self._dispatch(call, *args, **kwargs)
+        data, opts = bind(call, args, given)
+        return self._dispatch(call, data, opts, **({} if pieces is None else {"pieces": pieces}))
 
     method.__name__ = call
     method.__doc__ = f"Do what c10d's ``{call}`` does. Collective: every rank."
@@ -141,7 +130,7 @@ def _method(call: str) -> Any:
 
 
 # They are methods of the class: c10d finds them by name on the Python type that overrides its virtual functions.
-for _call in (*_CALLS, *_OF_ONE_TENSOR, *_P2P, *NEW_NAMES):
+for _call in CALLS:
     setattr(CpuProcessGroup, _call, _method(_call))
 
 
@@ -155,26 +144,22 @@ class ShmProcessGroup(CpuProcessGroup):
         self._p2p = P2PEngine(comm)
         self._is_open = True
 
-    def allreduce(self, tensors: Any, opts: Any = None, pieces: Pieces | None = None) -> Any:  # type: ignore[override]
+    def allreduce(self, *args: Any, pieces: Pieces | None = None, **given: Any) -> Any:
         """Replace each tensor by its reduction over all ranks. Collective: every rank."""
+        tensors, opts = args if len(args) == 2 else (None, None)
         at_once = pieces is not None or not getattr(opts, "asyncOp", True)
-        if at_once and len(tensors) == 1 and tensors[0].is_cpu:
+        if at_once and type(tensors) is list and len(tensors) == 1 and tensors[0].is_cpu:
             work = self.shm_ops.all_reduce_at_once(tensors[0], opts, pieces)
             if work is not None:
                 activity.now.num_calls += 1
                 return work
-        return super().allreduce(tensors, opts, pieces)  # type: ignore[arg-type]  # torch's stubs know other groups
+        return super().allreduce(*args, pieces=pieces, **given)  # type: ignore[call-overload]
 
     @override
-    def _dispatch(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        device = next((each.device for each in find_tensors(args)), None)
-        if device is not None and device.type != "cpu":
-            raise ConfigurationError(
-                f"The backend shm moves CPU tensors, but this one is on {device}.\n"
-                f"Make a group that has a backend for {device.type}: init_process_group('cpu:gloo,{device.type}:...')."
-            )
+    def _dispatch(self, call: str, data: list[Any], opts: Any, **more: Any) -> Any:
         name = NEW_NAMES.get(call, call)
-        return getattr(self._p2p if name in _P2P else self.shm_ops, name)(*args, **kwargs)
+        check(name, data, opts, self.comm.rank, self.comm.ranks)
+        return getattr(self.shm_ops, name)(*data, opts, **more) if opts else getattr(self._p2p, name)(*data)
 
     @override
     def _set_default_timeout(self, timeout: timedelta) -> None:
