@@ -5,7 +5,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -251,10 +251,12 @@ class DenseBucket(_Members):
         self._may_wait = is_known and all(each.is_contiguous() for each in self.parameters)
         self.pieces: Pieces | None = None
         self._large = {place for place, each in enumerate(self.parameters) if each.numel() >= _LARGE_NUMEL}
-        self._allocate(group)
+        self._are_matrices = [each.dim() > 1 for each in self.parameters]
+        self._allocate(self.parameters, group)
 
-    def _allocate(self, group: Group | None) -> None:
-        numel = sum(parameter.numel() for parameter in self.parameters)
+    def _allocate(self, like: Sequence[Tensor], group: Group | None) -> None:
+        """Allocate memory for gradients with the shapes and strides of ``like``."""
+        numel = sum(each.numel() for each in like)
         size, dtype, device = self.tail_start + len(self._usual_tail), self.spec.dtype, self.spec.device
         if group is None or group.size() == 1:
             self.payload = torch.zeros(size, dtype=dtype, device=device)
@@ -265,20 +267,18 @@ class DenseBucket(_Members):
         self.weight_message = message.real if message.is_complex() else message
         # Two tensors for each gradient. Writing through a slot does not change the version counter of its view, so a
         # changed counter shows that autograd or the script has changed that gradient in place.
-        self._slots = cut_views(self.gradients, self.parameters)
+        self._slots = cut_views(self.gradients, like)
         self._views = [slot.data for slot in self._slots]
-        self._note_layout()
+        self._layout = self._find_layout()
         self._small_slots = [slot for place, slot in enumerate(self._slots) if place not in self._large]
         self._storage_address = torch_internals.storage_address(self.payload)
         self._num_aliases = torch_internals.storage_use_count(self._storage_address)
 
-    def _note_layout(self) -> None:
-        self._matrices = [view for view in self._views if view.dim() > 1]
-        self._layout = self._find_layout()
-
     def _find_layout(self) -> tuple[list[int], list[tuple[int, ...]]]:
         """Return where the views are now; see [Note: edited gradients]."""
-        return list(map(Tensor.data_ptr, self._views)), list(map(Tensor.stride, self._matrices))
+        return list(map(Tensor.data_ptr, self._views)), list(
+            map(Tensor.stride, compress(self._views, self._are_matrices))
+        )
 
     def _restore_views(self) -> None:
         """Cut those views anew that the script has moved; gradients that they are now lie outside of the bucket."""
@@ -287,7 +287,6 @@ class DenseBucket(_Members):
                 self._views[place] = slot.data
                 if parameter.grad is view:
                     parameter.grad = view.clone()  # it may overlap with the slot that it is copied to
-        self._note_layout()
 
     @property
     def holds_present(self) -> bool:
@@ -431,7 +430,7 @@ class DenseBucket(_Members):
 
     def _renew(self) -> None:
         old_views = self._views
-        self._allocate(None)
+        self._allocate(self._slots, None)  # as on the other ranks, though parameters may have other strides by now
         for parameter, old, new in zip(self.parameters, old_views, self._views, strict=True):
             if parameter.grad is old:  # in use as the gradient, not only held
                 new.copy_(old)
