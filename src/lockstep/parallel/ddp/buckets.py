@@ -217,10 +217,10 @@ class DenseBucket(_Members):
     [Note: edited gradients]
     Scripts change gradients: ``p.grad.data = x``, ``p.grad.set_(x)``, ``p.grad.t_()``, and each conversion of the model
     give another memory or other strides to the same tensor, here a view that lasts. So each gather compares where the
-    views are with where they were cut, and cuts those anew that have moved. An address costs 50 ns, strides 70 ns, a
-    new view 200 ns. A version counter would be no cheaper, and setting ``data`` does not change it. A count of the
-    storage's users stays the same if the script holds the old ``data``. Only views of two and more dimensions may have
-    other strides at the same address.
+    views are with where they were cut, and cuts those anew that have moved. An address costs 50 ns, a new view 200 ns.
+    A version counter would be no cheaper, and setting ``data`` does not change it. A count of the storage's users stays
+    the same if the script holds the old ``data``. Only views of two and more dimensions may have another order of
+    elements at the same address: whether they are contiguous costs 40 ns, their strides 70 ns.
 
     Args:
         spec, parameters, names: See `BucketSet`.
@@ -274,11 +274,10 @@ class DenseBucket(_Members):
         self._storage_address = torch_internals.storage_address(self.payload)
         self._num_aliases = torch_internals.storage_use_count(self._storage_address)
 
-    def _find_layout(self) -> tuple[list[int], list[tuple[int, ...]]]:
+    def _find_layout(self) -> tuple[list[int], list[bool]]:
         """Return where the views are now; see [Note: edited gradients]."""
-        return list(map(Tensor.data_ptr, self._views)), list(
-            map(Tensor.stride, compress(self._views, self._are_matrices))
-        )
+        matrices = compress(self._views, self._are_matrices)
+        return list(map(Tensor.data_ptr, self._views)), list(map(Tensor.is_contiguous, matrices))
 
     def _restore_views(self) -> None:
         """Cut those views anew that the script has moved; gradients that they are now lie outside of the bucket."""

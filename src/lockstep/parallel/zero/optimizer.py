@@ -56,7 +56,7 @@ from lockstep.parallel.zero.partition import (
     ShardRange,
     options_of,
 )
-from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all
+from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -316,9 +316,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._reducer is None and not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        # In place, in the memory that the next step uses: they are not collected again.
-        gradients = self.local_gradients()
-        norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
+        if self._reducer is not None and self._slices.mode in (Mode.LOOKING, Mode.WHOLE):
+            gradients = quietly_read(self._parameters)  # whole ones, which the script may read and edit until the step
+            norm = combine_norms(list_norms(gradients, norm_type), norm_type)
+        else:  # in place, in the memory that the next step uses: they are not collected again
+            gradients = self.local_gradients()
+            norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
         multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
