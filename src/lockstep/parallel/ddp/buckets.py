@@ -183,13 +183,12 @@ class _Members:
         Raises:
             LockstepError: A parameter is another tensor now, so a gradient is not noticed.
         """
-        for name, parameter, index, address in zip(
-            self.names, self.parameters, self.spec.parameters, self._addresses, strict=True
-        ):
-            if index not in used and torch_internals.tensor_address(parameter) != address:
+        for place, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            if self.spec.parameters[place] not in used and torch_internals.tensor_address(parameter) != address:
                 raise LockstepError(
-                    f"The tensor of parameter {name} was swapped after the model was wrapped, by a conversion, "
-                    "load_state_dict or swap_tensors: its gradient would not be averaged over the ranks.\n" + _REMEDY
+                    f"The tensor of parameter {self.names[place]} was swapped after the model was wrapped, by a "
+                    "conversion, load_state_dict or swap_tensors: its gradient would not be averaged over the ranks.\n"
+                    + _REMEDY
                 )
 
 
@@ -286,12 +285,6 @@ class DenseBucket(_Members):
                 self._views[place] = slot.data
                 if parameter.grad is view:
                     parameter.grad = view.clone()  # it may overlap with the slot that it is copied to
-
-    @property
-    def holds_present(self) -> bool:
-        """Whether the gradients of those of its parameters that have one lie in `gradients`."""
-        pairs = zip(map(_grad_of, self.parameters), self._views, strict=True)
-        return self._find_layout() == self._layout and all(grad is view or grad is None for grad, view in pairs)
 
     @property
     def holds_all(self) -> bool:
@@ -470,7 +463,7 @@ class DenseBucket(_Members):
 class SparseBucket(_Members):
     """The gradient of one embedding with ``sparse=True``. It has no fixed size, so it has no buffer and no tail."""
 
-    holds_all = holds_present = False
+    holds_all = False
     pieces = None
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:

@@ -363,7 +363,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             buckets: Sequence[Bucket] = self._laid_for or ()
             gradients = [
                 buffer.shard_of(self.rank, bucket.gradients)
-                if bucket is not None and bucket.holds_present
+                if bucket is not None and bucket.holds_all
                 else buffer.gradients_of(self.rank)
                 for buffer, bucket in zip_longest(self._buffers, buckets)
             ]
