@@ -81,6 +81,11 @@ profiler_enabled: Callable[[], bool] = _now(
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
+def tensor_address(tensor: Tensor) -> int:
+    """Return the address of what is exchanged by ``torch.utils.swap_tensors``. Without the attribute: 0."""
+    return int(getattr(tensor, "_cdata", 0))
+
+
 def has_hooks(weight: Tensor) -> bool:
     """Return whether autograd calls hooks when it adds to ``weight.grad``. Without the attributes: True, so slower."""
     return bool(getattr(weight, "_backward_hooks", True) or getattr(weight, "_post_accumulate_grad_hooks", True))

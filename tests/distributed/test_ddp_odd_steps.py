@@ -1,10 +1,14 @@
 """Steps that differ from those before: gradients stay those of one process, whatever comes after some usual steps."""
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 import lockstep
+from lockstep.errors import LockstepError
 from tests.models import assert_gradients_equal
 
 CAP_MB = 0.0003  # a bucket a layer
@@ -239,3 +243,117 @@ def two_wrappers(world):
 
 def test_two_wrappers_in_one_backward(ranks):
     ranks(2)(two_wrappers)
+
+
+def set_data(gradient):
+    gradient.data = gradient.data.flip(0)
+
+
+def set_data_and_keep_it(gradient, kept=[]):  # noqa: B006
+    kept[:] = [gradient.data]
+    gradient.data = kept[0].flip(0)
+
+
+EDITS = {
+    "data": set_data,
+    "data, the old one held": set_data_and_keep_it,
+    "set_": lambda gradient: gradient.set_(gradient.flip(0)),
+    "t_": lambda gradient: gradient.t_() if gradient.dim() == 2 else gradient.neg_(),
+    "transposed data": lambda gradient: setattr(
+        gradient, "data", gradient.data.t() if gradient.dim() == 2 else -gradient
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_that_a_script_edited_count_and_later_ones_are_right(ranks, edit):
+    """Weights follow the edited gradients; the next step has new gradients, also if these were zeroed in place."""
+
+    def train(model, batch, none, num_micro_steps):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=none)
+            for micro in range(num_micro_steps):
+                with nullcontext() if micro == num_micro_steps - 1 else getattr(model, "no_sync", nullcontext)():
+                    model(batch(step)).square().mean().backward()
+                for parameter in model.parameters():
+                    EDITS[edit](parameter.grad)
+            optimizer.step()
+
+    def run(world):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+            compare(world)
+
+    def compare(world):
+        for as_view, none, count in ((False, True, 1), (False, False, 1), (True, True, 1), (False, True, 2)):
+            oracle, module = Branches(), Branches()
+            model = lockstep.DistributedDataParallel(module, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=as_view)
+            train(oracle, lambda step: inputs(world, step)[0], none, count)
+            train(model, lambda step: inputs(world, step)[1], none, count)
+            for mine, theirs in zip(module.parameters(), oracle.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+
+    ranks(2)(run)
+
+
+def test_strides_may_change_after_wrapping_and_one_rank_may_hold_gradients_then(ranks):
+    def run(world):
+        def build():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 2)).double()
+
+        oracle, module = build(), build()
+        model, held = lockstep.DistributedDataParallel(module), []
+        whole = torch.randn(2 * world.world_size, 3, 4, 4, generator=torch.Generator().manual_seed(1)).double()
+        for step in range(5):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+            model.zero_grad()
+            oracle.zero_grad()
+            model(whole.chunk(world.world_size)[world.rank]).square().mean().backward()
+            oracle(whole).square().mean().backward()
+            assert_gradients_equal(module, oracle)
+            if world.rank == 0:
+                held += [parameter.grad for parameter in module.parameters()]
+
+    ranks(2)(run)
+
+
+def swap(model):
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+
+
+CONVERSIONS = {
+    "double": (
+        lambda model: model.float(),
+        "Parameter layers.d.bias was (6,), torch.float64 on cpu when it was wrapped, and is now (6,), torch.float32 on "
+        "cpu: the bucket cannot hold its gradient.\n",
+    ),
+    "swap": (
+        swap,
+        "The tensor of parameter layers.d.bias was swapped after the model was wrapped, by a conversion, "
+        "load_state_dict or swap_tensors: its gradient would not be averaged over the ranks.\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_model_that_was_converted_after_wrapping_is_an_error_on_every_rank(ranks, conversion, num_steps):
+    convert, message = CONVERSIONS[conversion]
+
+    def run(world):
+        model, oracle = lockstep.DistributedDataParallel(Branches()), Branches()
+        for step in range(num_steps):
+            one_step(world, model, oracle, step)
+        convert(model)
+        with pytest.raises(LockstepError) as caught:
+            model(inputs(world, 0)[1].to(next(model.parameters()).dtype)).sum().backward()
+        assert str(caught.value) == message + (
+            "Convert, move or load the model before wrapping, or wrap again: "
+            "model = DistributedDataParallel(model.module)."
+        )
+
+    ranks(2)(run)

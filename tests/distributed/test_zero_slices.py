@@ -43,6 +43,34 @@ def test_a_script_sends_no_more_than_ddp(ranks):
     assert ranks(2)(run) == pytest.approx([1.0, 1.0], rel=0.02)
 
 
+def test_gradients_in_slices_may_be_edited_and_strides_may_change(ranks):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 2)).double()
+
+    def train(model, optimizer, batch):
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data * 0.5
+            if step in (1, 4):
+                model.to(memory_format=(torch.channels_last, torch.contiguous_format)[step == 4])
+            optimizer.step()
+
+    def run(world):
+        whole = torch.randn(6, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        model, expected = lockstep.DistributedDataParallel(build()), build()
+        adam = torch.optim.Adam
+        optimizer = lockstep.ZeroRedundancyOptimizer(model.parameters(), adam, lr=0.1, shard_gradients=True)
+        train(model, optimizer, whole.chunk(world.world_size)[world.rank])
+        train(expected, adam(expected.parameters(), lr=0.1), whole)
+        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert relative_error(mine, other) < 1e-9
+
+    ranks(2)(run)
+
+
 def scripts():
     """By name, what a script does between backward and step, after step, and the mode that follows."""
 
@@ -68,6 +96,15 @@ def scripts():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad * 0.5
 
+    def edited(model, optimizer, step):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.flip(0)
+
+    def edited_after_clipping(model, optimizer, step):
+        of_the_optimizer(model, optimizer, step)
+        edited(model, optimizer, step)
+
     def alone(model, optimizer, step):
         if step == 5 and model.process_group.rank() == 1:
             gradients = [each.grad for each in model.parameters() if each.grad is not None]
@@ -82,6 +119,8 @@ def scripts():
         "the optimizer's clipping": (of_the_optimizer, SLICES),
         "the wrapper's clipping": (of_the_wrapper, "whole"),
         "gradients set by hand": (set_by_hand, "whole"),
+        "gradients edited": (edited, "whole"),
+        "gradients edited after clipping": (edited_after_clipping, "whole"),
         "one rank reads, late": (alone, SLICES),
     }
 

@@ -471,6 +471,8 @@ class Reducer:
         step.num_launched += 1
         self._notify(Event.READY, bucket)
         all_used = bucket.members <= self._used
+        if not all_used:
+            bucket.check_missing(self._used)
         divisor = self.divisor if self.reduction.sums_payloads else None
         scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
         if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks

@@ -56,7 +56,7 @@ from lockstep.parallel.zero.partition import (
     ShardRange,
     options_of,
 )
-from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all
+from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -316,9 +316,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._reducer is None and not self._shard_gradients:
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        # In place, in the memory that the next step uses: they are not collected again.
-        gradients = self.local_gradients()
-        norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
+        if self._reducer is not None and self._slices.mode in (Mode.LOOKING, Mode.WHOLE):
+            gradients = quietly_read(self._parameters)  # whole ones, which the script may read and edit until the step
+            norm = combine_norms(list_norms(gradients, norm_type), norm_type)
+        else:  # in place, in the memory that the next step uses: they are not collected again
+            gradients = self.local_gradients()
+            norm = norm_of_shards(gradients, self._parameters[0], norm_type, group=self.process_group)
         multiply_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -346,8 +349,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # After the buckets were rebuilt, at the end of the first backward, the list is a new one.
         if self._reducer is not None and self._laid_for is not self._reducer.bucket_set.buckets:
             self._rebuild()
-        for buffer in self._buffers:  # model.to(), or a script that sets ``param.data``, gives parameters other memory
-            buffer.take_back()
+        self._take_back()
         if self.is_elementwise:
             present = [parameter.grad is not None for parameter in self._parameters]
             for index, parameter in enumerate(self._parameters):
@@ -357,12 +359,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                         "divided among ranks.\nBuild nn.Embedding and nn.EmbeddingBag with sparse=False, or use a "
                         "separate optimizer for them."
                     )
-            # Reduce-scattered gradients are used in place in their bucket; others are copied into one tensor.
+            # Gradients are used in place in their bucket, unless the script has set others, which are copied into one.
             buckets: Sequence[Bucket] = self._laid_for or ()
-            # So are whole ones, unless the script has set others.
             gradients = [
                 buffer.shard_of(self.rank, bucket.gradients)
-                if bucket is not None and (self._shard_gradients or bucket.holds_all)
+                if bucket is not None and bucket.holds_all
                 else buffer.gradients_of(self.rank)
                 for buffer, bucket in zip_longest(self._buffers, buckets)
             ]
@@ -409,6 +410,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
         """Return this rank's state, by elements of a parameter, see `load_shards`. Copies nothing."""
+        self._take_back()
         return list(self._shard.state())
 
     def local_ranges(self) -> list[ShardRange]:
@@ -427,10 +429,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: They belong to other parameters.
         """
+        self._take_back()
         super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
         # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
         self._loaded = read if self._reducer is not None else None
         self._load(read)
+
+    def _take_back(self) -> None:
+        # model.to(), or a script that sets ``param.data``, gives parameters other memory, and elements another order.
+        for buffer in self._buffers:
+            buffer.take_back()
 
     def _load(self, read: Read) -> None:
         for each in self._shards:
@@ -438,6 +446,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
+        self._take_back()
         flat, group = self.is_elementwise, self.process_group
         return partition.gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
 

@@ -108,6 +108,9 @@ class FlatBuffer:
         self.bounds = shard_bounds(numel, num_ranks, self.flat.itemsize) if owner is None else owned
         self.ranges_of_rank = [cut_ranges(self.ranges, *each) for each in self.bounds]
         self._parameter_of = {whole.parameter: parameter for parameter, whole in members}
+        # Strides such as channels_last are kept: kernels and gradients rely on them. Later conversions to other strides
+        # are undone, since the optimizer's state and the buckets have this order of elements.
+        self._views = cut_views(self.flat, self.parameters)
         self._pointers: list[int] = []
         self.take_back()
 
@@ -119,17 +122,15 @@ class FlatBuffer:
         """
         if [parameter.data_ptr() for parameter in self.parameters] == self._pointers:
             return
-        first = self.parameters[0]
-        if first.device != self.flat.device or first.dtype != self.flat.dtype:
-            raise ConfigurationError(
-                f"Parameters were {self.flat.dtype} on {self.flat.device} when the optimizer was made, and are now "
-                f"{first.dtype} on {first.device}.\nMove or convert the model before the optimizer is made."
-            )
-        # Strides such as channels_last are kept: kernels and gradients rely on them.
-        views = cut_views(self.flat, self.parameters)
+        for each in self.parameters:
+            if each.device != self.flat.device or each.dtype != self.flat.dtype:
+                raise ConfigurationError(
+                    f"Parameters were {self.flat.dtype} on {self.flat.device} when the optimizer was made, and are now "
+                    f"{each.dtype} on {each.device}.\nMove or convert the model before the optimizer is made."
+                )
         with torch.no_grad():
-            foreach_copy_(views, [parameter.detach() for parameter in self.parameters])
-        for parameter, view in zip(self.parameters, views, strict=True):
+            foreach_copy_(self._views, [parameter.detach() for parameter in self.parameters])
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
 

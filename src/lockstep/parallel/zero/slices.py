@@ -3,7 +3,7 @@
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -58,6 +58,11 @@ def _read_gradient(parameter: Tensor) -> Tensor | None:
     elif gradient is not None and caller and caller.f_code not in _RESETS:
         on_read()
     return gradient  # type: ignore[no-any-return]
+
+
+def quietly_read(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those that have one; this does not count as a read by the script."""
+    return [each for each in map(_GRAD.__get__, parameters) if each is not None]
 
 
 class _WatchedParameter(nn.Parameter):

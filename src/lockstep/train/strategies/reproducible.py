@@ -396,7 +396,7 @@ class Reproducible(Strategy):
 
     def _deliver(self, total: trees.GradientRow, used: Sequence[bool]) -> None:
         for parameter, view, is_used in zip(self._parameters, total.views, used, strict=True):
-            parameter.grad = view if is_used else None
+            parameter.grad = view.data if is_used else None  # the script may move it elsewhere
         self._in_use = total
 
 
