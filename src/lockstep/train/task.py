@@ -45,7 +45,8 @@ class Task:
     """What to train: one description serves one device, many devices, and comparing them.
 
     Args:
-        model: Returns a new model; called with the seed set, so that every rank gets the same weights.
+        model: Returns a new model; called with the seed set, so that every rank gets the same weights. Modules keep
+            the modes (``train()``, ``eval()``) that it has set, so frozen layers stay in evaluation mode.
         dataset: Returns the samples: an object with ``len`` and ``[]``, or an `IterableDataset` that yields the same
             stream in every process.
         loss: Maps ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
@@ -201,6 +202,17 @@ def check_registered(optimizer: Optimizer, model: nn.Module, *, is_alone: bool) 
         if not is_alone:
             raise ConfigurationError(text)
         warnings.warn(text, stacklevel=2)
+
+
+def warn_of_evaluation_mode(model: nn.Module) -> None:
+    """Warn if no module of ``model`` is in training mode."""
+    if not any(module.training for module in model.modules()):
+        warnings.warn(
+            "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and "
+            "batch norm keeps its statistics.\nfit keeps the modes that Task.model has set: call model.train() there, "
+            "unless this is intended.",
+            stacklevel=2,
+        )
 
 
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
