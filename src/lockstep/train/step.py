@@ -182,7 +182,16 @@ def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
 
 
 def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
-    """Set each group's learning rate to its base rate times ``factor``; a tensor is updated in place."""
+    """Set each group's learning rate to its base rate times ``factor``; a tensor is updated in place.
+
+    Raises:
+        ConfigurationError: A param group was added.
+    """
+    if len(optimizer.param_groups) != len(base):
+        raise ConfigurationError(
+            f"The optimizer has {len(optimizer.param_groups)} param groups, but had {len(base)} when the training "
+            "began.\nMake all of them in Task.optimizer."
+        )
     for group, rate in zip(optimizer.param_groups, base, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate * factor)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.accelerator import is_on_meta, move
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.errors import ConfigurationError
-from lockstep.torch_internals import reparametrize_module
+from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.settings import refusing_unknown
 
 
@@ -204,13 +204,19 @@ def check_registered(optimizer: Optimizer, model: nn.Module, *, is_alone: bool) 
         warnings.warn(text, stacklevel=2)
 
 
-def warn_of_evaluation_mode(model: nn.Module) -> None:
-    """Warn if no module of ``model`` is in training mode."""
+def warn_of_no_effect(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn if no module of ``model`` is in training mode, or if ``optimizer`` has a scheduler."""
     if not any(module.training for module in model.modules()):
         warnings.warn(
             "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and "
             "batch norm keeps its statistics.\nfit keeps the modes that Task.model has set: call model.train() there, "
             "unless this is intended.",
+            stacklevel=2,
+        )
+    if is_counted_step(optimizer.step):
+        warnings.warn(
+            "Task.optimizer has made a learning-rate scheduler, which has no effect: fit sets the rates in each step, "
+            "from those that the optimizer begins with.\nGive the schedule as Task.schedule.",
             stacklevel=2,
         )
 

@@ -43,7 +43,7 @@ from lockstep.train.task import (
     build_model,
     build_optimizer,
     check_registered,
-    warn_of_evaluation_mode,
+    warn_of_no_effect,
 )
 
 
@@ -207,7 +207,7 @@ class Trainer:
             optimizer = build_optimizer(task, self._model)
             check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
             if self.group is None or world.is_rank_zero:
-                warn_of_evaluation_mode(self._model)
+                warn_of_no_effect(self._model, optimizer)
             self.optimizer: Optimizer = self.strategy.take_over(optimizer)
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.has_state = not world.is_late
