@@ -204,21 +204,22 @@ def check_registered(optimizer: Optimizer, model: nn.Module, *, is_alone: bool) 
         warnings.warn(text, stacklevel=2)
 
 
-def warn_of_no_effect(model: nn.Module, optimizer: Optimizer) -> None:
+_ALL_EVAL = (
+    "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and batch norm "
+    "keeps its statistics.\nfit keeps the modes of Task.model: call model.train() there, unless this is intended."
+)
+_SCHEDULER = (
+    "Task.optimizer has made a learning-rate scheduler, which has no effect: fit sets the rates in each step, from "
+    "those that the optimizer begins with.\nGive the schedule as Task.schedule."
+)
+
+
+def warn_early(model: nn.Module, optimizer: Optimizer) -> None:
     """Warn if no module of ``model`` is in training mode, or if ``optimizer`` has a scheduler."""
     if not any(module.training for module in model.modules()):
-        warnings.warn(
-            "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and "
-            "batch norm keeps its statistics.\nfit keeps the modes that Task.model has set: call model.train() there, "
-            "unless this is intended.",
-            stacklevel=2,
-        )
+        warnings.warn(_ALL_EVAL, stacklevel=2)
     if is_counted_step(optimizer.step):
-        warnings.warn(
-            "Task.optimizer has made a learning-rate scheduler, which has no effect: fit sets the rates in each step, "
-            "from those that the optimizer begins with.\nGive the schedule as Task.schedule.",
-            stacklevel=2,
-        )
+        warnings.warn(_SCHEDULER, stacklevel=2)
 
 
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:

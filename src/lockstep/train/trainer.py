@@ -37,14 +37,7 @@ from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
-from lockstep.train.task import (
-    Task,
-    build_dataset,
-    build_model,
-    build_optimizer,
-    check_registered,
-    warn_of_no_effect,
-)
+from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered, warn_early
 
 
 class Update(Enum):
@@ -207,7 +200,7 @@ class Trainer:
             optimizer = build_optimizer(task, self._model)
             check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
             if self.group is None or world.is_rank_zero:
-                warn_of_no_effect(self._model, optimizer)
+                warn_early(self._model, optimizer)
             self.optimizer: Optimizer = self.strategy.take_over(optimizer)
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.has_state = not world.is_late
@@ -454,6 +447,7 @@ class Trainer:
             try:
                 self._compute(micro, index, timer, on_losses, sync=self._sync and is_last)
             except Exception as error:
+                step_parts.explain_one_sample(error, micro)
                 step_parts.explain_out_of_memory(error, micro, num_micro)
                 raise
             computed.append((micro, losses))

@@ -384,7 +384,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective: every rank. Blocks. The state is on the CPU.
         """
-        state = self._gather_state(to)
+        try:
+            state = self._gather_state(to)
+        except CollectiveError as error:
+            text = "consolidate_state_dict is collective: call it on every rank, not behind `if rank == 0`."
+            raise CollectiveError(f"{text}\n{error}") from error
         if state is not None:
             self._consolidated = state
 
@@ -458,32 +462,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # The same objects: hooks and schedulers may hold ``optimizer``.
         self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
         state_hooks = {**optimizer_hooks(optimizer, "state_dict"), **optimizer_hooks(optimizer, "load_state_dict")}
-        step_hooks, why = optimizer_hooks(optimizer, "step"), ""
-        if any(state_hooks.values()):
-            why = "has hooks of its state_dict, which no rank has as a whole"
+        step_hooks, state = optimizer_hooks(optimizer, "step"), optimizer.state
+        why = "has hooks of its state_dict, which no rank has as a whole" * any(state_hooks.values())
+        if not all(isinstance(key, Tensor) for key in state):
+            why = "has state that belongs to no parameter"
         for name, value in vars(optimizer).items():
             if name in (*state_hooks, *step_hooks, "param_groups", "state") or is_counted_step(value):
                 continue
-            holds_tensors = any(True for _ in find_tensors(value))
-            if callable(getattr(type(optimizer), name, None)):
+            if hasattr(type(optimizer), name) and callable(value):
                 why = f"has a {name} of its own, set on the object: define it in the class, or register a hook"
-            elif not holds_tensors:
+            elif not any(True for _ in find_tensors(value)):
                 self._attributes[name] = value
             elif name not in vars(self.optim):  # else its constructor makes them, for the parameters of a shard
                 why = f"has tensors in its attribute {name}"
-        state = optimizer.state_dict()
-        if any(not isinstance(key, int) for key in state["state"]):
-            why = "has state that belongs to no parameter"
         if why:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} {why}; so it cannot be divided among ranks.\nUse strategy ddp."
-            )
+            kind = type(optimizer).__name__
+            raise ConfigurationError(f"{kind} {why}; so it cannot be divided among ranks.\nUse strategy ddp.")
         vars(self).update(step_hooks)
-        for target in (self, *(each.optimizer for each in self._shards)):
-            is_own = target is not self
-            vars(target).update({k: v for k, v in self._attributes.items() if is_own or not hasattr(self, k)})
-        if state["state"]:
-            self.load_state_dict(state)
+        vars(self).update({name: value for name, value in self._attributes.items() if not hasattr(self, name)})
+        for each in self._shards:
+            vars(each.optimizer).update(self._attributes)
+        if state:
+            self.load_state_dict(optimizer.state_dict())
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
