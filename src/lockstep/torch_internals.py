@@ -96,6 +96,17 @@ def in_backward_optimizers(parameter: nn.Parameter) -> list[torch.optim.Optimize
     return getattr(parameter, "_in_backward_optimizers", [])
 
 
+def optimizer_hooks(optimizer: torch.optim.Optimizer, event: str) -> dict[str, dict[int, Any]]:
+    """Return the hooks before and after ``event``, by attribute. Without the attributes: none."""
+    names = [f"_optimizer_{event}_{when}_hooks" for when in ("pre", "post")]
+    return {name: getattr(optimizer, name, {}) for name in names}
+
+
+def is_counted_step(method: Any) -> bool:
+    """Return whether a scheduler replaced ``optimizer.step`` by this, to count calls. Without the attribute: False."""
+    return hasattr(method, "_wrapped_by_lr_sched")
+
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,14 @@
 """Evaluation counts every sample exactly once, on any number of ranks."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.comm import fully_shard
 from lockstep.errors import ConfigurationError
 from lockstep.train.evaluate import Evaluator
 from lockstep.train.settings import Settings
@@ -87,6 +90,68 @@ def test_all_ranks_evaluate_with_the_batch_statistics_of_rank_zero_in_evaluation
     assert not torch.equal(zero_mean, one_mean)
     assert zero == one == pytest.approx(zero_alone, rel=1e-12)
     assert one_alone == zero_alone
+
+
+class Merging(nn.Linear):
+    """A layer that merges weights for evaluation, and takes them apart for training, as LoRA's do."""
+
+    is_merged = False
+
+    def train(self, mode=True):
+        self.is_merged = not mode
+        return super().train(mode)
+
+
+def frozen_network():
+    frozen = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)).double().requires_grad_(False).eval()
+    return nn.Sequential(frozen, nn.Dropout(0.5), Merging(6, 4).double())
+
+
+def test_every_module_keeps_the_mode_that_the_task_has_set():
+    for strategy in ("single", "dp"):
+        check_modes(None, strategy)
+
+
+def test_every_module_keeps_its_mode_on_several_ranks_too(ranks):
+    ranks(2)(lambda world: [check_modes(world, name) for name in ("ddp", "ddp-zero1", "fsdp", "local-sgd")])
+
+
+def check_modes(world, strategy):
+    fails = [False]
+
+    def measure(model, batch):
+        assert not any(module.training for module in model.modules())
+        model.train()  # a metric may leave another mode
+        model[0](batch[0])
+        model.eval()
+        model[0].train()
+        assert not fails[0], "on purpose"
+        model[0].eval()
+        return {"number": batch[3]}
+
+    task = make_task(model=frozen_network, loss=loss, metrics=measure, eval_dataset=lambda: numbered(NUM_EVAL))
+    devices = [torch.device("cpu")] * (2 if strategy == "dp" else 1)
+    loop = Trainer(task, Settings(), world, strategy=strategy, devices=devices)
+    built, mean = loop._model, frozen_network()[0][0].running_mean
+    evaluator = Evaluator(task, loop, task.eval_dataset())
+    for fails[0] in (False, True, False):
+        loop.step()
+        modes = [module.training for module in built.modules()]
+        assert modes == [True, False, False, False, True, True]
+        assert fully_shard.whole(dict(built.named_buffers())["0.0.running_mean"]).equal(mean)
+        with pytest.raises(AssertionError, match="on purpose") if fails[0] else contextlib.nullcontext():
+            evaluator.run()
+        assert [module.training for module in built.modules()] == modes
+        assert not built[2].is_merged
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_it_with_a_warning():
+    task = make_task(model=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double().eval())
+    with pytest.warns(UserWarning, match=r"^All modules of the model are in evaluation mode, as from_pretrained\(\)"):
+        loop = Trainer(task, Settings(), None, strategy="single", devices=[torch.device("cpu")])
+    loop.step()
+    assert not loop.model.training
+    assert loop.model[0].num_batches_tracked == 0
 
 
 def test_a_metric_of_another_shape_is_refused():

@@ -76,6 +76,17 @@ def test_more_micro_batches_than_samples_are_refused():
     )
 
 
+def test_one_sample_for_batch_norm_is_explained():
+    model = lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4)).double()  # noqa: E731
+    with pytest.raises(ConfigurationError) as error:
+        lockstep.fit(make_task(model=model, dataset=lambda: samples(25)), strategy="single", quiet=True)
+    assert str(error.value) == (
+        "A batch of 1 samples leaves this rank one in step 2, on which batch norm cannot train: Expected more than 1 "
+        "value per channel when training, got input size torch.Size([1, 6]).\nOmit an incomplete last batch "
+        "(drop_last=True in the task), choose another global_batch_size, or use nn.SyncBatchNorm."
+    )
+
+
 def test_the_plan_says_what_each_device_gets(capfd):
     fit(None, "dp", devices=3, quiet=False)
     assert "global batch 64 = 3 devices with 22 + 21 + 21 samples" in capfd.readouterr().out.splitlines()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, CollectiveError
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import Checkpoints
 from lockstep.train.checkpoints.object_store import place_of
@@ -23,6 +23,7 @@ from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
 from tests.models import soak
 from tests.object_store import folder_store
+from tests.shm import shm_group
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,6 +46,34 @@ def test_rank_zero_writes_and_all_read(ranks, tmp_path):
     path = str(tmp_path / "c")
     message = f"The checkpoint {path} cannot contain builtins.object at state.bad."
     assert list(ranks(2)(save_and_load, path)) == [(0, message, 0)] * 2
+
+
+def test_what_one_rank_calls_alone_is_said_to_be_collective(ranks, tmp_path):
+    def run(world):
+        texts = []
+        for number in range(3):
+            try:
+                with shm_group() as group, patch.object(checkpoint, "default_group", return_value=group):
+                    parameters = [nn.Parameter(torch.ones(3))]
+                    optimizer = lockstep.ZeroRedundancyOptimizer(parameters, torch.optim.Adam, group)
+                    if world.rank == 0:
+                        calls = lockstep.save, lockstep.load, lambda _, own=optimizer: own.consolidate_state_dict()
+                        calls[number](tmp_path / "missing")
+                    else:
+                        torch.distributed.all_reduce(torch.ones(1), group=group)
+            except CollectiveError as error:
+                texts.append(str(error).splitlines()[0])
+            world.barrier()
+        return texts
+
+    first, others = ranks(2)(run)
+    alone = "lockstep.save and lockstep.load are collective: call them on every rank, not behind `if rank == 0`."
+    assert first == [
+        alone,
+        alone,
+        "consolidate_state_dict is collective: call it on every rank, not behind `if rank == 0`.",
+    ]
+    assert len(others) == 3
 
 
 def test_ranks_that_read_different_folders_are_told_apart(ranks, tmp_path):

@@ -1,5 +1,8 @@
 """Strategy ddp-zero1 trains as the others do, and goes on from any of their checkpoints."""
 
+import contextlib
+from functools import partial
+
 import pytest
 import torch
 
@@ -148,6 +151,126 @@ def test_the_schedule_reaches_the_optimizer_of_the_part(ranks):
     for inner, outer in ranks(2)(run):
         assert inner == [outer]
         assert outer == pytest.approx(0.1)
+
+
+class Halving(torch.optim.SGD):
+    """An optimizer whose step depends on attributes, one of its constructor and one that the task sets."""
+
+    elementwise = True
+
+    def __init__(self, params, lr, halves=False):
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.halves, self.num_resets = halves, [0]
+
+    def step(self, closure=None):
+        if self.halves and self.is_flagged:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.num_resets[0] += 1
+        super().zero_grad(set_to_none=set_to_none)
+
+
+def attach(seen, params):
+    """Return an optimizer with everything that a script can attach to it; the hooks note what they see in ``seen``."""
+    optimizer = Halving([{"params": params, "tag": "all"}], lr=0.1, halves=True)
+    optimizer.is_flagged, optimizer.defaults["mine"] = True, 3
+    for parameter in params:
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 0.5)
+
+    def clip(given, *_):
+        gradients = [parameter.grad.clamp_(-0.01, 0.01) for parameter in given.param_groups[0]["params"]]
+        seen["gradient"] = torch.cat([each.flatten() for each in gradients]).clone()
+
+    def note(given, *_):
+        weights = [each.detach().flatten() for each in optimizer.param_groups[0]["params"]]
+        seen["weights"] = seen.get("weights", 0) + torch.cat(weights)
+        seen["others"] = given.is_flagged, given.defaults["mine"], given.param_groups[0]["tag"], optimizer.num_resets[0]
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(note)
+    return optimizer
+
+
+@pytest.mark.parametrize("settings", [{}, {"redundancy": 1}])
+def test_what_is_attached_to_the_optimizer_is_kept(ranks, settings):
+    def run(world, strategy, settings):
+        seen = {}
+        task = make_task(optimizer=partial(attach, seen))
+        return seen, train(world, task, 3, strategy, clip=0.05, **settings)[0]
+
+    seen, weights = run(None, "single", {})
+    for mine, got in ranks(2)(run, "ddp-zero1", settings):
+        assert relative_error(got, weights) < 1e-12
+        for name in ("gradient", "weights"):
+            assert (mine[name] - seen[name]).norm() < 1e-12 * seen[name].norm()
+        assert mine["others"] == seen["others"] == (True, 3, "all", 3)
+
+
+def replace_step(optimizer):
+    optimizer.step = lambda closure=None: None
+
+
+REFUSED = {
+    "has hooks of its state_dict, which no rank has as a whole": lambda it: it.register_state_dict_pre_hook(print),
+    "has tensors in its attribute average": lambda it: setattr(it, "average", {"a": torch.ones(2)}),
+    "has state that belongs to no parameter": lambda it: it.state.update(all={"step": 1}),
+    "has a step of its own, set on the object: define it in the class, or register a hook": replace_step,
+}
+
+
+def test_what_cannot_be_divided_is_refused(ranks):
+    def run(world, why):
+        def make(params):
+            optimizer = torch.optim.SGD(params, lr=0.1)
+            REFUSED[why](optimizer)
+            return optimizer
+
+        with pytest.raises(ConfigurationError) as error:
+            train(world, make_task(optimizer=make), 1)
+        return str(error.value)
+
+    for why in REFUSED:
+        text = f"SGD {why}; so it cannot be divided among ranks.\nUse strategy ddp."
+        assert ranks(2)(run, why) == [text, text]
+
+
+def test_a_scheduler_of_the_task_is_warned_of(ranks):
+    text = r"^Task.optimizer has made a learning-rate scheduler, which has no effect"
+
+    def make(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    def run(world):
+        with pytest.warns(UserWarning, match=text) if world.rank == 0 else contextlib.nullcontext():
+            return train(world, make_task(optimizer=make), 2)[0]
+
+    with pytest.warns(UserWarning, match=text):
+        weights = train(None, make_task(optimizer=make), 2, "single")[0]
+    for got in ranks(2)(run):
+        assert relative_error(got, weights) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp-zero1"])
+def test_a_param_group_that_is_added_later_is_refused(ranks, strategy):
+    def make(params):
+        optimizer = torch.optim.SGD(params[:1], lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: optimizer.add_param_group({"params": params[1:]}))
+        return optimizer
+
+    def run(world):
+        train(world, make_task(optimizer=make), 2, strategy)
+
+    for outcome in ranks(1 if strategy == "single" else 2).each(run):
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error) == (
+            "The optimizer has 2 param groups, but had 1 when the training began.\nMake all of them in Task.optimizer."
+        )
 
 
 class Wrapping(torch.optim.SGD):

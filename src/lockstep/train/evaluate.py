@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +71,8 @@ class Evaluator:
         buffers = BufferSnapshot(model)  # evaluation must not change the state of the model
         buffers.keep()
         current = None
-        model.eval()
         try:
-            with trainer.arithmetic.applied(), torch.no_grad():
+            with in_eval_mode(model), trainer.arithmetic.applied(), torch.no_grad():
                 for batch in self._batches(parts):
                     bad.add(batch)
                     if not batch.batches:
@@ -85,7 +85,6 @@ class Evaluator:
                         part[name] = part[name] + value if name in part else value
         finally:
             buffers.restore()
-            model.train()
         # Not in the loop, because the ranks have different numbers of batches.
         bad.exchange()
         self.skipped[:] = bad.skipped
@@ -147,6 +146,20 @@ class Evaluator:
 
     def _sum_dtype(self, value: Tensor) -> Tensor:
         return value.to(self.trainer.device, widest_dtype(self.trainer.device))
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation mode within the block; afterwards each module has its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():  # each before its children
+            if module.training != mode:
+                module.train(mode)  # which a module may define, for example to take merged weights apart
+            module.training = mode
 
 
 def _means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:

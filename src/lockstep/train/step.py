@@ -182,7 +182,14 @@ def batch_scale(rule: Scaling, batch_size: int, base_batch_size: int) -> float:
 
 
 def set_rates(optimizer: Optimizer, base: list[float], factor: float) -> None:
-    """Set each group's learning rate to its base rate times ``factor``; a tensor is updated in place."""
+    """Set each group's learning rate to its base rate times ``factor``; a tensor is updated in place.
+
+    Raises:
+        ConfigurationError: A param group was added.
+    """
+    if len(optimizer.param_groups) != len(base):
+        counts = f"The optimizer has {len(optimizer.param_groups)} param groups, but had {len(base)} when the training"
+        raise ConfigurationError(f"{counts} began.\nMake all of them in Task.optimizer.")
     for group, rate in zip(optimizer.param_groups, base, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate * factor)
@@ -354,6 +361,20 @@ class Seeds:
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+def explain_one_sample(error: BaseException, micro: MicroBatch) -> None:
+    """Turn batch norm's error about a single sample into one that says why there is one.
+
+    Raises:
+        ConfigurationError: ``error`` is this one.
+    """
+    if "Expected more than 1 value per channel" in str(error) and min(micro.sizes) == 1:
+        raise ConfigurationError(
+            f"A batch of {micro.num_global} samples leaves this rank one in step {micro.step + 1}, on which batch norm "
+            f"cannot train: {error}.\nOmit an incomplete last batch (drop_last=True in the "
+            "task), choose another global_batch_size, or use nn.SyncBatchNorm."
+        ) from error
 
 
 def explain_out_of_memory(error: BaseException, micro: MicroBatch, accumulate: int) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lockstep.accelerator import is_on_meta, move
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.errors import ConfigurationError
-from lockstep.torch_internals import reparametrize_module
+from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.settings import refusing_unknown
 
 
@@ -45,7 +45,8 @@ class Task:
     """What to train: one description serves one device, many devices, and comparing them.
 
     Args:
-        model: Returns a new model; called with the seed set, so that every rank gets the same weights.
+        model: Returns a new model; called with the seed set, so that every rank gets the same weights. Modules keep
+            the modes (``train()``, ``eval()``) that it has set, so frozen layers stay in evaluation mode.
         dataset: Returns the samples: an object with ``len`` and ``[]``, or an `IterableDataset` that yields the same
             stream in every process.
         loss: Maps ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
@@ -201,6 +202,24 @@ def check_registered(optimizer: Optimizer, model: nn.Module, *, is_alone: bool) 
         if not is_alone:
             raise ConfigurationError(text)
         warnings.warn(text, stacklevel=2)
+
+
+_ALL_EVAL = (
+    "All modules of the model are in evaluation mode, as from_pretrained() leaves them: dropout is off, and batch norm "
+    "keeps its statistics.\nfit keeps the modes of Task.model: call model.train() there, unless this is intended."
+)
+_SCHEDULER = (
+    "Task.optimizer has made a learning-rate scheduler, which has no effect: fit sets the rates in each step, from "
+    "those that the optimizer begins with.\nGive the schedule as Task.schedule."
+)
+
+
+def warn_early(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn if no module of ``model`` is in training mode, or if ``optimizer`` has a scheduler."""
+    if not any(module.training for module in model.modules()):
+        warnings.warn(_ALL_EVAL, stacklevel=2)
+    if is_counted_step(optimizer.step):
+        warnings.warn(_SCHEDULER, stacklevel=2)
 
 
 def build_dataset(task: Task, *, evaluation: bool = False) -> Any:

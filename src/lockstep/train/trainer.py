@@ -37,7 +37,7 @@ from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.skipping import BadSamples, Computed, NonFiniteGuard
 from lockstep.train.strategies import reproducible
 from lockstep.train.strategies import strategy as strategies
-from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered
+from lockstep.train.task import Task, build_dataset, build_model, build_optimizer, check_registered, warn_early
 
 
 class Update(Enum):
@@ -167,7 +167,7 @@ class Trainer:
         # fsdp the whole model need not fit on a device; on the meta device it needs no memory at all.
         self._seeds.all(step_parts.INIT)
         is_divided = self._name == "fsdp"
-        self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided).train()
+        self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided)
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)
@@ -199,6 +199,8 @@ class Trainer:
         if is_first:
             optimizer = build_optimizer(task, self._model)
             check_registered(optimizer, self._model, is_alone=self.group is None or world.world_size == 1)
+            if self.group is None or world.is_rank_zero:
+                warn_early(self._model, optimizer)
             self.optimizer: Optimizer = self.strategy.take_over(optimizer)
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.has_state = not world.is_late
@@ -290,12 +292,14 @@ class Trainer:
 
     def agreed_plan(self) -> Any:
         """Return the order of the buckets, and what else the ranks know together and a checkpoint has not."""
-        ours = self.strategy.ours
-        return [None if ours is None else ours.agreed_plan(), self._alike_after, self._has_counts]
+        ours, modes = self.strategy.ours, [module.training for module in self._model.modules()]
+        return [None if ours is None else ours.agreed_plan(), self._alike_after, self._has_counts, modes]
 
     def use_plan(self, plan: Any) -> None:
         """Use the order of the buckets of another rank. Collective: every rank."""
-        buckets, self._alike_after, self._has_counts = plan
+        buckets, self._alike_after, self._has_counts, modes = plan
+        for module, mode in zip(self._model.modules(), modes, strict=False):
+            module.training = mode
         if self.strategy.ours is not None:
             self.strategy.ours.use_plan(buckets)
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
@@ -443,6 +447,7 @@ class Trainer:
             try:
                 self._compute(micro, index, timer, on_losses, sync=self._sync and is_last)
             except Exception as error:
+                step_parts.explain_one_sample(error, micro)
                 step_parts.explain_out_of_memory(error, micro, num_micro)
                 raise
             computed.append((micro, losses))

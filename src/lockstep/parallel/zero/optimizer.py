@@ -24,6 +24,7 @@ state along: all restart.
 import inspect
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -38,6 +39,7 @@ from torch.optim import Optimizer
 from lockstep.accelerator import widest_dtype
 from lockstep.comm import collectives
 from lockstep.comm.collectives import CommonMemory, Group, Join, Joinable, JoinHook
+from lockstep.containers import find_tensors
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
 from lockstep.parallel.consistency import check_arguments_agree, check_models_agree
@@ -57,6 +59,7 @@ from lockstep.parallel.zero.partition import (
     options_of,
 )
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
+from lockstep.torch_internals import is_counted_step, optimizer_hooks
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -130,7 +133,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group: Group = collectives.default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
-        self._make = partial(optimizer_class, **defaults)
+        self._class, self._arguments, self._attributes = optimizer_class, defaults, dict[str, Any]()
         self._shard_gradients = shard_gradients
         self._has_gradients = False
         self._gathers: list[partition.Gather] = []  # parameters that are being received
@@ -214,7 +217,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
             # The loaded state has been used: from now on the optimizer has its own.
             self._loaded = None
-            if not self.overlaps:
+            if not self.overlaps or any(optimizer_hooks(self, "step").values()):
                 self.wait()
         except Exception as error:
             if self._copy is None:
@@ -296,6 +299,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
         self._has_gradients = False
+        if type(self.optim).zero_grad is not Optimizer.zero_grad:
+            self.optim.zero_grad(set_to_none=set_to_none)
         self._shard.drop_gradients()
         if self._reducer is not None:
             self._slices.reset()
@@ -380,7 +385,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Collective: every rank. Blocks. The state is on the CPU.
         """
-        state = self._gather_state(to)
+        try:
+            state = self._gather_state(to)
+        except CollectiveError as error:
+            text = "consolidate_state_dict is collective: call it on every rank, not behind `if rank == 0`."
+            raise CollectiveError(f"{text}\n{error}") from error
         if state is not None:
             self._consolidated = state
 
@@ -395,7 +404,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Optimizer state has not been consolidated on this rank.\n"
                 f"Call consolidate_state_dict(to={self.rank}) on all ranks before, or use lockstep.save()."
             )
-        return {**super().state_dict(), "state": dict(self._consolidated)}
+        own, self.state = self.state, defaultdict(dict, self._consolidated)  # type: ignore[arg-type]
+        try:
+            return super().state_dict()  # whose hooks get the whole state
+        finally:
+            self.state = own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's shard of a full state, from this class or from the bare optimizer.
@@ -430,7 +443,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ValueError: They belong to other parameters.
         """
         self._take_back()
+        groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # the same objects, which the script may hold
         # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
         self._loaded = read if self._reducer is not None else None
         self._load(read)
@@ -443,6 +460,38 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _load(self, read: Read) -> None:
         for each in self._shards:
             each.load(read, options_of(self.param_groups))
+
+    def take_attached(self, optimizer: Optimizer) -> None:
+        """Take over what a script has attached to ``optimizer``: hooks of steps, attributes, state and param groups.
+
+        Raises:
+            ConfigurationError: Something cannot be divided among ranks.
+        """
+        # The same objects: hooks and schedulers may hold ``optimizer``.
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        state_hooks = {**optimizer_hooks(optimizer, "state_dict"), **optimizer_hooks(optimizer, "load_state_dict")}
+        step_hooks, state = optimizer_hooks(optimizer, "step"), optimizer.state
+        why = "has hooks of its state_dict, which no rank has as a whole" * any(state_hooks.values())
+        if not all(isinstance(key, Tensor) for key in state):
+            why = "has state that belongs to no parameter"
+        for name, value in vars(optimizer).items():
+            if name in (*state_hooks, *step_hooks, "param_groups", "state") or is_counted_step(value):
+                continue
+            if hasattr(type(optimizer), name) and callable(value):
+                why = f"has a {name} of its own, set on the object: define it in the class, or register a hook"
+            elif not any(True for _ in find_tensors(value)):
+                self._attributes[name] = value
+            elif name not in vars(self.optim):  # else its constructor makes them, for the parameters of a shard
+                why = f"has tensors in its attribute {name}"
+        if why:
+            kind = type(optimizer).__name__
+            raise ConfigurationError(f"{kind} {why}; so it cannot be divided among ranks.\nUse strategy ddp.")
+        vars(self).update(step_hooks)
+        vars(self).update({name: value for name, value in self._attributes.items() if not hasattr(self, name)})
+        for each in self._shards:
+            vars(each.optimizer).update(self._attributes)
+        if state:
+            self.load_state_dict(optimizer.state_dict())
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
@@ -489,6 +538,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._copy = ShardOptimizer(self._make, self._buffers, before, options, elementwise=True)
             self._received = [torch.empty_like(buffer.shard_of(before)) for buffer in self._buffers]
         self._adopt_options()
+
+    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return an optimizer for the segments of a shard."""
+        made = self._class(groups, **self._arguments)
+        vars(made).update(self._attributes)
+        return made
 
     def _rebuild(self) -> None:
         """Create the buffers again, and keep the state. Collective: every rank. Blocks."""
@@ -538,7 +593,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         named = [(f"{index} of the optimizer", each) for index, each in enumerate(self._parameters)]
         group, device = self.process_group, self._parameters[0].device
         check_models_agree(named, (), group=group, device=device)
-        described = self._make.func.__name__ + ", shard_gradients" * bool(self._shard_gradients)
+        described = self._class.__name__ + ", shard_gradients" * bool(self._shard_gradients)
         sizes = ", ".join(str(len(each["params"])) for each in self.param_groups)
         check_arguments_agree(f"{described}, param groups of {sizes} parameters", group=group, device=device)
 
@@ -557,7 +612,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if not self.is_elementwise:
             raise ConfigurationError(
-                f"redundancy=1 needs an element-wise optimizer, which {self._make.func.__name__} is not known to be.\n"
+                f"redundancy=1 needs an element-wise optimizer, which {self._class.__name__} is not known to be.\n"
                 "Use one of torch's, set its class attribute elementwise = True if its update of an element depends on "
                 "nothing else, or omit redundancy."
             )
@@ -565,7 +620,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             each.flat.nbytes - each.shard_of(0).nbytes for each in self._buffers if each.common is not None
         )
         self._keeps_copies = True
-        self._build()
+        self._rebuild()
         num_bytes = sum(each.nbytes for each in self._received) if self._copy is not None else 0
         return num_bytes, num_bytes + num_shared
 
@@ -683,10 +738,11 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     accepted = optimizer.defaults if takes_any else {each.name for each in named}
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     device = optimizer.param_groups[0]["params"][0].device
-    return ZeroRedundancyOptimizer(
-        [dict(param_group) for param_group in optimizer.param_groups],
-        kind,
-        process_group=group,
-        shard_gradients=partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device),
-        **defaults,
+    # Hooks before a step read and change whole gradients.
+    shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device)
+    shards = shards and not any(optimizer_hooks(optimizer, "step").values())
+    sharded = ZeroRedundancyOptimizer(
+        optimizer.param_groups, kind, process_group=group, shard_gradients=shards, **defaults
     )
+    sharded.take_attached(optimizer)
+    return sharded

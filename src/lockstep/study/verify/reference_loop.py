@@ -35,7 +35,7 @@ class Share:
         self.task = sandbox.load_task(number).task
         # As in the loop of fit, so that all shares start from the same weights.
         seed_cpu(mix(self.seed, INIT))
-        self.model = build_model(self.task, device).train()
+        self.model = build_model(self.task, device)
         self.optimizer = build_optimizer(self.task, self.model)
         self._module = LossModule(self.model, Objective(self.task, "fp32"))
 

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from lockstep.accelerator import start_thread
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
-from lockstep.errors import CheckpointError, ConfigurationError, LockstepError
+from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
@@ -749,7 +749,11 @@ def _gather(value: Any) -> list[Any]:
     if not is_initialized():
         return [value]
     group = default_group()
-    return all_gather_object(value, group=group, device=device_for(group))
+    try:
+        return all_gather_object(value, group=group, device=device_for(group))
+    except CollectiveError as error:
+        text = "lockstep.save and lockstep.load are collective: call them on every rank, not behind `if rank == 0`."
+        raise CollectiveError(f"{text}\n{error}") from error
 
 
 def _rank_and_size() -> tuple[int, int]:

@@ -33,6 +33,7 @@ from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import Mark
+from lockstep.torch_internals import optimizer_hooks
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
@@ -295,8 +296,9 @@ class Distributed(Strategy):
             optimizer = self._sharded
             # In shared memory a copy occupies a core, so overlapping it gains nothing.
             self._sharded.overlaps = reduces_on_its_own(self.group, self._device)
-            like = self._sharded.param_groups[0]["params"][0]
-            self.gradients = GradientList(self._sharded.local_gradients, like, self.group)
+            if not any(optimizer_hooks(optimizer, "step").values()):  # which get whole gradients, clipped
+                like = self._sharded.param_groups[0]["params"][0]
+                self.gradients = GradientList(self._sharded.local_gradients, like, self.group)
         return optimizer
 
     @override
@@ -372,7 +374,7 @@ class FullyShard(Strategy):
         state = {name: fully_shard.whole(value) for name, value in model.state_dict().items()}
         copy = build_model(self._task, self._device)
         copy.load_state_dict(state)
-        return copy.train(model.training)
+        return copy
 
     @override
     def weights(self, model: nn.Module) -> nn.Module:
@@ -487,7 +489,7 @@ class LocalSteps(Strategy):
         """Return a new model with the outer parameters, and the buffers of the last exchange."""
         copy = build_model(self._task, self._device)
         load_state_dict(copy, None, {"model": self._outer_model_state()})
-        return copy.train(model.training)
+        return copy
 
     @override
     def run(self, micro: MicroBatch, how: Pass) -> None:
