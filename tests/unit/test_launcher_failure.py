@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
@@ -168,6 +170,59 @@ def test_report_says_where_the_cause_may_be(num_ranks, num_nodes, where):
         f"Rank 0 failed: {GONE}\nAt /x/train.py:0, on {HOST}, PID 70.\n\n{'rank 1: finished' * (num_ranks - 1)}"
         f"{chr(10) * 2 * (num_ranks - 1)}This error only means that another rank ended: {where}."
     )
+
+
+MISMATCH = "Rank {} in all_reduce on shm: the ranks call different collectives. This rank calls ..."
+UNCONNECTED = "DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (localhost, 1)."
+
+
+@pytest.mark.parametrize(
+    ("message", "last"),
+    [
+        (MISMATCH, ""),
+        ("Rank {} waited 3 s in World.barrier() number 1; missing: rank 1.", ""),
+        (UNCONNECTED, "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and"),
+        ("DistNetworkError: EADDRINUSE", "End it, or choose another port with --master-port; on one machine"),
+    ],
+)
+def test_an_error_of_a_collective_that_is_the_cause_is_not_called_the_end_of_another_rank(message, last):
+    kind = message.partition(": ")[0] if message.startswith("Dist") else "CollectiveError"
+    exits = [raised(rank, message.format(rank), 10 + rank, error_type=kind, trace="") for rank in range(2)]
+    report = failure_report(exits, range(2))
+    assert "another rank ended" not in report
+    assert last in report
+
+
+def test_ranks_that_call_different_collectives_are_the_cause_of_those_that_gave_up_but_not_of_an_error_of_its_own():
+    gave_up = raised(0, "Rank 0 in all_reduce on shm waited for rank 1, which gave up:", 10, error_type="CollectiveError")
+    differs = raised(1, MISMATCH.format(1), 20, error_type="CollectiveError")
+    error = raised(2, "ValueError: boom", 30)
+    assert first_failure([gave_up, differs]) is differs
+    assert first_failure([gave_up, differs, error]) is error
+
+
+class HandlerObject:
+    def __call__(self, *_):
+        raise RuntimeError("too slow")
+
+
+def handler(*_):
+    raise RuntimeError("too slow")
+
+
+@pytest.mark.parametrize("chosen", [handler, HandlerObject(), partial(handler, 1)])
+def test_the_error_of_a_signal_handler_in_a_wait_is_not_one_of_the_collective(chosen):
+    class Work:
+        def wait(self, _timeout):
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, chosen)
+    try:
+        with pytest.raises(RuntimeError, match="^too slow$") as caught:
+            wait_for(Work())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert type(caught.value) is RuntimeError
 
 
 EARLY = """\
