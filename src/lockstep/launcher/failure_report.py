@@ -414,7 +414,7 @@ unhandled cuda error | ncclUnhandledCudaError
 Watchdog caught collective operation timeout | mismatch between collectives | op.preamble.length
     The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.
     Look for code under `if rank == 0`, and for shapes that depend on a rank's own data.
-Socket Timeout | wait timeout after | Timed out waiting | Timed out after
+Socket Timeout | wait timeout after | Timed out waiting | Timed out after | socket has timed out
     A rank or the store did not answer in time: it never started, has died, or is stuck.
     Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.
 no socket interface found | Unable to find interface | Unable to find address for
