@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
+from lockstep.launcher.bootstrap import record_end
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
     NodeFailure,
@@ -26,7 +27,7 @@ from lockstep.launcher.failure_report import (
     restart_report,
     tidy_crash,
 )
-from lockstep.run_folder import ENDED, FailureRecord
+from lockstep.run_folder import ENDED, RUN_DIR, FailureRecord, keep_name
 from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -173,7 +174,9 @@ def test_report_says_where_the_cause_may_be(num_ranks, num_nodes, where):
 
 
 MISMATCH = "Rank {} in all_reduce on shm: the ranks call different collectives. This rank calls ..."
-UNCONNECTED = "DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (localhost, 1)."
+UNCONNECTED = (
+    "DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (localhost, 1)."
+)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,9 @@ def test_an_error_of_a_collective_that_is_the_cause_is_not_called_the_end_of_ano
 
 
 def test_ranks_that_call_different_collectives_are_the_cause_of_those_that_gave_up_but_not_of_an_error_of_its_own():
-    gave_up = raised(0, "Rank 0 in all_reduce on shm waited for rank 1, which gave up:", 10, error_type="CollectiveError")
+    gave_up = raised(
+        0, "Rank 0 in all_reduce on shm waited for rank 1, which gave up:", 10, error_type="CollectiveError"
+    )
     differs = raised(1, MISMATCH.format(1), 20, error_type="CollectiveError")
     error = raised(2, "ValueError: boom", 30)
     assert first_failure([gave_up, differs]) is differs
@@ -402,3 +407,21 @@ def test_a_script_for_gpus_on_a_machine_without_one(message):
     text = failure_report([ended(0, 1, message=message, error_type=message.partition(":")[0])], range(1))
     assert text.startswith(f"Rank 0 failed: a GPU is needed, but torch finds none here: {message}\n")
     assert text.endswith("or look at `lockstep doctor` for the driver.")
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_exception_behind_an_exit_is_recorded_unless_the_program_hides_it(tmp_path, monkeypatch, shows):
+    for name, value in {RUN_DIR: str(tmp_path), "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    keep_name()
+    with pytest.raises(SystemExit) as left:  # as hydra.main does
+        try:
+            raise ValueError("bad label 7 in row 12")
+        except ValueError:
+            if shows:
+                sys.exit(1)
+            raise SystemExit(1) from None
+    record_end(left.value)
+    (record,) = FailureRecord.read_all(tmp_path).values()
+    assert record.message == ("ValueError: bad label 7 in row 12" if shows else "SystemExit: 1")
+    assert record.where.startswith(__file__)

@@ -22,7 +22,13 @@ from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.containers import hook_tensors
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler, tells_of_a_lost_rank
+from lockstep.errors import (
+    CollectiveError,
+    ConfigurationError,
+    LockstepError,
+    is_of_signal_handler,
+    tells_of_a_lost_rank,
+)
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
