@@ -325,7 +325,7 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
     is_rank = is_launchers and (str(rank), str(world_size)) == (env.get("RANK"), size)
     if multiprocessing.parent_process() is not None and size != "1" and not is_rank:
         raise ConfigurationError(
-            f"The script starts its own processes (this is rank {rank} of {world_size} of them), and `lockstep run` has "
+            f"The script starts its own processes (this is number {rank} of {world_size}), and `lockstep run` has "
             f"already started {size} ranks, each of which runs the whole script.\n"
             "Run such a script with `python`, or with --devices 1; or let each rank call its training function itself, "
             "without mp.spawn, with RANK and WORLD_SIZE from the environment."

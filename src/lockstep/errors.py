@@ -39,7 +39,7 @@ def is_of_signal_handler(error: BaseException) -> bool:
     A handler runs in the midst of any wait, and its error says nothing about other ranks.
     """
     handlers = [getattr(each, "func", each) for each in map(getsignal, valid_signals())]
-    codes = {getattr(each, "__code__", getattr(getattr(each, "__call__", None), "__code__", None)) for each in handlers}
+    codes = {getattr(each, "__code__", getattr(type(each).__call__, "__code__", None)) for each in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 

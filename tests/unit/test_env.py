@@ -307,7 +307,7 @@ def test_ranks_meet_where_the_script_says_and_the_launcher_serves_only_its_own_p
 def test_an_address_of_one_machine_is_refused_where_ranks_are_on_several(launched):
     launched.setenv("WORLD_SIZE", "4")
     with pytest.raises(
-        ConfigurationError, match="from 127.0.0.1:5001 to localhost:12355, where the ranks of the other"
+        ConfigurationError, match=r"from 127.0.0.1:5001 to localhost:12355, where the ranks of the other"
     ):
         meeting_place("localhost", 12355, 1, 4)
     assert meeting_place("localhost", 5001, 1, 4) == ("127.0.0.1", 5001)
@@ -319,6 +319,7 @@ def test_a_process_that_a_rank_started_joins_as_that_rank_or_alone_only(launched
     for port, rank in ((12355, 1), (5001, 0)):
         with pytest.raises(ConfigurationError, match="Run such a script with `python`, or with --devices 1"):
             meeting_place("127.0.0.1", port, rank, 2)
-    launched.setenv("WORLD_SIZE", "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        launched.setenv(name, "1")
     assert meeting_place("localhost", 12355, 1, 2) == ("localhost", 12355)
     assert os.environ[AGENT_STORE] == "False"

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep import run_folder
 from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
 from lockstep.launcher.bootstrap import record_end
@@ -27,7 +28,7 @@ from lockstep.launcher.failure_report import (
     restart_report,
     tidy_crash,
 )
-from lockstep.run_folder import ENDED, RUN_DIR, FailureRecord, keep_name
+from lockstep.run_folder import ENDED, RUN_DIR, FailureRecord
 from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -223,7 +224,7 @@ def test_the_error_of_a_signal_handler_in_a_wait_is_not_one_of_the_collective(ch
 
     before = signal.signal(signal.SIGALRM, chosen)
     try:
-        with pytest.raises(RuntimeError, match="^too slow$") as caught:
+        with pytest.raises(RuntimeError, match=r"^too slow$") as caught:
             wait_for(Work())
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -413,7 +414,7 @@ def test_a_script_for_gpus_on_a_machine_without_one(message):
 def test_the_exception_behind_an_exit_is_recorded_unless_the_program_hides_it(tmp_path, monkeypatch, shows):
     for name, value in {RUN_DIR: str(tmp_path), "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    keep_name()
+    monkeypatch.setattr(run_folder, "_own_name", "1")
     with pytest.raises(SystemExit) as left:  # as hydra.main does
         try:
             raise ValueError("bad label 7 in row 12")

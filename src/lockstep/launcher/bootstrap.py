@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
     def program() -> None:
         heartbeat.start()
         keep_sockets_in(run_dir)
-        # New interpreters that `multiprocessing` starts import Lockstep with it, which makes `meeting_place` apply there.
+        # New interpreters that `multiprocessing` starts import Lockstep with this, so `meeting_place` applies there.
         current_process()._config["lockstep"] = meeting_place  # type: ignore[attr-defined]
         for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
             resolve_name(name)(*arguments)

@@ -198,8 +198,8 @@ def first_failure(exits: list[RankExit]) -> RankExit:
 def _blame(exit: RankExit) -> tuple[int, int, int]:
     """Return how likely a rank is the cause; and when it failed.
 
-    0: by its own error. 1: in a collective, to which the ranks may have come differently. 2: it noticed another's end. 3:
-    it was stopped.
+    0: by its own error. 1: in a collective, to which the ranks may have come differently. 2: it noticed another's end.
+    3: it was stopped.
 
     The time alone is not sufficient: the kernel closes a killed process's connections, which its peers notice at once,
     long before it has released the memory and reports the end.
