@@ -8,7 +8,9 @@ import ipaddress
 import multiprocessing.util
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from zlib import crc32
 
 from lockstep.errors import ConfigurationError
+from lockstep.run_folder import RUN_DIR, FailureRecord, own_name
 
 # --- SLURM's compressed notations: ``gpu[003-005,9],login`` for hosts and ``4(x2),1`` for tasks on each node
 
@@ -323,13 +326,19 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
     launcher_host, _, launcher_port = env[LAUNCHER_STORE].rpartition(":")
     is_launchers, size = str(port) == launcher_port, env.get("WORLD_SIZE", "1")
     is_rank = is_launchers and (str(rank), str(world_size)) == (env.get("RANK"), size)
-    if multiprocessing.parent_process() is not None and size != "1" and not is_rank:
-        raise ConfigurationError(
+    parent = multiprocessing.parent_process()
+    if parent is not None and size != "1" and not is_rank:
+        error = ConfigurationError(
             f"The script starts its own processes (this is number {rank} of {world_size}), and `lockstep run` has "
             f"already started {size} ranks, each of which runs the whole script.\n"
             "Run such a script with `python`, or with --devices 1; or let each rank call its training function itself, "
             "without mp.spawn, with RANK and WORLD_SIZE from the environment."
         )
+        # The rank that started this process may not look at how it ends, and would then end normally.
+        record = FailureRecord(f"{type(error).__name__}: {error}", type(error).__name__, time_ns=time.time_ns())
+        record.write(env[RUN_DIR], own_name())
+        os.kill(parent.pid or 0, signal.SIGTERM)
+        raise error
     if not is_launchers and is_loopback(host or "") and env.get("LOCAL_WORLD_SIZE", size) != size:
         raise ConfigurationError(
             f"Rank {rank}: the script changed the address at which the ranks meet from {env[LAUNCHER_STORE]} to "

@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep import run_folder
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE, Launcher, RankEnv, is_loopback, meeting_place, meeting_there
 from lockstep.errors import ConfigurationError
 
@@ -313,12 +315,18 @@ def test_an_address_of_one_machine_is_refused_where_ranks_are_on_several(launche
     assert meeting_place("localhost", 5001, 1, 4) == ("127.0.0.1", 5001)
 
 
-def test_a_process_that_a_rank_started_joins_as_that_rank_or_alone_only(launched):
-    launched.setattr(multiprocessing, "parent_process", lambda: "a rank")
+def test_a_process_that_a_rank_started_joins_as_that_rank_or_alone_only(launched, tmp_path):
+    ended = []
+    launched.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=77))
+    launched.setattr(os, "kill", lambda pid, _number: ended.append(pid))
+    launched.setattr(run_folder, "_own_name", "1")
+    launched.setenv(run_folder.RUN_DIR, str(tmp_path))
     assert meeting_place("127.0.0.1", 5001, 1, 2) == ("127.0.0.1", 5001)
     for port, rank in ((12355, 1), (5001, 0)):
         with pytest.raises(ConfigurationError, match="Run such a script with `python`, or with --devices 1"):
             meeting_place("127.0.0.1", port, rank, 2)
+    assert ended == [77, 77]
+    assert "starts its own processes" in run_folder.FailureRecord.read_all(tmp_path)[1].message
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         launched.setenv(name, "1")
     assert meeting_place("localhost", 12355, 1, 2) == ("localhost", 12355)
