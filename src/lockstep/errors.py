@@ -2,21 +2,45 @@
 
 import os
 import traceback
-from signal import SIGINT
+from signal import SIGINT, getsignal, valid_signals
 from typing import Any
 
-# Texts in errors that only report that another rank is gone or silent: of collectives, and of connections.
+# Texts in errors: of collectives, which fail where another rank is gone, is silent, or does something else; of
+# connections that another process has closed; and other ways to report a rank that is gone.
 OF_COLLECTIVES = (
     *("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError"),
     *("gloo/transport", "NCCL error"),
 )
 OF_LINKS = ("BrokenPipeError", "ConnectionResetError", "closed by peer", "reset by peer", "remote process exited")
+_OF_LOST_RANKS = (
+    *OF_LINKS,
+    *("Broken pipe", "got 0 bytes", "process has ended", "has left the group", "gave up", "left a group that lost"),
+    *("closed the group after an error", "rank was lost", "rank that was lost", "was interrupted in"),
+)
+
+
+def may_tell_of_a_lost_rank(error: BaseException | str) -> bool:
+    """Return whether an error, or its type and message, may be the consequence of what another rank did."""
+    return any(mark in _typed(error) for mark in (*OF_COLLECTIVES, *OF_LINKS))
 
 
 def tells_of_a_lost_rank(error: BaseException | str) -> bool:
-    """Return whether an error, or its type and message, only report that another rank is gone or silent."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return any(mark in text for mark in (*OF_COLLECTIVES, *OF_LINKS))
+    """Return whether an error, or its type and message, only report that another rank is gone."""
+    return any(mark in _typed(error) for mark in _OF_LOST_RANKS)
+
+
+def _typed(error: BaseException | str) -> str:
+    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+
+
+def is_of_signal_handler(error: BaseException) -> bool:
+    """Return whether a handler of a signal raised an error, such as that of DataLoader for a killed worker.
+
+    A handler runs in the midst of any wait, and its error says nothing about other ranks.
+    """
+    handlers = [getattr(each, "func", each) for each in map(getsignal, valid_signals())]
+    codes = {getattr(each, "__code__", getattr(type(each).__call__, "__code__", None)) for each in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 # What every failing ``lockstep`` command returns; Ctrl-C returns 130.

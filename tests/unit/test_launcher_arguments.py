@@ -14,6 +14,10 @@ from lockstep.launcher.cli import UsageError, _notes_on_script_flags, build_pars
         ("--devices 2 s.py --devices 3", "2", False, ["--devices", "3"]),
         ("s.py --devices 2 --devices 3", "2", False, ["--devices", "3"]),
         ("s.py --lr 1 --devices 4", None, False, ["--lr", "1", "--devices", "4"]),
+        ("s.py --r=16 --log=2 --n 4 --s 1 --m=3", None, False, ["--r=16", "--log=2", "--n", "4", "--s", "1", "--m=3"]),
+        ("s.py --adopt=1 --dev 3 -r 2 -t", None, False, ["--adopt=1", "--dev", "3", "-r", "2", "-t"]),
+        ("--devices 2 s.py --log-dir=x --monitor d -h", "2", False, ["--log-dir=x", "--monitor", "d", "-h"]),
+        ("--adopt s.py --adopt --dev=3", None, True, ["--adopt", "--dev=3"]),
         ("--nproc-per-node 2 s.py", "2", False, []),
         ("--nproc_per_node=2 s.py x", "2", False, ["x"]),
     ],
@@ -56,8 +60,10 @@ def test_the_environment_sets_defaults_as_for_torchrun(monkeypatch):
         ("", "the following arguments are required: SCRIPT"),
         ("--foo s.py", "unrecognized arguments: --foo"),
         ("--adpot s.py", "unrecognized arguments: --adpot\nDid you mean --adopt?"),
-        ("--foo --max_restart=3 --nodes 2 s.py", "unrecognized arguments: --foo --nodes\nDid you mean --nnodes?"),
+        ("--foo --max_restarts=3 --nodes 2 s.py", "unrecognized arguments: --foo --nodes\nDid you mean --nnodes?"),
         ("s.py --devices", "argument --devices: expected one argument"),
+        ("--device 4 s.py", "unrecognized arguments: --device\nDid you mean --devices?"),
+        ("--nproc=4 s.py", "unrecognized arguments: --nproc=4"),
         ("--node-rank one s.py", "argument --node-rank: invalid int value: 'one'"),
     ],
 )
@@ -85,3 +91,12 @@ def test_a_flag_after_the_script_that_resembles_ours_is_noted_unless_the_script_
         "s.py is given --adpot; did you mean `lockstep run --adopt s.py`?"
     ]
     assert _notes_on_script_flags(parse_arguments(["-m", "s", "--adpot"])) == []
+
+
+def test_a_flag_after_the_script_that_both_have_is_ours_once_and_is_noted(tmp_path):
+    (tmp_path / "s.py").write_text("parser.add_argument('--devices')")
+    line = [str(tmp_path / "s.py"), "--devices", "2", "--adopt"]
+    assert _notes_on_script_flags(parse_arguments(line)) == [
+        "--devices after s.py, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
+    ]
+    assert _notes_on_script_flags(parse_arguments(["--devices", "2", *line])) == []

@@ -6,11 +6,15 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lockstep import run_folder
+from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
+from lockstep.launcher.bootstrap import record_end
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
     NodeFailure,
@@ -24,7 +28,7 @@ from lockstep.launcher.failure_report import (
     restart_report,
     tidy_crash,
 )
-from lockstep.run_folder import ENDED, FailureRecord
+from lockstep.run_folder import ENDED, RUN_DIR, FailureRecord
 from lockstep.telemetry.resources import Resources
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -168,6 +172,63 @@ def test_report_says_where_the_cause_may_be(num_ranks, num_nodes, where):
         f"Rank 0 failed: {GONE}\nAt /x/train.py:0, on {HOST}, PID 70.\n\n{'rank 1: finished' * (num_ranks - 1)}"
         f"{chr(10) * 2 * (num_ranks - 1)}This error only means that another rank ended: {where}."
     )
+
+
+MISMATCH = "Rank {} in all_reduce on shm: the ranks call different collectives. This rank calls ..."
+UNCONNECTED = (
+    "DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (localhost, 1)."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "last"),
+    [
+        (MISMATCH, ""),
+        ("Rank {} waited 3 s in World.barrier() number 1; missing: rank 1.", ""),
+        (UNCONNECTED, "Look for the rank that is missing; check that all were started with the same MASTER_ADDR and"),
+        ("DistNetworkError: EADDRINUSE", "End it, or choose another port with --master-port; on one machine"),
+    ],
+)
+def test_an_error_of_a_collective_that_is_the_cause_is_not_called_the_end_of_another_rank(message, last):
+    kind = message.partition(": ")[0] if message.startswith("Dist") else "CollectiveError"
+    exits = [raised(rank, message.format(rank), 10 + rank, error_type=kind, trace="") for rank in range(2)]
+    report = failure_report(exits, range(2))
+    assert "another rank ended" not in report
+    assert last in report
+
+
+def test_ranks_that_call_different_collectives_are_the_cause_of_those_that_gave_up_but_not_of_an_error_of_its_own():
+    gave_up = raised(
+        0, "Rank 0 in all_reduce on shm waited for rank 1, which gave up:", 10, error_type="CollectiveError"
+    )
+    differs = raised(1, MISMATCH.format(1), 20, error_type="CollectiveError")
+    error = raised(2, "ValueError: boom", 30)
+    assert first_failure([gave_up, differs]) is differs
+    assert first_failure([gave_up, differs, error]) is error
+
+
+class HandlerObject:
+    def __call__(self, *_):
+        raise RuntimeError("too slow")
+
+
+def handler(*_):
+    raise RuntimeError("too slow")
+
+
+@pytest.mark.parametrize("chosen", [handler, HandlerObject(), partial(handler, 1)])
+def test_the_error_of_a_signal_handler_in_a_wait_is_not_one_of_the_collective(chosen):
+    class Work:
+        def wait(self, _timeout):
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, chosen)
+    try:
+        with pytest.raises(RuntimeError, match=r"^too slow$") as caught:
+            wait_for(Work())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert type(caught.value) is RuntimeError
 
 
 EARLY = """\
@@ -347,3 +408,21 @@ def test_a_script_for_gpus_on_a_machine_without_one(message):
     text = failure_report([ended(0, 1, message=message, error_type=message.partition(":")[0])], range(1))
     assert text.startswith(f"Rank 0 failed: a GPU is needed, but torch finds none here: {message}\n")
     assert text.endswith("or look at `lockstep doctor` for the driver.")
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_exception_behind_an_exit_is_recorded_unless_the_program_hides_it(tmp_path, monkeypatch, shows):
+    for name, value in {RUN_DIR: str(tmp_path), "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run_folder, "_own_name", "1")
+    with pytest.raises(SystemExit) as left:  # as hydra.main does
+        try:
+            raise ValueError("bad label 7 in row 12")
+        except ValueError:
+            if shows:
+                sys.exit(1)
+            raise SystemExit(1) from None
+    record_end(left.value)
+    (record,) = FailureRecord.read_all(tmp_path).values()
+    assert record.message == ("ValueError: bad label 7 in row 12" if shows else "SystemExit: 1")
+    assert record.where.startswith(__file__)

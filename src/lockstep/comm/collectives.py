@@ -24,7 +24,7 @@ from lockstep.comm.process import make_forks_safe
 from lockstep.comm.shm.ops import CommonMemory, Pieces
 from lockstep.comm.shm.process_group import CpuProcessGroup, ShmProcessGroup
 from lockstep.containers import grouped, in_chunks
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
 
 # For the engines. Join, JoinHook and Joinable are torch's protocol for uneven inputs.
 __all__ = ["CommonMemory", "Join", "JoinHook", "Joinable", "Pieces"]
@@ -232,9 +232,9 @@ def _blocking(operation: str, start: Callable[[], Any]) -> Any:
         with counted_wait(operation):
             handle = start()
             return handle.wait() if isinstance(handle, Future) else handle.wait(NO_TIMEOUT)
-    except LockstepError:
-        raise
     except RuntimeError as error:  # errors of Gloo and NCCL name a socket, but no rank
+        if isinstance(error, LockstepError) or is_of_signal_handler(error):
+            raise
         rank = f"Rank {dist.get_rank()}" if is_initialized() else "This rank"
         raise CollectiveError(
             f"{rank}: {operation} failed: {gloo_cause(error)}\n"

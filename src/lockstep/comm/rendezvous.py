@@ -20,7 +20,7 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
-from lockstep.env import RankEnv, is_loopback
+from lockstep.env import AGENT_STORE, RankEnv, is_loopback, meeting_place
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
 
 _RETRY_S = 0.1
@@ -66,9 +66,10 @@ def join_rendezvous(env: RankEnv, timeout_s: float) -> Rendezvous:
     """
     if env.master_addr is None or env.master_port is None:
         return Rendezvous(HashStore(), is_host=False, prefix="lockstep")
-    address = (env.master_addr.strip("[]"), env.master_port)
+    host, port = meeting_place(env.master_addr, env.master_port, env.rank, env.world_size)
+    address = ((host or "").strip("[]"), port)
     prefix = f"lockstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get(AGENT_STORE) == "True":
         store = _connect(env, address, timeout_s, host="The launcher of the first machine")
         prefix = f"{prefix}/{env.world_size}"
         # torchrun's store outlives its workers: the n-th start of this rank belongs to the n-th start of the job. A

@@ -23,10 +23,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
+from multiprocessing import current_process
 from pkgutil import resolve_name
 from types import ModuleType, TracebackType
 
 from lockstep import activity
+from lockstep.env import meeting_place
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
@@ -103,6 +105,8 @@ def main(argv: list[str]) -> None:
     def program() -> None:
         heartbeat.start()
         keep_sockets_in(run_dir)
+        # New interpreters that `multiprocessing` starts import Lockstep with this, so `meeting_place` applies there.
+        current_process()._config["lockstep"] = meeting_place  # type: ignore[attr-defined]
         for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
             resolve_name(name)(*arguments)
         {"script": run_script, "module": run_module, "call": run_call}[mode](target)
@@ -293,6 +297,10 @@ def run_recorded(program: Callable[[], None]) -> None:
 
 def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
     """Write where the program ended, and by which exception, into the run's folder, for the launcher's report."""
+    # hydra, click and many scripts print an exception and call sys.exit: that exception counts.
+    hidden = error.__cause__ or (None if error.__suppress_context__ else error.__context__) if error else None
+    if isinstance(error, SystemExit) and error.code != RESUME_EXIT_CODE and isinstance(hidden, Exception):
+        error = hidden
     # The user's traceback begins with the user's file.
     trace = None if error is None else own_frames_removed(error.__traceback__)
     ended = FailureRecord(

@@ -58,7 +58,8 @@ class _Parser(argparse.ArgumentParser):
       machines that may come and go, with restarts
           lockstep run --nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host0:29500 --max-restarts 3 train.py
 
-    --devices and --adopt may precede or directly follow the script; other arguments after it go to the script.
+    --devices and --adopt may precede or directly follow the script; the first of each is taken. All
+    other arguments after the script go to it. Flags cannot be abbreviated.
     """
 
     def error(self, message: str) -> None:  # type: ignore[override]
@@ -87,6 +88,7 @@ def build_parser() -> _Parser:
         epilog=f"examples:\n{examples}",
         parents=[torchrun],
         add_help=False,  # provided by the parent
+        allow_abbrev=False,  # argparse would also look for abbreviations among the script's flags
     )
     flag = parser.add_argument_group("options").add_argument
     torch_internals.put_last_argparse_group_first(parser)  # ours: most users need these
@@ -134,13 +136,15 @@ def parse_arguments(args: Sequence[str]) -> argparse.Namespace:
     behind = found.training_script_args
     # Some versions of argparse drop the "--" that marks all later arguments as the script's.
     is_kept = len(args) > len(behind) and args[len(args) - len(behind) - 1] == "--"
-    while behind and not is_kept and behind[0].partition("=")[0] in ("--devices", "--adopt"):
-        # REMAINDER took them; a second --devices is the script's own.
+    found.taken = set()
+    while behind and not is_kept and (behind[0] in ("--devices", "--adopt") or behind[0].startswith("--devices=")):
+        # REMAINDER took them; a second one is the script's own.
         takes_value = behind[0] == "--devices"
-        if behind[0].startswith("--devices") and found.nproc_per_node is not None:
+        if found.adopt if behind[0] == "--adopt" else found.nproc_per_node is not None:
             break
         if takes_value and len(behind) < 2:
             parser.error("argument --devices: expected one argument")
+        found.taken.add(behind[0].partition("=")[0])
         flags, behind = behind[: 1 + takes_value], behind[1 + takes_value :]
         parser.parse_args([*flags, found.training_script], namespace=found)
     found.training_script_args = behind
@@ -273,15 +277,21 @@ def _print_choices(args: argparse.Namespace, num_ranks: int, was_chosen: bool) -
 
 
 def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
-    """Return notes on flags after the script that resemble ours and that the script's text does not have."""
+    """Return notes on flags after the script: the script has one that is ours, or not one that resembles ours."""
     flags = dict.fromkeys(word.partition("=")[0] for word in args.training_script_args if word.startswith("--"))
     path = Path(args.training_script)
-    if not flags or not path.is_file():
+    if not (flags or args.taken) or not path.is_file():
         return []
     text, parser = path.read_text("latin-1").replace("-", "_"), build_parser()
+    own = [flag for flag in sorted(args.taken) if re.search(rf"""['"]{flag.replace("-", "_")}['"]""", text)]
+    taken = (
+        f"{{}} after {path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
+    )
     near = {flag: parser.nearest(flag) for flag in flags if flag.strip("-").replace("-", "_") not in text}
     note = f"{path.name} is given {{}}; did you mean `lockstep run {{}} {path.name}`?"
-    return [note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)]
+    return [taken.format(flag) for flag in own] + [
+        note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)
+    ]
 
 
 def _print(args: argparse.Namespace, text: str) -> None:

@@ -18,7 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.errors import OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_a_lost_rank
+from lockstep.errors import (
+    OF_COLLECTIVES,
+    JobHangs,
+    LockstepError,
+    RankFailed,
+    may_tell_of_a_lost_rank,
+    tells_of_a_lost_rank,
+)
 from lockstep.run_folder import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
@@ -190,13 +197,16 @@ def first_failure(exits: list[RankExit]) -> RankExit:
 
 
 def _blame(exit: RankExit) -> tuple[int, int, int]:
-    """Return how likely a rank is the cause: 0 for its own error, 1 if it noticed another's, 2 if it was stopped; when.
+    """Return how likely a rank is the cause; and when it failed.
+
+    0: by its own error. 1: in a collective, to which the ranks may have come differently. 2: it noticed another's end.
+    3: it was stopped.
 
     The time alone is not sufficient: the kernel closes a killed process's connections, which its peers notice at once,
     long before it has released the memory and reports the end.
     """
     # The launcher kills a rank that ignores SIGTERM; a rank with a message failed between the poll and the signal.
-    likely = 2 if _was_only_stopped(exit) else 1 if is_consequence(exit) else 0
+    likely = 3 if _was_only_stopped(exit) else is_consequence(exit) + noticed_an_end(exit)
     return likely, exit.record.time_ns, exit.rank
 
 
@@ -205,8 +215,13 @@ def _was_only_stopped(exit: RankExit) -> bool:
 
 
 def is_consequence(exit: RankExit) -> bool:
-    """Return whether a rank's error only reports that another rank is gone or silent."""
-    return tells_of_a_lost_rank(_typed_message(exit))
+    """Return whether a rank's error may be the consequence of what another rank did."""
+    return may_tell_of_a_lost_rank(_typed_message(exit))
+
+
+def noticed_an_end(exit: RankExit) -> bool:
+    """Return whether a rank's error only reports that another rank is gone."""
+    return is_consequence(exit) and (tells_of_a_lost_rank(_typed_message(exit)) or not exit.record.message)
 
 
 def _typed_message(exit: RankExit) -> str:
@@ -280,7 +295,7 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1, n
         top.append("The program caught the exception and ended normally, while other ranks waited for this one.")
     # If the cause is not known here, a hint about the consequence would mislead.
     hint, elsewhere = hint_for(record.message), ""
-    if is_consequence(first):
+    if noticed_an_end(first):
         failed = {exit.rank for exit in exits if not exit.is_normal}
         finished = [rank for rank in ranks if rank not in failed]
         where = [f"{format_ranks(finished)} finished while others waited"] if finished else []
@@ -400,7 +415,7 @@ unhandled cuda error | ncclUnhandledCudaError
 Watchdog caught collective operation timeout | mismatch between collectives | op.preamble.length
     The ranks did not all call the same collective with the same shapes: one was skipped, or stuck elsewhere.
     Look for code under `if rank == 0`, and for shapes that depend on a rank's own data.
-Socket Timeout | wait timeout after | Timed out waiting | Timed out after
+Socket Timeout | wait timeout after | Timed out waiting | Timed out after | socket has timed out
     A rank or the store did not answer in time: it never started, has died, or is stuck.
     Look for the rank that is missing; check that all were started with the same MASTER_ADDR and MASTER_PORT.
 no socket interface found | Unable to find interface | Unable to find address for

@@ -35,6 +35,7 @@ from lockstep.activity import format_ranks, one_line
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
+from lockstep.env import AGENT_STORE, LAUNCHER_STORE
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, Stopped
 from lockstep.launcher import bootstrap
 from lockstep.launcher.failure_report import (
@@ -454,9 +455,11 @@ class _Agent(LocalElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": self.num_restarts,
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            AGENT_STORE: spec.rdzv_handler.use_agent_store,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
+        if spec.rdzv_handler.use_agent_store:
+            of_all[LAUNCHER_STORE] = f"{worker_group.master_addr}:{worker_group.master_port}"
         if self._joins is not None:
             of_all[JOINS] = 1
         envs: dict[int, dict[str, str]] = {}

@@ -58,7 +58,7 @@ from lockstep.comm.collectives import Group, Work, cpu_group, is_native, wait_fo
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels, start_exchange
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_compressible
 from lockstep.parallel.flat import cut_views
@@ -370,9 +370,9 @@ class _Peers:
         for peer, work in self._works:
             try:
                 collectives.wait_for_transfer(work, self._group)
-            except LockstepError:
-                raise
             except RuntimeError as error:
+                if isinstance(error, LockstepError) or is_of_signal_handler(error):
+                    raise
                 raise CollectiveError(
                     f"the exchange of compressed numbers with rank {peer} of the group failed: {gloo_cause(error)}"
                 ) from error

@@ -1,4 +1,7 @@
-"""The backend ``shm``. This module registers it with torch.distributed, without importing torch before it is needed."""
+"""The backend ``shm``. This module registers it with torch.distributed, without importing torch before it is needed.
+
+It also makes torch's process groups meet where `lockstep.env.meeting_place` says.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,18 @@ _C10D = "torch.distributed.distributed_c10d"
 def register_when_needed() -> None:
     """Register now if torch.distributed is imported, else as soon as it has been imported."""
     if _C10D in sys.modules:
-        _register(sys.modules[_C10D].Backend)
+        _register(sys.modules[_C10D])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
-def _register(backend: Any) -> None:
+def _register(c10d: Any) -> None:
     """Register ``shm`` as a c10d backend for CPU tensors; again has no effect."""
-    if "shm" not in backend.backend_list:
-        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+    if "shm" not in c10d.Backend.backend_list:
+        c10d.Backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+        from lockstep.env import meeting_there
+
+        c10d.rendezvous = meeting_there(c10d.rendezvous)
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
@@ -45,7 +51,7 @@ class _Finder(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register(module.Backend)  # torch.distributed itself is not complete yet
+            _register(module)  # torch.distributed itself is not complete yet
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader only
         return spec

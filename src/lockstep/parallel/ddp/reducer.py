@@ -22,7 +22,13 @@ from lockstep import activity
 from lockstep.accelerator import is_capturing
 from lockstep.comm.collectives import Group, all_reduce, cpu_group, in_backward_hooks, is_native
 from lockstep.containers import hook_tensors
-from lockstep.errors import CollectiveError, ConfigurationError, LockstepError
+from lockstep.errors import (
+    CollectiveError,
+    ConfigurationError,
+    LockstepError,
+    is_of_signal_handler,
+    tells_of_a_lost_rank,
+)
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
@@ -620,10 +626,13 @@ class Reducer:
         except ConfigurationError:  # an error of the caller, not of the reduction
             raise
         except RuntimeError as error:
+            if is_of_signal_handler(error):
+                raise
             raise CollectiveError(
                 f"Rank {self._group.rank()}: the gradient reduction of bucket {bucket.position} "
-                f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}\n"
-                "Another rank probably ended or ran no backward; look at the first error of the job."
+                f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}"
+                + "\nAnother rank probably ended or ran no backward; look at the first error of the job."
+                * tells_of_a_lost_rank(error)
             ) from error
         finally:
             activity.now.bucket = None
