@@ -423,9 +423,10 @@ class Reducer:
             f"{self.bucket_set.names[min(local)]}.\nRun the last forward and backward before a step outside of "
             "no_sync(), and not through .module."
         )
-        if self._accumulates_steps and num_calls() == self._num_calls:
+        may_be_averaged = num_calls() != self._num_calls  # by the script
+        if self._accumulates_steps and not may_be_averaged:
             raise ConfigurationError(message)
-        if not self._has_warned:
+        if not self._has_warned and (self._accumulates_steps or not may_be_averaged):
             self._has_warned = True
             warnings.warn(message, stacklevel=2)
 
