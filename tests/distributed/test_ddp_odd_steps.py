@@ -289,7 +289,7 @@ def refused_steps(world):
         "layers.a.weight.\nRun the last forward and backward before a step outside of no_sync(), and not through "
         ".module."
     )
-    world.all_reduce(torch.zeros(1))
+    torch.distributed.all_reduce(torch.zeros(1))
     with pytest.warns(UserWarning, match="not averaged over the ranks"):  # the script may have averaged them
         optimizer.step()
     model.zero_grad()
@@ -303,12 +303,12 @@ def own_averages(world):
     model, _ = usual_steps(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, mine = inputs(world, 0)
-    for step in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
         with model.no_sync():
             model(mine).sum().backward()
         for parameter in model.parameters():
-            world.all_reduce(parameter.grad)
+            torch.distributed.all_reduce(parameter.grad)
         optimizer.step()
 
 
@@ -319,7 +319,7 @@ def a_step_apart(world):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, mine = inputs(world, 0)
         with pytest.raises(lockstep.errors.ConfigurationError, match="The ranks are not in the same step"):
-            for step in range(4):
+            for _ in range(4):
                 for _ in range(1 + (extra and step == 2 and world.rank == 0)):
                     loss = model(mine).sum()
                     if step != 2 or extra or world.rank:
@@ -332,9 +332,9 @@ def calls_in_join(world):
     model = lockstep.DistributedDataParallel(nn.Sequential(Branches(), nn.BatchNorm1d(6, dtype=torch.float64)))
     _, mine = inputs(world, 0)
     with model.join():
-        for step in range(2 + 2 * world.rank):
+        for _ in range(2 + 2 * world.rank):
             model.zero_grad()
-            outputs = [model(mine) for _ in range(1 + world.rank)]
+            outputs = [model(mine) for _call in range(1 + world.rank)]
             sum(output.square().mean() for output in outputs).backward()
     assert model.module[1].num_batches_tracked == 8  # of the last rank that had data
 
