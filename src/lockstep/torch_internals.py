@@ -66,7 +66,7 @@ current_graph_task_id: Callable[[], int] = _now(
     "torch._C._current_graph_task_id", "distributed backwards raise an error.", _refuse
 )
 
-_will_execute = _late(
+_will_execute: Callable[[Any], bool] = _now(
     "torch._C._will_engine_execute_node", "autograd.grad() through DDP counts as a backward.", lambda _node: True
 )
 
@@ -77,7 +77,7 @@ def will_execute(node: Any) -> bool:
     Without the function: True. So also outside of the engine, as in compiled autograd.
     """
     try:
-        return bool(_will_execute()(node))
+        return _will_execute(node)
     except RuntimeError as error:
         return "autograd.grad" not in str(error)
 
