@@ -9,6 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from operator import is_not
 from typing import Any, TypeVar
 
@@ -94,11 +95,14 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         yield from find_tensors(item)
 
 
-def hook_tensors(value: Any, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Make autograd call ``hook`` with the gradient of each tensor in ``value``, in every backward through it."""
+def hook_tensors(value: Any, hook: Callable[[Any, Tensor], Tensor | None]) -> None:
+    """Make autograd call ``hook`` for each tensor in ``value``, in every backward through it.
+
+    Its arguments are the ``next_functions`` of the tensor's ``grad_fn``, and the gradient.
+    """
     for tensor in find_tensors(value):
         if tensor.grad_fn is not None:  # a hook on a leaf would be permanent
-            tensor.register_hook(hook)
+            tensor.register_hook(partial(hook, tensor.grad_fn.next_functions))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None) -> Any:

@@ -66,6 +66,22 @@ current_graph_task_id: Callable[[], int] = _now(
     "torch._C._current_graph_task_id", "distributed backwards raise an error.", _refuse
 )
 
+_will_execute: Callable[[Any], bool] = _now(
+    "torch._C._will_engine_execute_node", "autograd.grad() through DDP counts as a backward.", lambda _node: True
+)
+
+
+def will_execute(node: Any) -> bool:
+    """Return whether the running backward calls a node of the graph; False for a leaf of ``autograd.grad``.
+
+    Without the function: True. So also outside of the engine, as in compiled autograd.
+    """
+    try:
+        return _will_execute(node)
+    except RuntimeError as error:
+        return "autograd.grad" not in str(error)
+
+
 # In this context, tensors change without a new version, so autograd does not refuse those that it saved.
 unsafe_preserve_version_counter: Callable[[tuple[Tensor, ...]], Any] = _now(
     "torch.autograd._unsafe_preserve_version_counter",

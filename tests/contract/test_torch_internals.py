@@ -72,6 +72,19 @@ def test_backward_has_a_number_and_calls_back_at_its_end():
     assert internals.current_graph_task_id() == -1
 
 
+def test_a_backward_tells_which_nodes_it_calls():
+    weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+    output = weight * x
+    nodes = [node for node, _ in output.grad_fn.next_functions]
+    output.register_hook(lambda _: seen.append([internals.will_execute(node) for node in nodes]))
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    output.sum().backward(inputs=[x], retain_graph=True)
+    output.sum().backward()
+    assert seen == [[False, False], [False, True], [True, True]]
+    assert internals.will_execute(nodes[0])  # outside of a backward
+
+
 def test_versions_of_tensors():
     tensor = torch.ones(2)
     before = internals.version_of(tensor)

@@ -190,9 +190,40 @@ def failed_backward(world):
         one_step(world, model, oracle, step)
 
 
+def gradients_of_inputs(world):
+    """`autograd.grad` exchanges nothing, whatever it asks for, and a penalty of its result is averaged."""
+    model, oracle = usual_steps(world)
+    for step in range(3):
+        whole, mine = inputs(world, step)
+        for _ in range(1 + (world.rank + step) % 2):
+            x = mine.clone().requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+            torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            model(x).sum().backward(inputs=[x])
+        for each, x in ((model, mine), (oracle, whole)):
+            each.zero_grad()
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+            (slope.square().mean() if step == 1 else slope.square().mean() + each(x).mean()).backward()
+        assert_gradients_equal(model.module, oracle)
+
+
+def a_loss_that_is_a_leaf(world):
+    """As in `fit`, where the wrapped module returns the loss: such a loss counts, with no gradient."""
+    layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    layer.forward = lambda x: x.sum().detach().requires_grad_() if world.rank else (x * layer.weight).sum()
+    model = lockstep.DistributedDataParallel(layer)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(3, 2, dtype=torch.float64)).backward()
+        assert layer.weight.grad.tolist() == [[1.5, 1.5]]
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
+        gradients_of_inputs,
+        a_loss_that_is_a_leaf,
         zeroed_in_place,
         several_backwards,
         other_paths,
@@ -357,3 +388,75 @@ def test_a_model_that_was_converted_after_wrapping_is_an_error_on_every_rank(ran
         )
 
     ranks(2)(run)
+
+
+def refused_steps(world):
+    model, _ = usual_steps(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, mine = inputs(world, 0)
+    with model.no_sync():
+        model(mine).sum().backward()
+    model(mine).sum().backward()
+    optimizer.step()  # the last of this window was averaged, that of the next is not
+    with model.no_sync():
+        model(mine).sum().backward()
+    with pytest.raises(lockstep.errors.ConfigurationError) as caught:
+        optimizer.step()
+    assert str(caught.value) == (
+        f"Rank {world.rank}: SGD.step() uses gradients that were not averaged over the ranks, first that of parameter "
+        "layers.a.weight.\nRun the last forward and backward before a step outside of no_sync(), and not through "
+        ".module."
+    )
+    torch.distributed.all_reduce(torch.zeros(1))
+    with pytest.warns(UserWarning, match="not averaged over the ranks"):  # the script may have averaged them
+        optimizer.step()
+    model.zero_grad()
+    model.module.layers["d"].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(lockstep.errors.ConfigurationError, match="leave it to model"):
+        model(mine).sum().backward()
+
+
+def own_averages(world):
+    """A script that averages gradients or parameters itself may step with its own gradients."""
+    model, _ = usual_steps(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, mine = inputs(world, 0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(mine).sum().backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+def a_step_apart(world):
+    """One rank runs a backward more, or none before its optimizer steps."""
+    for extra in range(2):
+        model, _ = usual_steps(world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, mine = inputs(world, 0)
+        with pytest.raises(lockstep.errors.ConfigurationError, match="The ranks are not in the same step"):
+            for step in range(4):
+                for _ in range(1 + (extra and step == 2 and world.rank == 0)):
+                    loss = model(mine).sum()
+                    if step != 2 or extra or world.rank:
+                        loss.backward()
+                optimizer.step()
+
+
+def calls_in_join(world):
+    """A rank without data takes part in a step, however often the others call the model in it."""
+    model = lockstep.DistributedDataParallel(nn.Sequential(Branches(), nn.BatchNorm1d(6, dtype=torch.float64)))
+    _, mine = inputs(world, 0)
+    with model.join():
+        for _ in range(2 + 2 * world.rank):
+            model.zero_grad()
+            outputs = [model(mine) for _call in range(1 + world.rank)]
+            sum(output.square().mean() for output in outputs).backward()
+    assert model.module[1].num_batches_tracked == 8  # of the last rank that had data
+
+
+@pytest.mark.parametrize("scenario", [own_averages, calls_in_join, refused_steps, a_step_apart])
+def test_steps_of_optimizers_and_ranks_without_data(ranks, scenario):
+    ranks(2)(scenario)

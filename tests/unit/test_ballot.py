@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.weighting import check_weight, encode_message, refuse_missing
+from lockstep.parallel.ddp.weighting import check_weight, encode_message, refuse_apart, refuse_missing
 
 
-@pytest.mark.parametrize(("world_size", "length"), [(8, 4), (9, 5)])
-def test_a_message_is_a_weight_two_flags_and_one_number_per_eight_ranks(world_size, length):
+@pytest.mark.parametrize(("world_size", "length"), [(8, 6), (9, 9)])
+def test_a_message_is_a_weight_two_flags_and_three_numbers_per_eight_ranks(world_size, length):
     assert encode_message(0, world_size, 2.5, is_weighed=True) == [2.5, 1.0] + [0.0] * (length - 2)
     last = encode_message(world_size - 1, world_size, is_missing=True)
-    assert last == [0.0] * (length - 1) + [float(2 ** ((world_size - 1) % 8))]
+    assert last == [0.0] * (length - 3) + [float(2 ** ((world_size - 1) % 8)), 0.0, 0.0]
 
 
 def add_up(missing, world_size, dtype):
@@ -43,6 +43,28 @@ def test_the_sum_names_the_ranks_in_every_dtype(dtype, missing, text):
 def test_weights_from_all_ranks_or_from_none_are_right():
     refuse_missing(add_up((), 300, torch.bfloat16))
     refuse_missing(add_up(range(300), 300, torch.bfloat16))
+
+
+def add_updates(updates, dtype):
+    messages = [encode_message(rank, len(updates), num_updates=each) for rank, each in enumerate(updates)]
+    total = torch.zeros(len(messages[0]), dtype=dtype)
+    for message in messages:
+        total += torch.tensor(message, dtype=dtype)
+    return total.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_the_sum_names_the_ranks_that_are_a_step_apart(dtype):
+    for updates in ([1] * 300, [2] * 300, [0] * 10, [None] * 3, [1, None, 1]):
+        refuse_apart(add_updates(updates, dtype))
+    with pytest.raises(ConfigurationError) as caught:
+        refuse_apart(add_updates([0, 2, *[None] * 8, 1, 5], dtype))
+    assert str(caught.value) == (
+        "The ranks are not in the same step: since the gradients were averaged last, the optimizer has stepped not at "
+        "all on rank 0; once on rank 10; more than once on rank 1, 11.\nA rank has run a backward more or less than "
+        "the others. Every step needs one on every rank, from a loss that depends on the output of the model: for a "
+        "batch without a target, output.sum() * 0."
+    )
 
 
 @pytest.mark.parametrize("weight", [0, 2.5, True, np.float32(2.5), torch.tensor(3), torch.tensor(2.5)])

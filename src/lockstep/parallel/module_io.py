@@ -22,7 +22,7 @@ def move_to(value: Any, device: torch.device) -> Any:
 
 
 class _Anchor(torch.autograd.Function):
-    """Returns a tensor unchanged, but requiring a gradient, which is then dropped."""
+    """Returns a tensor unchanged, but with a gradient function."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -30,13 +30,13 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None
+        return None, *gradients
 
 
 def anchor_tensors(value: Any) -> Any:
-    """Return ``value`` with floating-point tensors that can start a backward."""
-    # A rank whose forward used no parameter must still take part in the reduction. Without an anchor, its loss has no
-    # gradient function. With an anchor, ``loss.backward()`` works, gives no gradient, and the reducer notices it.
+    """Return ``value`` with floating-point tensors that have a gradient function."""
+    # A rank whose forward used no parameter must still take part in the reduction. Without an anchor, its loss is a
+    # constant or a leaf. With an anchor, ``loss.backward()`` works, gives no gradient, and the reducer notices it.
 
     def anchor(part: Any) -> Any:
         if isinstance(part, PackedSequence):

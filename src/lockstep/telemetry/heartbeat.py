@@ -132,7 +132,7 @@ class Heartbeat:
         if bucket := activity.now.bucket:
             content["collective"] = f"all_reduce of bucket {bucket[0]} ({name_of_bucket(bucket[1])})"
         # With the last instruction, a loop on one line counts as moving.
-        state, calls, now_s = self._state, _num_calls(), time.monotonic()
+        state, calls, now_s = self._state, num_calls(), time.monotonic()
         place = (*content.values(), calls, frame.f_lasti if frame else 0)
         if place != self._place:
             self._place = place
@@ -192,7 +192,7 @@ def has_joined() -> bool:
     """Return whether this process is, or was, in a process group of torch, or uses another library for that."""
     # `init_process_group` leaves its hook behind; a program may replace it, so the groups that live count as well.
     by_hook = getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d"
-    return by_hook or _num_calls() > 0 or bool(_process_groups()) or any(map(imported, _OTHER_LIBRARIES))
+    return by_hook or num_calls() > 0 or bool(_process_groups()) or any(map(imported, _OTHER_LIBRARIES))
 
 
 def end_stopped_children() -> None:
@@ -212,7 +212,7 @@ def _process_groups() -> list[Any]:
     return []
 
 
-def _num_calls() -> int:
+def num_calls() -> int:
     """Return how many collectives this process has called, as far as its process groups count them."""
     return activity.now.num_calls + sum(int(internals().sequence_number(group)) for group in _process_groups())
 

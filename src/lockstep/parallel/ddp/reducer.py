@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -16,7 +17,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
@@ -30,11 +33,12 @@ from lockstep.errors import (
     tells_of_a_lost_rank,
 )
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.ddp.buckets import Bucket, BucketSet
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet, requires_grad
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.weighting import Weights, check_weight
+from lockstep.parallel.ddp.weighting import Weights, all_zero, check_weight
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
+from lockstep.telemetry.heartbeat import num_calls
+from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback, will_execute
 
 
 class Event(Enum):
@@ -95,6 +99,13 @@ class Step:
 
 _missing_in = attrgetter("missing")
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_update_hooks: list[Any] = []  # of all optimizers, once in a process
+
+
+@keep_out_of_graphs
+def _before_update(optimizer: Optimizer, *_: Any) -> None:
+    for reducer in live_reducers():
+        reducer.before_update(optimizer)
 
 
 def live_reducers() -> list[Reducer]:
@@ -109,7 +120,8 @@ class Reducer:
     ``forward`` hooks the tensors it returns. The first such hook that autograd runs opens the step. At that moment
     autograd is in the outermost graph task, so a callback queued there runs when the whole backward is over, even if
     reentrant checkpointing starts nested backwards. That callback closes the step. So each backward through an output
-    of the wrapper is one synchronised step, however many there are. Outputs that we cannot find have no hooks: for
+    of the wrapper is one synchronised step, however many there are, unless it runs for ``autograd.grad`` and adds to no
+    gradient of ours (`_accumulates`). Outputs that we cannot find have no hooks: for
     these, the forward arms the reducer, and the first gradient opens the step.
 
     [Note: when a bucket is launched]
@@ -176,6 +188,8 @@ class Reducer:
         is_alone: Whether the group has one rank only.
         has_run: Whether there was a forward.
         num_forwards: Number of forwards with a synchronised backward.
+        num_steps: Number of synchronised backwards that have begun.
+        only_step: The number of the one that ranks without data take part in now; None: they all have data.
         num_buckets_reduced: In the last step.
     """
 
@@ -189,7 +203,8 @@ class Reducer:
         self.finishes_early = False
         self.post_backward: list[Future[Any]] = []
         self.has_run = False
-        self.num_forwards = self.num_buckets_reduced = 0
+        self.num_forwards = self.num_steps = self.num_buckets_reduced = 0
+        self.only_step: int | None = None
         self.is_alone = group.size() == 1
         self._group = group
         self._skip_unused_buckets = skip_unused_buckets
@@ -199,6 +214,11 @@ class Reducer:
         # first gradient does. Otherwise gradients stay on this rank (no_sync, the bare module).
         self._is_armed = False
         self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
+        self._num_forwards_updated = 0  # before the last optimizer step
+        self._num_calls = 0  # of collectives, before the last forward without a synchronised backward
+        # Whether a step with gradients of this rank alone is an error: if the script accumulates gradients. Others may
+        # average parameters instead, and are only warned, once.
+        self._accumulates_steps = self._has_warned = False
         self._finishing_stream: torch.Stream | None = None
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
@@ -254,6 +274,8 @@ class Reducer:
                 self._hook_dicts.append(self._hooks[-1].hooks_dict_ref())
                 parameter.requires_grad_(requires_grad)
             self._watch(range(len(self._hooks)))
+            if not _update_hooks:
+                _update_hooks.append(register_optimizer_step_pre_hook(_before_update))
             weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def _watch(self, indices: Iterable[int]) -> None:
@@ -315,6 +337,9 @@ class Reducer:
                 _remove(in_backward_hooks(parameter))
         if will_sync:
             self.num_forwards += 1
+            self._accumulates_steps |= bool(self._used or self._inbox) and not self._has_warned
+        else:
+            self._num_calls = num_calls()
 
     def begin_alone(self) -> bool:
         """Record a forward on a single rank; return False, and do nothing, if its gradients are watched."""
@@ -355,7 +380,61 @@ class Reducer:
     def expect_accumulation(self, output: Any) -> None:
         """Record a forward without a synchronised backward, and its output."""
         if self.weights.window is not None or self.weights.shares_batch:  # else there is nothing to do before gradients
-            hook_tensors(output, partial(self._on_output, accumulates=True))
+            hook_tensors(output, partial(self._on_output, is_local=True))
+
+    # --- the optimizer ------------------------------------------------------------------------------------------------
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet.
+
+        Raises:
+            ConfigurationError: They are not, and it is not likely that the script has averaged them itself.
+        """
+        indices = [
+            self._index_of[id(each)]
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if id(each) in self._index_of
+        ]
+        if not indices or self.is_alone:
+            return
+        step, name = self._step, f"Rank {self._group.rank()}: {type(optimizer).__name__}.step()"
+        if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
+            finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []
+            early = [index for index in indices if self.bucket_set.position_of[index] not in finished]
+            if early:
+                raise ConfigurationError(
+                    f"{name} was called within backward, before the gradient of parameter "
+                    f"{self.bucket_set.names[early[0]]} was averaged over the ranks.\n"
+                    "Call it after backward, or leave it to model.overlap_optimizer(optimizer)."
+                )
+        if step is not None:  # an optimizer in backward
+            return
+        if (self._used or self._inbox) and not self._sharers:  # another wrapper may have averaged them
+            self._refuse_local(indices, name)
+        updates = self.weights.num_updates
+        # Only the first of several optimizers counts.
+        if updates == 0 or (updates is not None and self.num_forwards > self._num_forwards_updated):
+            self.weights.num_updates = updates + 1
+        self._num_forwards_updated = self.num_forwards
+
+    def _refuse_local(self, indices: Iterable[int], name: str) -> None:
+        """Raise an error, or warn, if an optimizer steps with gradients that stayed on this rank."""
+        self._used.update(self._drain())
+        local = {index: self.bucket_set.parameters[index].grad for index in indices if index in self._used}
+        if all_zero(gradient for gradient in local.values() if gradient is not None):
+            return
+        message = (
+            f"{name} uses gradients that were not averaged over the ranks, first that of parameter "
+            f"{self.bucket_set.names[min(local)]}.\nRun the last forward and backward before a step outside of "
+            "no_sync(), and not through .module."
+        )
+        may_be_averaged = num_calls() != self._num_calls  # by the script
+        if self._accumulates_steps and not may_be_averaged:
+            raise ConfigurationError(message)
+        if not self._has_warned and (self._accumulates_steps or not may_be_averaged):
+            self._has_warned = True
+            warnings.warn(message, stacklevel=2)
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 
@@ -365,14 +444,39 @@ class Reducer:
         return self._step is not None and self._step.callback() is not None
 
     @keep_out_of_graphs
-    def _on_output(self, gradient: Tensor, *, accumulates: bool = False) -> Tensor | None:
+    def _on_output(self, functions: Any, gradient: Tensor, *, is_local: bool = False) -> Tensor | None:
         window = self.weights.window
         with self._lock:
-            if not self.is_collecting and not accumulates:
+            if self.is_collecting or not self._accumulates(functions):
+                pass
+            elif not is_local:
                 self._open_step()
-            elif not self.is_collecting and window is not None:
+            elif window is not None:
                 window.begin_backward(self._used, accumulates=True)
+        if torch.is_grad_enabled():  # a backward through its graph may reach no output, and any of the parameters
+            self._watch(range(len(self._hooks)))
         return None if window is None else window.masked(gradient)
+
+    def _accumulates(self, functions: Any) -> bool:
+        """Return whether the running backward may add to a gradient of ours: ``autograd.grad`` does not.
+
+        Args:
+            functions: The first nodes that it reaches below an output.
+        """
+        reached = dict.fromkeys(functions)
+        queue = list(reached)
+        for node, _ in queue:
+            if node is None:
+                continue
+            if not will_execute(node):  # it runs for ``autograd.grad``, or ``backward(inputs=...)``
+                trained = filter(requires_grad, self.bucket_set.parameters)
+                return any(will_execute(get_gradient_edge(parameter).node) for parameter in trained)
+            if id(getattr(node, "variable", None)) in self._index_of:
+                return True
+            new = dict.fromkeys(each for each in node.next_functions if each not in reached)
+            reached |= new
+            queue += new
+        return True  # this rank's part of the model has no parameters, but other ranks' may have some
 
     def _open_step(self, arrived: int | None = None) -> None:
         """Begin a synchronised step, in autograd's thread.
@@ -389,6 +493,12 @@ class Reducer:
             )
         if self._step is not None:
             self._abandon_step()
+        if self.only_step not in (None, self.num_steps):
+            raise ConfigurationError(
+                f"Rank {self._group.rank()}: a second synchronised backward after one forward in join(), while other "
+                "ranks have no data.\nRun all forwards and one backward, of the sum of the losses, in each step."
+            )
+        self.num_steps += 1
         self._used.update(self._drain())
         # A bound method is a new object each time. Only autograd will hold this one, and drops it if backward fails.
         close = self._close_step
@@ -537,6 +647,7 @@ class Reducer:
                     if step.is_opened_by_output and self.weights.window is None:
                         self._watch_last(step.arrived)
                 self._used = set()
+                self.weights.num_updates = 0
                 self.num_buckets_reduced = len(step.in_flight)
                 self._notify(Event.CLOSED)
                 self._drop_step()
@@ -701,7 +812,7 @@ class Reducer:
             self._wait_for(bucket)
         if not self.bucket_set.is_rebuilt:
             self.bucket_set.rebuild([], group=self._group)
-        self._used = used
+        self._used, self.weights.num_updates = used, None
 
     # --- a step ends ------------------------------------------------------------------------------------------------
 

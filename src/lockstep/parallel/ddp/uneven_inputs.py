@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +177,7 @@ class SyncLayerShadow:
             self._phase = _Phase.CLOSED
 
     @keep_out_of_graphs
-    def on_local_backward(self, _gradient: Tensor) -> None:
+    def on_local_backward(self, _functions: Any, _gradient: Tensor) -> None:
         """Make backward end like a synchronised one; a hook of the output of forward."""
         queue_callback(self.end_backward)  # a second time it does nothing
 

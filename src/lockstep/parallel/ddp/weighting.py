@@ -18,6 +18,7 @@ from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 from lockstep.torch_internals import version_of
 
 _RANKS_PER_NUMBER = 8
+USUAL_UPDATES = 1  # the optimizer steps between two reductions
 # The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
 
@@ -41,7 +42,13 @@ def check_weight(weight: Any) -> float:
 
 
 def encode_message(
-    rank: int, world_size: int, weight: float = 0.0, *, is_weighed: bool = False, is_missing: bool = False
+    rank: int,
+    world_size: int,
+    weight: float = 0.0,
+    *,
+    is_weighed: bool = False,
+    is_missing: bool = False,
+    num_updates: int | None = None,
 ) -> list[float]:
     """Return the message that a rank sends at the end of a step; see [Note: weight messages].
 
@@ -51,11 +58,40 @@ def encode_message(
         weight: The total weight of its micro-batches.
         is_weighed: Whether it gave a weight.
         is_missing: Whether it gave none for some of them.
+        num_updates: How many times its optimizer has stepped since the last reduction; None: not known.
     """
-    missing = [0.0] * -(-world_size // _RANKS_PER_NUMBER)
+    ranks = [0.0] * (3 * -(-world_size // _RANKS_PER_NUMBER))
+    place, bit = 3 * (rank // _RANKS_PER_NUMBER), rank % _RANKS_PER_NUMBER
     if is_missing:
-        missing[rank // _RANKS_PER_NUMBER] = float(2 ** (rank % _RANKS_PER_NUMBER))
-    return [weight, float(is_weighed), 0.0, *missing]
+        ranks[place] = float(2**bit)
+    if num_updates is not None:
+        ranks[place + 1 + bit // 4] = float((1 + min(num_updates, 2)) * 4 ** (bit % 4))
+    return [weight, float(is_weighed), 0.0, *ranks]
+
+
+def refuse_apart(sums: Sequence[float]) -> None:
+    """Refuse a reduction of ranks that are not in the same step.
+
+    Args:
+        sums: Of all ranks' messages.
+
+    Raises:
+        ConfigurationError: Since the last reduction, the optimizers of the ranks have stepped unequally often.
+    """
+    halves = [int(each) for pair in zip(sums[4::3], sums[5::3], strict=True) for each in pair]
+    ranks: dict[int, list[str]] = {}
+    for place, half in enumerate(halves):
+        for bit in range(4):
+            if known := half >> 2 * bit & 3:
+                ranks.setdefault(known - 1, []).append(str(4 * place + bit))
+    if len(ranks) > 1:
+        times = ["not at all", "once", "more than once"]
+        who = "; ".join(f"{times[each]} on rank {', '.join(ranks[each])}" for each in sorted(ranks))
+        raise ConfigurationError(
+            "The ranks are not in the same step: since the gradients were averaged last, the optimizer has stepped "
+            f"{who}.\nA rank has run a backward more or less than the others. Every step needs one on every rank, from "
+            "a loss that depends on the output of the model: for a batch without a target, output.sum() * 0."
+        )
 
 
 def refuse_missing(sums: Sequence[float]) -> None:
@@ -67,7 +103,7 @@ def refuse_missing(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Some ranks gave weights, and some omitted one; names the latter.
     """
-    _, num_weighed, _, *masks = sums
+    num_weighed, masks = sums[1], sums[3::3]
     if num_weighed and any(masks):
         bits = product(enumerate(masks), range(_RANKS_PER_NUMBER))
         missing = [str(_RANKS_PER_NUMBER * place + bit) for (place, mask), bit in bits if int(mask) >> bit & 1]
@@ -300,11 +336,13 @@ class Weights:
     [Note: weight messages]
     A weight message is a few numbers that are summed together with the gradients, at the end of each bucket's tail:
 
-        [weight, 1 if this rank gave one, 1 if it lacks gradients, missing ranks 0-7, missing ranks 8-15, ...]
+        [weight, 1 if this rank gave one, 1 if it lacks gradients, three numbers for ranks 0-7, three for 8-15, ...]
 
-    If rank r gave no weight for some of its micro-batches, it adds 2**(r mod 8) to the number of its eight ranks. Sums
-    of different powers below 2**8 are exact in every dtype, including bfloat16, so the sum identifies the ranks. A rank
-    without data (in ``join()``) sends zeros: it neither gave a weight nor omitted one. For the third number see
+    If rank r gave no weight for some of its micro-batches, it adds 2**(r mod 8) to the first number of its eight ranks.
+    The others, for four ranks each, say how far it is: twice or more, once, or not at all did its optimizer step since
+    the last reduction, as 3, 2 or 1 times 4**(r mod 4). Sums below 2**8 are exact in every dtype, including bfloat16,
+    so they identify the ranks. A rank without data (in ``join()``) sends zeros: it neither gave a weight nor omitted
+    one, and its step is not known. For the third number see
     [Note: parameters without a gradient] in reducer.py.
 
     Only one tail is read, that of a bucket in the widest dtype, which is the same bucket on all ranks. float16 and
@@ -330,6 +368,7 @@ class Weights:
         shares_batch: See `AccumulationWindow`.
         lacks_gradients: Whether parameters had no gradient in the last step of this rank, if it uses a device.
         some_lack: Whether this held on some rank, by the last sums that were read; equal on all ranks.
+        num_updates: How many times the optimizer has stepped since the last reduction; None: not known.
         encode: Returns a message of this rank; without arguments that of a rank without data.
     """
 
@@ -340,7 +379,7 @@ class Weights:
         self.shares_batch = False
         self._group, self._world_size = group, group.size()
         self.encode = partial(encode_message, group.rank(), group.size())
-        self._usual_message = self.encode(is_missing=True)
+        self.num_updates: int | None = None
         self.lacks_gradients = self.some_lack = False
         self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
         self._typical = 1.0
@@ -363,13 +402,15 @@ class Weights:
 
     def message(self) -> list[float]:
         """Return the message that this rank sends at the end of a step."""
-        window = self.window
+        window, is_captured = self.window, is_capturing(self.device)
+        num_updates = USUAL_UPDATES if is_captured else self.num_updates
         if window is None:
-            message = self._usual_message[:]
+            message = self.encode(is_missing=True, num_updates=num_updates)
         else:
             is_missing = window.has_unweighed or not window.is_weighed
-            message = self.encode(window.total / self._typical, is_weighed=window.is_weighed, is_missing=is_missing)
-        message[2] = float(self.lacks_gradients and not is_capturing(self.device))
+            weight, is_weighed = window.total / self._typical, window.is_weighed
+            message = self.encode(weight, is_weighed=is_weighed, is_missing=is_missing, num_updates=num_updates)
+        message[2] = float(self.lacks_gradients and not is_captured)
         return message
 
     def _uploaded_message(self) -> Tensor:
@@ -389,7 +430,8 @@ class Weights:
         window = self.window
         if window is None or not window.is_weighed:
             factor = 1.0 if divisor is None else 1.0 / divisor
-            return GradientScale(factor, factor, self._uploaded_message() if self.lacks_gradients else None)
+            is_usual = not self.lacks_gradients and self.num_updates == USUAL_UPDATES
+            return GradientScale(factor, factor, None if is_usual else self._uploaded_message())
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
         return GradientScale(window.unit / scale, window.total / scale, self._uploaded_message())
@@ -479,6 +521,7 @@ class Weights:
         weight, num_weighed, num_lacking = sums[:3]
         if num_weighed:
             refuse_missing(sums)
+        refuse_apart(sums)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0

@@ -26,10 +26,10 @@ from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, make_reduction
 from lockstep.parallel.consistency import Buffers, refuse_difference, replica_of
 from lockstep.parallel.ddp import bucket_events, bucket_gradients, comm_hooks, setup
-from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters, requires_grad
+from lockstep.parallel.ddp.buckets import FIRST_CAP_BYTES, MIB, BucketSet, WrappedParameters
 from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook, SyncLayerShadow
-from lockstep.parallel.ddp.weighting import check_weight, encode_message
+from lockstep.parallel.ddp.weighting import USUAL_UPDATES, check_weight, encode_message
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms
 from lockstep.telemetry import ranges
 
@@ -88,6 +88,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     """
 
     module: nn.Module
+    _joined_step = -1  # the last one that ranks without data, in `join`, were told of
     broadcast_bucket_size = 250 * MIB  # read by torch's own buffer hooks
     _active_ddp_module: ClassVar[nn.Module | None] = None  # set by torch's ``replicate`` while it runs on this class
 
@@ -176,7 +177,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             sparse=setup.sparse_parameters(self.module, group, self.device),
             caps_bytes=self._bucket_caps_bytes,
             keep_held_gradients=not self.gradient_as_bucket_view,
-            message=encode_message(group.rank(), group.size(), is_missing=True),
+            message=encode_message(group.rank(), group.size(), is_missing=True, num_updates=USUAL_UPDATES),
             num_slices=group.size(),
         )
         self.reducer = Reducer(bucket_set, group=group, skip_unused_buckets=self.skip_all_reduce_unused_params)
@@ -289,10 +290,17 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             self._wrapped_parameters.check()
         # In this order, and the same in `_shadow_step`: ranks that have joined mirror each collective.
         self.reducer.begin_forward(will_sync=is_training and self.require_backward_grad_sync)
-        is_joining = torch_internals.join_config(self).enable
+        is_in_join = torch_internals.join_config(self).enable
+        # Ranks may call the module unequally often in a step. Others without data take part in the first call only.
+        is_joining = is_in_join and self._joined_step != self.reducer.num_steps
+        self.reducer.only_step = self.reducer.only_step if is_in_join else None
         if is_joining:
             self._notify_joined_ranks()
-        if self.will_sync_module_buffers():
+            if is_training and self.require_backward_grad_sync:
+                self._joined_step = self.reducer.num_steps
+        elif is_in_join:
+            self._sync_layers.require_closed()
+        if self.will_sync_module_buffers() and is_joining == is_in_join:
             self._sync_buffers(after_forward=False, src=self._agree(self.process_group.rank()) if is_joining else 0)
         if is_joining:
             self._agree(int(self.require_backward_grad_sync))
@@ -334,7 +342,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if not self.require_backward_grad_sync:
             self.reducer.expect_accumulation(output)
             return output
-        if self.training and not any(map(requires_grad, find_tensors(output))):
+        if self.training and all(tensor.grad_fn is None for tensor in find_tensors(output)):
             output = module_io.anchor_tensors(output)
         self.reducer.prepare_for_backward(output)
         return output
@@ -535,7 +543,9 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             work.wait()
             num_active, num_ranks = float(work.result()[0].item()), float(self.process_group.size())
             self.reducer.divisor = num_ranks if self._divide_by_initial_world_size else num_active
+        self.reducer.only_step = None
         if num_active < self.process_group.size():
+            self.reducer.only_step = self.reducer.num_steps
             self._sync_layers.open(has_batch=True)
 
     @contextmanager
