@@ -108,10 +108,10 @@ def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]], advice: str) ->
                 )
             if ours[0] == theirs[0] and ours[1] != theirs[1]:
                 return (
-                    f"The models differ between ranks: rank 0 has {ours[0]} {ours[1]} where rank {rank} has {theirs[1]}. "
-                    "The ranks register their layers in different orders, or under different names.\n"
-                    "Register them in the same order on every rank: a set or os.listdir() has an order of its own in each "
-                    "process, so go through sorted(...)."
+                    f"The models differ between ranks: rank 0 has {ours[0]} {ours[1]} where rank {rank} has "
+                    f"{theirs[1]}. The ranks register their layers in different orders, or under different names.\n"
+                    "Register them in the same order on every rank: a set or os.listdir() has an order of its own in "
+                    "each process, so go through sorted(...)."
                 )
             if (ours[0], ours[2]) != (theirs[0], theirs[2]):
                 return (

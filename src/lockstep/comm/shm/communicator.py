@@ -282,8 +282,8 @@ class Communicator:
         advice = ""
         if any(each.startswith("broadcast of uint8") for each in (mine, theirs)):
             advice = (
-                "\nThis broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: for a "
-                "forward on one rank, call model.module."
+                "\nThis broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: "
+                "for a forward on one rank, call model.module."
             )
         return CollectiveError(
             f"{where}: the ranks call different collectives. This rank calls {mine}; rank {rank} calls {theirs}.\n"

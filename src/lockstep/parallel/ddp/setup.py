@@ -205,8 +205,9 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
 _SYNC = "broadcast (of the buffers, which begins a forward: for a forward on one rank, call model.module)"
 
 _CHANGED = (
-    "Buffers have changed since the model was wrapped; all ranks must change them alike, before the same forward. If one "
-    f"depends on the rank's data, make it a plain attribute, or set model.{DDP_IGNORED} = [NAME] before you wrap the model."
+    "Buffers have changed since the model was wrapped; all ranks must change them alike, before the same forward. If "
+    "one depends on the rank's data, make it a plain attribute, or set "
+    f"model.{DDP_IGNORED} = [NAME] before you wrap the model."
 )
 
 _nbytes_of = attrgetter("nbytes")

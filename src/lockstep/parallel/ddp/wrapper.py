@@ -275,7 +275,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     @leave_all_uncompiled
     def _forward_in_transform(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module in transforms of torch.func: derivatives that they compute are this rank's, as with torch's."""
+        """Run the module in transforms of torch.func; what they differentiate is this rank's, as with torch's class."""
         if torch_internals.differentiates():
             return self.module(*inputs, **kwargs)
         # With vmap, the caller's backward differentiates the tensors that the outputs wrap.
