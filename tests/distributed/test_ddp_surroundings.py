@@ -472,21 +472,6 @@ def test_shared_and_compiled_layers_have_other_names(ranks):
     assert first == second
 
 
-def test_a_forward_on_one_rank_is_an_error_that_says_what_to_call(ranks):
-    def body(world):
-        module = TakesBuffers()
-        module.register_buffer("count", torch.zeros(1))
-        model = lockstep.DistributedDataParallel(module)
-        if world.rank == 0:
-            model(torch.ones(1, 3, dtype=torch.float64))
-        world.group.barrier().wait()
-
-    for outcome in ranks(2).each(body):
-        assert "which begins a forward of its wrapper: for a forward on one rank, call model.module." in str(
-            outcome.error
-        )
-
-
 def test_a_sparse_buffer_is_named(ranks):
     def body(world):
         module = TakesBuffers()
