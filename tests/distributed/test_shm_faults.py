@@ -314,8 +314,8 @@ def test_the_buffers_of_a_forward_on_one_rank(ranks):
     assert (
         ranks(2)(body)
         == [
-            "This broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: for a forward "
-            "on one rank, call model.module."
+            "This broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: "
+            "for a forward on one rank, call model.module."
         ]
         * 2
     )
