@@ -102,6 +102,44 @@ def tensor_address(tensor: Tensor) -> int:
     return int(getattr(tensor, "_cdata", 0))
 
 
+# The running transforms of torch.func, innermost last, or None.
+interpreter_stack: Callable[[], Any] = _now(
+    "torch._C._functorch.get_interpreter_stack", "torch.func raises unclear errors in the engines.", lambda: None
+)
+# In this context, operations ignore these transforms.
+outside_transforms: Callable[[], Any] = _now("torch._C._DisableFuncTorch", "vmap raises an error.", nullcontext)
+_is_wrapped, _unwrapped = (
+    _now(f"torch._C._functorch.{each}", "vmap raises an error.", bool)
+    for each in ("is_functorch_wrapped_tensor", "get_unwrapped")
+)
+
+
+def differentiates() -> bool:
+    """Return whether one of these transforms computes derivatives itself, without a backward of the caller's."""
+    return any(each.key().name in ("Grad", "Jvp") for each in interpreter_stack() or ())
+
+
+def unwrap(tensor: Tensor) -> Tensor:
+    """Return the tensor of autograd that a tensor of a transform wraps, or ``tensor`` itself."""
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor
+
+
+# How many modes of Python the operations of this thread pass through, of both kinds.
+_num_modes: tuple[Callable[[], int], ...] = tuple(
+    _now(f"torch._C._len_torch_{each}_stack", "replicas do not see modes.", int) for each in ("function", "dispatch")
+)
+_saved_tensors_hooks: Callable[..., Any] = _now(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "replicas do not see these hooks.", lambda _: None
+)
+
+
+def has_modes() -> bool:
+    """Return whether this thread has modes or hooks of Python, which other threads do not see."""
+    return any(count() for count in _num_modes) or _saved_tensors_hooks(True) is not None
+
+
 def has_hooks(weight: Tensor) -> bool:
     """Return whether autograd calls hooks when it adds to ``weight.grad``. Without the attributes: True, so slower."""
     return bool(getattr(weight, "_backward_hooks", True) or getattr(weight, "_post_accumulate_grad_hooks", True))
@@ -410,6 +448,10 @@ def active_ddp_module() -> Any:
 def set_active_ddp_module(module: Any) -> None:
     """Make torch.compile split graphs at the buckets of ``module``; None: of none. Without it: it does not split."""
     nn.parallel.DistributedDataParallel._active_ddp_module = module
+
+
+for _function in (active_ddp_module, set_active_ddp_module):  # with fullgraph=True, the compiler must not see them
+    leave_frames(_function, and_callees=True)
 
 
 # --- torch elastic ----------------------------------------------------------------------------------------------------

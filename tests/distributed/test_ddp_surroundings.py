@@ -386,3 +386,110 @@ def test_a_rank_that_ends_is_an_error_on_the_others(ranks):
         0
     ].startswith("Rank 0: the gradient reduction of bucket 0 (bias ... weight) failed: ")
     assert lines[-1] == "Another rank probably ended or ran no backward; look at the first error of the job."
+
+
+# --- buffers that come and go, transforms of torch.func ---
+
+
+class TakesBuffers(nn.Module):
+    """A layer whose buffers the test changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_buffers_are_looked_up_in_each_forward(ranks):
+    def body(world):
+        module = TakesBuffers()
+        module.register_buffer("goes", torch.zeros(1))
+        module.register_buffer("filled", None)
+        module.register_buffer("row", torch.full((1, 4), world.rank).expand(3, 4))
+        model, x = lockstep.DistributedDataParallel(module), torch.ones(1, 3, dtype=torch.float64)
+        found = [module.row.tolist()]
+        model(x)
+        del module.goes
+        module.filled = torch.full((2,), world.rank)
+        module.layer.register_buffer("late", torch.full((2,), world.rank))
+        model(x)
+        found += [module.filled.tolist(), module.layer.late.tolist()]
+        module.filled.data = torch.full((3,), world.rank, dtype=torch.float64)  # grows in place
+        model(x)
+        return [*found, module.filled.tolist()]
+
+    assert ranks(2)(body) == [[[[0] * 4] * 3, [0, 0], [0, 0], [0.0] * 3]] * 2
+
+
+def test_a_buffer_that_grows_otherwise_on_another_rank_is_named(ranks):
+    def body(world):
+        module = TakesBuffers()
+        module.register_buffer("mask", torch.zeros(1))
+        model, x = lockstep.DistributedDataParallel(module), torch.ones(1, 3, dtype=torch.float64)
+        module.mask = torch.zeros(2 + world.rank)
+        model(x)
+
+    for outcome in ranks(2).each(body):
+        assert isinstance(outcome.error, ModelMismatch)
+        first, second = str(outcome.error).splitlines()
+        assert first == (
+            "The models differ between ranks: buffer mask on rank 0 is float32[2] with strides [1], "
+            "but buffer mask on rank 1 is float32[3] with strides [1]."
+        )
+        assert second.startswith("Buffers have changed since the model was wrapped;")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_layers_in_another_order_are_an_error_on_every_rank(ranks, kind):
+    def body(world):
+        module = TakesBuffers()
+        for name in ("left", "right") if world.rank == 0 else ("right", "left"):
+            if kind == "buffer":
+                module.register_buffer(name, torch.zeros(2))
+            else:
+                module.register_parameter(name, nn.Parameter(torch.zeros(2)))
+        lockstep.DistributedDataParallel(module)
+
+    for outcome in ranks(2).each(body):
+        assert isinstance(outcome.error, ModelMismatch)
+        assert f"rank 0 has {kind} left where rank 1 has right." in str(outcome.error)
+
+
+def test_shared_and_compiled_layers_have_other_names(ranks):
+    def body(world):
+        module, shared = nn.Module(), nn.Linear(2, 2)
+        module.add_module("first", nn.Linear(2, 2))
+        for name in ("left", "right") if world.rank == 0 else ("right", "left"):
+            module.add_module(name, shared)
+        if world.rank == 0:
+            module.first = torch.compile(module.first, backend="eager")
+        lockstep.DistributedDataParallel(module)
+        return shared.weight.tolist()
+
+    first, second = ranks(2)(body)
+    assert first == second
+
+
+def test_a_sparse_buffer_is_named(ranks):
+    def body(world):
+        module = TakesBuffers()
+        module.register_buffer("graph", torch.eye(2).to_sparse())
+        lockstep.DistributedDataParallel(module)
+
+    for outcome in ranks(2).each(body):
+        assert str(outcome.error).startswith("Buffer graph is sparse (torch.sparse_coo), and cannot be broadcast")
+
+
+def test_transforms_compute_this_ranks_derivatives_and_vmap_trains(ranks):
+    def body(world):
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double().eval()
+        model = lockstep.DistributedDataParallel(module)
+        x = torch.full((2, 5, 3), world.rank + 1.0, dtype=torch.float64)
+        assert torch.equal(torch.func.jacrev(model)(x[0]), torch.func.jacrev(module)(x[0]))
+        torch.vmap(model)(x).sum().backward()
+        return module[0].weight.grad.tolist()
+
+    first, second = ranks(2)(body)
+    assert first == second

@@ -1,6 +1,5 @@
 """With ddp-zero1 and a copy of each shard at the next rank, a lost rank is replaced while the others go on."""
 
-import functools
 import os
 import re
 
@@ -127,6 +126,6 @@ def test_what_cannot_have_copies_is_refused():
 
 def test_an_optimizer_of_whole_parameters_has_no_copies():
     optimizer = object.__new__(lockstep.ZeroRedundancyOptimizer)
-    optimizer.is_elementwise, optimizer._make = False, functools.partial(torch.optim.Adafactor)
+    optimizer.is_elementwise, optimizer._class = False, torch.optim.Adafactor
     with pytest.raises(ConfigurationError, match=r"^redundancy=1 needs an element-wise optimizer, which Adafactor is"):
         optimizer.keep_copies()

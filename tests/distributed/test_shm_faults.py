@@ -361,6 +361,26 @@ def test_a_broadcast_of_another_dtype_is_an_error(ranks):
     ]
 
 
+def test_the_buffers_of_a_forward_on_one_rank(ranks):
+    def body(world):
+        try:
+            with shm_group() as group:
+                if world.rank == 0:
+                    dist.broadcast(torch.ones(3, dtype=torch.uint8), 0, group)
+                dist.barrier(group)
+        except CollectiveError as error:
+            return str(error).splitlines()[-1]
+
+    assert (
+        ranks(2)(body)
+        == [
+            "This broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: "
+            "for a forward on one rank, call model.module."
+        ]
+        * 2
+    )
+
+
 # --- Ranks that come to harm inside a collective: this file as a script, with a scenario for each round ---------------
 
 # Each round forks ranks from this process, which has torch loaded already, and harms one of them. Prints one JSON line

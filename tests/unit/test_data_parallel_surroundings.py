@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.parallel.dp.wrapper import DataParallel, data_parallel
 from tests.models import build, global_batch
@@ -138,3 +140,31 @@ def test_with_one_device_the_module_itself_runs():
     (loss,) = model.backward(lambda network, shard: F.mse_loss(network(shard), y), [x], [2.0])
     F.mse_loss(module(x), y).backward()
     assert module[0].weight.grad is not None and not loss.requires_grad
+
+
+def test_modes_and_hooks_of_python_see_the_replicas():
+    net = nn.Linear(3, 2)
+    model, x, seen = DataParallel(net, ["cpu", "cpu"]), torch.randn(4, 3), []
+
+    class Count(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Count():
+        model(x)
+    assert seen.count(F.linear) == 2
+    for wrapped in (net, model):
+        with FlopCounterMode(display=False) as flops:
+            wrapped(x)
+        assert flops.get_total_flops() == 2 * 4 * 3 * 2
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda each: each):
+        model(x)
+    assert len(saved) >= 2
+
+
+def test_transforms_of_torch_func():
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    model = DataParallel(net, ["cpu", "cpu"])
+    assert torch.equal(torch.func.jacrev(model)(x), torch.func.jacrev(net)(x))

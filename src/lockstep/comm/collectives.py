@@ -250,12 +250,12 @@ def all_reduce(tensor: Tensor, *, group: Group, op: ReduceName = "sum", pieces: 
     _blocking("all_reduce", lambda: all_reduce_work(tensor, group=group, op=op, alone=True, pieces=pieces))
 
 
-def broadcast(tensor: Tensor, *, group: Group, src: int = 0) -> None:
+def broadcast(tensor: Tensor, *, group: Group, src: int = 0, operation: str = "broadcast") -> None:
     """Overwrite ``tensor`` with that of rank ``src``, in place.
 
     Collective: every rank, in the same order. Blocks until complete. ``tensor`` is contiguous.
     """
-    _blocking("broadcast", lambda: broadcast_async(tensor, group=group, src=src, alone=True))
+    _blocking(operation, lambda: broadcast_async(tensor, group=group, src=src, alone=True))
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0) -> None:
@@ -270,8 +270,8 @@ def broadcast_coalesced(tensors: Sequence[Tensor], *, group: Group, src: int = 0
 class RepeatedBroadcast:
     """`broadcast_coalesced` for repeated calls with the same tensors: how they are packed is computed once."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, operation: str = "broadcast") -> None:
+        self._group, self._operation = group, operation
         self._tensors: list[Tensor] = []
         # Flat buffers, with lists of tensors and of the pieces for them.
         self._packs: list[tuple[Tensor, list[tuple[list[Tensor], list[Tensor]]]]] = []
@@ -294,7 +294,7 @@ class RepeatedBroadcast:
         for flat, alike in self._packs:
             for tensors, pieces in alike if is_source else ():
                 torch_internals.foreach_copy_(pieces, tensors)
-            broadcast(flat, group=self._group, src=src)
+            broadcast(flat, group=self._group, src=src, operation=self._operation)
             for tensors, pieces in () if is_source else alike:
                 # With a new version, autograd would refuse a backward through tensors that it saved before.
                 with torch_internals.unsafe_preserve_version_counter(tuple(tensors)):

@@ -15,7 +15,7 @@ from lockstep.comm.fully_shard import is_sharded
 from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.parallel.flat import flatten_like
-from lockstep.torch_internals import NormBase, own_buffers, own_parameters
+from lockstep.torch_internals import ORIGINAL, NormBase, own_buffers, own_parameters
 
 # --- the same layout on every rank ------------------------------------------------------------------------------------
 
@@ -28,20 +28,28 @@ _ADVICE = (
 Named = Iterable[tuple[str, Tensor]]
 
 
-def check_models_agree(parameters: Named, buffers: Named, *, group: Group, device: torch.device) -> None:
-    """Make sure that parameters and buffers have the same shapes, dtypes and strides on all ranks.
+def check_models_agree(
+    parameters: Named, buffers: Named, *, group: Group, device: torch.device, advice: str = _ADVICE
+) -> None:
+    """Make sure that parameters and buffers have the same names, shapes, dtypes and strides on all ranks.
 
-    Collective: every rank. Blocks until complete. Values are not compared, and names are used in messages only.
+    Collective: every rank. Blocks until complete. Values are not compared.
+
+    Args:
+        parameters: Their names; one that is shared has several, or one of them.
+        buffers: Likewise.
+        group: The ranks.
+        device: Where the bytes lie while they travel.
+        advice: What to do about another shape or number.
 
     Raises:
         ModelMismatch: On every rank; names the first difference, the rank and both sides.
     """
-    mine = [_describe_layout("parameter", *each) for each in parameters]
-    mine += [_describe_layout("buffer", *each) for each in buffers]
-    layout = [[kind, text] for kind, _, text in mine]
-    models = all_gather_different(mine, compared=layout, group=group, device=device)
+    mine = [_describe_layout("parameter", *each) for each in _each_once(parameters)]
+    mine += [_describe_layout("buffer", *each) for each in _each_once(buffers)]
+    models = all_gather_different(mine, group=group, device=device)
     if len(models) > 1:
-        raise ModelMismatch(_explain_mismatch(models))
+        raise ModelMismatch(_explain_mismatch(models, advice))
 
 
 def check_arguments_agree(
@@ -71,6 +79,15 @@ def check_arguments_agree(
             )
 
 
+def _each_once(named: Named) -> list[tuple[str, Tensor]]:
+    """Return each tensor once, by the first of its names in the alphabet: layers that share it come in any order.
+
+    A rank may have compiled what others have not.
+    """
+    names = grouped(named, lambda each: id(each[1]))
+    return [(min(name.replace(f"{ORIGINAL}.", "") for name, _ in each), each[0][1]) for each in names.values()]
+
+
 def _describe_layout(kind: str, name: str, tensor: Tensor) -> tuple[str, str, str]:
     strides = list(tensor.stride()) if tensor.layout is torch.strided else []
     frozen = " frozen" if kind == "parameter" and not tensor.requires_grad else ""
@@ -78,7 +95,7 @@ def _describe_layout(kind: str, name: str, tensor: Tensor) -> tuple[str, str, st
     return kind, name, f"{dtype}{list(tensor.shape)} with strides {strides}{frozen}"
 
 
-def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]]) -> str:
+def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]], advice: str) -> str:
     """Return the first difference to rank 0's model on any rank, given every rank's `_describe_layout`."""
     reference = models[0]
     for rank, model in enumerate(models):
@@ -87,12 +104,19 @@ def _explain_mismatch(models: Sequence[Sequence[Sequence[str]]]) -> str:
                 (kind, name, _), owner = (ours, 0) if theirs is None else (theirs, rank)
                 return (
                     f"The models differ between ranks: rank 0 has {len(reference)} parameters and buffers, rank {rank} "
-                    f"has {len(model)}; {kind} {name} exists on rank {owner} alone.\n{_ADVICE}"
+                    f"has {len(model)}; {kind} {name} exists on rank {owner} alone.\n{advice}"
+                )
+            if ours[0] == theirs[0] and ours[1] != theirs[1]:
+                return (
+                    f"The models differ between ranks: rank 0 has {ours[0]} {ours[1]} where rank {rank} has "
+                    f"{theirs[1]}. The ranks register their layers in different orders, or under different names.\n"
+                    "Register them in the same order on every rank: a set or os.listdir() has an order of its own in "
+                    "each process, so go through sorted(...)."
                 )
             if (ours[0], ours[2]) != (theirs[0], theirs[2]):
                 return (
                     f"The models differ between ranks: {ours[0]} {ours[1]} on rank 0 is {ours[2]}, "
-                    f"but {theirs[0]} {theirs[1]} on rank {rank} is {theirs[2]}.\n{_ADVICE}"
+                    f"but {theirs[0]} {theirs[1]} on rank {rank} is {theirs[2]}.\n{advice}"
                 )
     raise AssertionError("the models are alike")
 

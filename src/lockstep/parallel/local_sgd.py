@@ -347,7 +347,8 @@ class LocalSGD:
         if isinstance(outer := self._create_outer, OuterSGD):
             problem, arguments = problem or outer.problem, f"{arguments}, {outer}"
         check_arguments_agree(arguments, problem, group=self._group, device=self._device)
-        check_models_agree(model.named_parameters(), model.named_buffers(), group=self._group, device=self._device)
+        parameters = model.named_parameters(remove_duplicate=False)
+        check_models_agree(parameters, model.named_buffers(), group=self._group, device=self._device)
         tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.numel()]
         collectives.broadcast_coalesced(tensors, group=self._group, src=0)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep import torch_internals
 from lockstep.containers import map_tensors, with_items
 
 
@@ -47,6 +50,40 @@ def anchor_tensors(value: Any) -> Any:
         return _Anchor.apply(start, part)  # type: ignore[no-untyped-call]
 
     return map_tensors(value, anchor, anchor)
+
+
+_get = dict[str, Any].get
+
+# Returns the parameters, the buffers or the layers that a layer itself has.
+Own = Callable[[nn.Module], dict[str, Any]]
+
+
+class Registered:
+    """Detects that a module has other layers, or other tensors in them, than when it was looked at last.
+
+    Args:
+        module: The model.
+        own: Returns the tensors of a layer.
+    """
+
+    def __init__(self, module: nn.Module, own: Own) -> None:
+        self._module, self._own = module, own
+        self.note()
+
+    def note(self) -> None:
+        """Record where each tensor and each layer is registered, and under which name."""
+        kinds = self._own, torch_internals.submodules
+        self._homes: list[dict[str, Any]] = [own(layer) for layer in self._module.modules() for own in kinds]
+        self._num_entries = sum(map(len, self._homes))
+        self._home_of = [home for home in self._homes for _ in home]
+        self._names = [name for home in self._homes for name in home]
+        self._entries = [home[name] for home in self._homes for name in home]
+
+    def have_changed(self) -> bool:
+        """Return whether one was added, removed or replaced since."""
+        # No Python loop if nothing has changed, since this runs in every step.
+        entries = map(_get, self._home_of, self._names)
+        return sum(map(len, self._homes)) != self._num_entries or any(map(is_not, entries, self._entries))
 
 
 class Wrapper(nn.Module):

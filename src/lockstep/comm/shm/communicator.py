@@ -279,9 +279,15 @@ class Communicator:
                 f"{where}: rank {rank} sends a number of bytes that does not match this rank's buffer.\n"
                 "The tensors must have the same shapes and dtypes on all ranks."
             )
+        advice = ""
+        if any(each.startswith("broadcast of uint8") for each in (mine, theirs)):
+            advice = (
+                "\nThis broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: "
+                "for a forward on one rank, call model.module."
+            )
         return CollectiveError(
             f"{where}: the ranks call different collectives. This rank calls {mine}; rank {rank} calls {theirs}.\n"
-            "All ranks must call the same collectives in the same order, with the same shapes and dtypes."
+            f"All ranks must call the same collectives in the same order, with the same shapes and dtypes.{advice}"
         )
 
     def peer_failure(self, code: int, where: str, index: int) -> CollectiveError:

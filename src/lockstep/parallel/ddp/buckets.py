@@ -16,6 +16,7 @@ from lockstep import torch_internals
 from lockstep.comm.collectives import Group, Pieces, all_gather_different, empty_buffer
 from lockstep.errors import LockstepError
 from lockstep.parallel.flat import ALIGNMENT_BYTES, cut_views, padded_numel
+from lockstep.parallel.module_io import Registered
 
 # --- which gradients share a bucket: pure functions of sizes and of the observed ready order --------------------------
 
@@ -616,7 +617,6 @@ class BucketSet:
 # --- parameters that came later, and are in no bucket ---
 
 requires_grad = operator.attrgetter("requires_grad")
-_get = dict[str, Any].get
 
 
 class WrappedParameters:
@@ -632,26 +632,11 @@ class WrappedParameters:
         self._known = set(module.parameters())
         named = module.named_parameters()
         self._frozen = {each for name, each in named if not each.requires_grad and name not in ignore}
-        self._note_entries()
-
-    def _note_entries(self) -> None:
-        """Record where each parameter and each layer is registered, and under which name."""
-        self._homes: list[dict[str, Any]] = []
-        for layer in self._module.modules():
-            self._homes += [torch_internals.own_parameters(layer), torch_internals.submodules(layer)]
-        self._num_entries = sum(map(len, self._homes))
-        self._home_of = [home for home in self._homes for _ in home]
-        self._names = [name for home in self._homes for name in home]
-        self._entries = [home[name] for home in self._homes for name in home]
+        self._registered = Registered(module, torch_internals.own_parameters)
 
     def check(self) -> None:
         """Raise LockstepError if there is a trainable parameter that is in no bucket."""
-        # No Python loop if nothing has changed, since this runs in every step.
-        entries = map(_get, self._home_of, self._names)
-        is_changed = sum(map(len, self._homes)) != self._num_entries or any(
-            map(operator.is_not, entries, self._entries)
-        )
-        if not is_changed and not any(map(requires_grad, self._frozen)):
+        if not self._registered.have_changed() and not any(map(requires_grad, self._frozen)):
             return
         for name, parameter in self._module.named_parameters():
             # torch.func.functional_call temporarily puts plain tensors there, which must not be averaged.
@@ -663,4 +648,4 @@ class WrappedParameters:
                     f"Parameter {name} {what} when it was wrapped: its gradient would not be averaged over the ranks.\n"
                     "Replace or unfreeze before wrapping, or wrap again: model = DistributedDataParallel(model.module)."
                 )
-        self._note_entries()
+        self._registered.note()

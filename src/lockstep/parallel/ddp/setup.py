@@ -1,7 +1,8 @@
 """Wrapping a model: checks of the arguments, and the broadcast of parameters and buffers."""
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from lockstep.errors import ConfigurationError
 from lockstep.parallel.compression import check_method
 from lockstep.parallel.consistency import check_models_agree
 from lockstep.parallel.ddp.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.parallel.module_io import Registered
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, TorchSyncBatchNorm
+from lockstep.torch_internals import DDP_IGNORED, own_buffers
 
 # --- checks of the arguments, before anything is sent to another rank -------------------------------------------------
 
@@ -198,6 +201,38 @@ def sparse_parameters(module: nn.Module, group: Group, device: torch.device) -> 
 # --- the same model on every rank -------------------------------------------------------------------------------------
 
 
+# What this rank waits in, and the advice if it waits for ever.
+_SYNC = "broadcast (of the buffers, which begins a forward: for a forward on one rank, call model.module)"
+
+_CHANGED = (
+    "Buffers have changed since the model was wrapped; all ranks must change them alike, before the same forward. If "
+    "one depends on the rank's data, make it a plain attribute, or set "
+    f"model.{DDP_IGNORED} = [NAME] before you wrap the model."
+)
+
+_nbytes_of = attrgetter("nbytes")
+
+
+def _layout_of(buffers: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return [(name, buffer.dtype, buffer.shape) for name, buffer in buffers.items()]
+
+
+def _memory_of(buffer: Tensor) -> Tensor:
+    """Return a buffer in which each element is stored once: ``buffer``, or that under an expanded one."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer if buffer.numel() <= extent else buffer.as_strided((extent,), (1,))
+
+
+def _refuse_sparse(buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        if buffer.layout is not torch.strided:
+            raise ConfigurationError(
+                f"Buffer {name} is sparse ({buffer.layout}), and cannot be broadcast from rank 0.\n"
+                "Register its indices and values as buffers, and build the sparse tensor in forward. Or, if all ranks "
+                f"have the same, set model.{DDP_IGNORED} = ['{name}'] before you wrap the model."
+            )
+
+
 BufferHook = Callable[[Any, dict[str, Tensor]], list[Future[Any]] | None]
 
 
@@ -211,34 +246,50 @@ class ModelSync:
     def __init__(self, module: nn.Module, ignore: set[str], group: Group, device: torch.device) -> None:
         self.buffer_hook: tuple[BufferHook, object, bool] | None = None
         self._module, self._ignore, self._group, self._device = module, ignore, group, device
-        self._broadcast = RepeatedBroadcast(group)
-        # By buffer, the dict that holds it, and its name there. Collected once: walking a large model takes long. If a
-        # module assigns a new tensor to a buffer, the dict holds the new one.
-        self._homes: list[tuple[dict[str, Any], str]] = []
-        for full_name in self.named_buffers():
-            module_name, _, name = full_name.rpartition(".")
-            self._homes.append((module.get_submodule(module_name)._buffers, name))
-        self.has_buffers = bool(self._homes)
+        self._registered = Registered(module, own_buffers)
+        self._buffers: list[Tensor] = []
+        self._sizes_bytes: list[int] | None = None
+        # What the ranks have when they wrap their modules is compared at once, and later again after each change.
+        self._layout, self._is_agreed = _layout_of(self.named_buffers()), True
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name, each once."""
-        return {name: value for name, value in self._module.named_parameters() if name not in self._ignore}
+    def named_parameters(self, *, all_names: bool = False) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, each once, unless ``all_names``."""
+        named = self._module.named_parameters(remove_duplicate=not all_names)
+        return {name: value for name, value in named if name not in self._ignore}
 
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers by name. Call it again each time, since modules may assign new ones."""
         return {name: value for name, value in self._module.named_buffers() if name not in self._ignore}
 
     def check(self, *, with_buffers: bool) -> None:
-        """Raise ModelMismatch on every rank if shapes or dtypes differ. Collective: every rank. Blocks."""
-        buffers = self.named_buffers().items() if with_buffers else ()
-        check_models_agree(self.named_parameters().items(), buffers, group=self._group, device=self._device)
+        """Raise ModelMismatch on every rank if names, shapes or dtypes differ. Collective: every rank. Blocks.
+
+        Raises:
+            ConfigurationError: Instead, if a buffer is sparse.
+        """
+        parameters = self.named_parameters(all_names=True)
+        buffers = self.named_buffers() if with_buffers else {}
+        check_models_agree(parameters.items(), buffers.items(), group=self._group, device=self._device)
+        _refuse_sparse(buffers)
 
     def broadcast(self, *, src: int, with_buffers: bool) -> None:
         """Overwrite parameters and buffers with those of rank ``src``. Collective: every rank. Blocks."""
         tensors = [value.detach() for value in self.named_parameters().values()]
         if with_buffers:
-            tensors += [value.detach() for value in self.named_buffers().values()]
+            tensors += [_memory_of(value.detach()) for value in self.named_buffers().values()]
         broadcast_coalesced(tensors, group=self._group, src=src)
+
+    def find_buffers(self) -> bool:
+        """Look up the buffers, which may come and go; return whether there are any. Quick if they are as before."""
+        if self._registered.have_changed() or list(map(_nbytes_of, self._buffers)) != self._sizes_bytes:
+            self._registered.note()
+            named = self.named_buffers()
+            _refuse_sparse(named)
+            self._buffers, layout = list(named.values()), _layout_of(named)
+            self._sizes_bytes = list(map(_nbytes_of, self._buffers))
+            self._memory, self._broadcast = list(map(_memory_of, self._buffers)), RepeatedBroadcast(self._group, _SYNC)
+            self._is_agreed, self._layout = self._is_agreed and layout == self._layout, layout
+        return bool(self._buffers)
 
     @torch.no_grad()
     def sync_buffers(self, *, after_forward: bool, src: int) -> list[Future[Any]]:
@@ -248,8 +299,11 @@ class ModelSync:
         """
         if self.buffer_hook is None:
             if not after_forward:
-                buffers = (home[name] for home, name in self._homes)
-                self._broadcast([buffer for buffer in buffers if buffer is not None], src=src)
+                if not self._is_agreed:
+                    named, group = self.named_buffers().items(), self._group
+                    check_models_agree((), named, group=group, device=self._device, advice=_CHANGED)
+                    self._is_agreed = True
+                self._broadcast(self._memory, src=src)
             return []
         hook, state, runs_after_forward = self.buffer_hook
         return (hook(state, self.named_buffers()) or []) if runs_after_forward is after_forward else []

@@ -263,6 +263,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
         Collective: every rank, if buffers are broadcast.
         """
+        if torch_internals.interpreter_stack() is not None:
+            return self._forward_in_transform(*inputs, **kwargs)
         if self.reducer.is_alone and self._begin_alone():
             # `_run_module` takes 20 us more.
             output = torch_internals.submodules(self)["module"](*inputs, **kwargs)  # type: ignore[misc]
@@ -273,10 +275,23 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             return self._post_forward(self._run_module(inputs, kwargs))
 
     @leave_all_uncompiled
+    def _forward_in_transform(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module in transforms of torch.func; what they differentiate is this rank's, as with torch's class."""
+        if torch_internals.differentiates():
+            return self.module(*inputs, **kwargs)
+        # With vmap, the caller's backward differentiates the tensors that the outputs wrap.
+        with torch_internals.outside_transforms():
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        output = self._run_module(inputs, kwargs)
+        with torch_internals.outside_transforms():
+            self._post_forward([torch_internals.unwrap(each) for each in find_tensors(output)])
+        return output
+
+    @leave_all_uncompiled
     def _begin_alone(self) -> bool:
         """Begin a training step that needs no communication and no notification; return whether it is one."""
         # For small steps on one rank: `_pre_forward` and `_post_forward` would take 50 microseconds of 1,000.
-        is_plain = self._input_device is None and not self._model_sync.has_buffers
+        is_plain = self._input_device is None and not self._model_sync.buffer_hook
         is_watched = ranges.now or torch_internals.profiler_enabled() or torch_internals.join_config(self).enable
         if not is_plain or is_watched or not self.require_backward_grad_sync or not torch.is_grad_enabled():
             return False
@@ -329,7 +344,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
     def _post_forward(self, output: Any) -> Any:
         if self._sync_layers.is_needed:
             self._end_forward(output)
-        if self.will_sync_module_buffers():
+        if self._model_sync.buffer_hook and self.will_sync_module_buffers():
             self._sync_buffers(after_forward=True, src=0)
         self.reducer.weights.check_last_step()  # now the device has a forward to do while the host waits
         is_training = torch.is_grad_enabled()
@@ -529,7 +544,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Return whether the next ``forward`` synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.has_buffers
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._model_sync.find_buffers()
 
     def _sync_buffers(self, *, after_forward: bool, src: int) -> None:
         self.reducer.post_backward += self._model_sync.sync_buffers(after_forward=after_forward, src=src)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import torch_internals
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.replicas import Replicas
@@ -254,15 +255,17 @@ class ReplicaEngine:
         return {index: losses[index] for index in present}, refresh_s
 
     def _run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Run one function for each replica, a single one in the calling thread; raise the first failure."""
+        """Run one function for each replica; raise the first failure."""
         guarded = {
             index: partial(_catch, function, f"in replica {index} on device {as_listed(self.replicas.devices[index])}")
             for index, function in functions.items()
         }
         try:
-            if len(guarded) > 1:
+            # Modes and hooks of Python belong to the calling thread, and are not made for several threads at once. A
+            # single replica also runs there, with all cores.
+            if len(guarded) > 1 and not torch_internals.has_modes():
                 outcomes = self._threads.run(guarded)
-            else:  # a single one runs in the calling thread, with all cores
+            else:
                 outcomes = {index: function() for index, function in guarded.items()}
         except BaseException:  # Ctrl-C: the calls go on, with these replicas
             self.replicas.forget()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep import torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.containers import items_of, with_items
 from lockstep.errors import ConfigurationError
@@ -96,7 +97,9 @@ class DataParallel(Wrapper, Generic[Wrapped]):
             ConfigurationError: The module is not on the first device; or arguments or outputs do not fit together.
         """
         with record_function("DataParallel.forward"):
-            if self.src_device_obj is None or self.output_device is None:
+            # Transforms of torch.func belong to this thread, and to the module's own parameters.
+            is_transformed = torch_internals.interpreter_stack() is not None
+            if self.src_device_obj is None or self.output_device is None or is_transformed:
                 return self.module(*inputs, **kwargs)
             # With several devices, the replicas check it when they are updated.
             if len(self.device_ids) == 1:
