@@ -7,11 +7,13 @@ all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
 
 import argparse
 import functools
+import inspect
 import itertools
 import operator
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -241,6 +243,39 @@ BaseDataLoaderIter, *LoaderIters = (
     _now(f"torch.utils.data.dataloader._{each}Iter", "loaders are not watched.", type(each, (), {"__next__": None}))
     for each in ("BaseDataLoader", "SingleProcessDataLoader", "MultiProcessingDataLoader")
 )
+
+
+class LoaderProgress:
+    """How many batches an iterator of a DataLoader has returned. Without the attributes: all that it has asked for.
+
+    Args:
+        state: The attributes of the iterator, which outlive it.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        counts: list[int] = []
+        self._counts = counts
+        indices = state.get("_sampler_iter")
+        if isinstance(indices, Generator):  # with persistent workers, another pass replaces it, and counts anew
+            self._watch = weakref.ref(indices, lambda _: counts.append(state["_num_yielded"]))
+
+    @classmethod
+    def of_caller(cls) -> "LoaderProgress | None":
+        """Return that of the iterator in one of whose methods this thread is."""
+        frame = inspect.currentframe()
+        while (frame := frame and frame.f_back) is not None:
+            # Only its locals: those of other frames would be kept alive, and with its own a cycle.
+            if frame.f_globals.get("__name__") == BaseDataLoaderIter.__module__:
+                loader = frame.f_locals.get("self")
+                return cls(vars(loader)) if isinstance(loader, BaseDataLoaderIter) else None
+        return None
+
+    @property
+    def has_delivered_all(self) -> bool:
+        """Whether it has returned as many batches as there are in a pass."""
+        num_batches = operator.length_hint(self._state.get("_index_sampler"))
+        return [*self._counts, self._state.get("_num_yielded", num_batches)][0] >= num_batches
 
 
 def hide_worker_info() -> None:

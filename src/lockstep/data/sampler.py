@@ -1,17 +1,59 @@
 """`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
 
 from collections.abc import Iterator
+from operator import length_hint
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from typing_extensions import TypeVar, override
 
 from lockstep.comm.collectives import default_group
 from lockstep.errors import ConfigurationError
+from lockstep.torch_internals import LoaderProgress
 
 # Generic as torch's: programs derive from DistributedSampler[int].
 _Index = TypeVar("_Index", covariant=True, default=int)
+
+
+class _Pass(Iterator[_Index]):
+    """This rank's indices of an epoch, from position ``start`` of the order of all ranks on.
+
+    Its order is computed when it is first read: loaders also create iterators that they do not read. torchdata's
+    StatefulDataLoader saves and loads its state, which is ahead of the delivered batches as its loader processes are.
+    """
+
+    def __init__(self, sampler: "DistributedSampler[_Index]", start: int) -> None:
+        self._sampler, self._epoch, self._start = sampler, sampler.epoch, start
+        self._rest: Iterator[_Index] | None = None
+        self._size = 0
+        self._loader: LoaderProgress | None = None
+
+    @override
+    def __next__(self) -> _Index:
+        self._sampler._pass = self  # the one that was read last
+        if self._rest is None:
+            indices = self._sampler._indices(self._epoch, self._start)
+            self._rest, self._size = iter(indices), len(indices)
+            self._loader = LoaderProgress.of_caller()
+        return next(self._rest)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was read to its end, and a loader has returned all batches; its processes read ahead."""
+        is_read = self._rest is not None and not length_hint(self._rest)
+        return is_read and (self._loader is None or bool(self._start) or self._loader.has_delivered_all)
+
+    def state_dict(self) -> dict[str, int]:
+        left, num_replicas = length_hint(self._rest), self._sampler.num_replicas
+        position = self._start + (self._size - left) * num_replicas
+        is_read = self._rest is not None and not left
+        return {"epoch": self._epoch, "position": len(self._sampler.dataset) if is_read else position}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._sampler.load_state_dict(state)
+        self._epoch, self._start, self._rest = state["epoch"], state["position"], None
 
 
 class DistributedSampler(TorchDistributedSampler[_Index]):
@@ -20,9 +62,11 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     A drop-in for ``torch.utils.data.distributed.DistributedSampler``: the same arguments, attributes and, for each
     epoch, the same indices in the same order. In addition:
 
-    - It advances to the next epoch when it is iterated again, so without ``set_epoch`` it does not repeat the first
-      order forever. ``set_epoch(e)`` makes the next iteration epoch ``e``; the one after it is ``e + 1``. The epoch
-      counts iterations, finished or not: every rank must start the same number of them.
+    - Without ``set_epoch``, it advances to the next epoch at the next ``iter`` after a pass that was read to its end; of
+      a pass in a ``DataLoader``, all batches were returned. After ``set_epoch`` it stays in that epoch, as torch's.
+    - ``state_dict()`` and ``load_state_dict()``: the epoch, and the position in the order of all ranks, so that the rest
+      of an epoch can be divided among another number of ranks. The position is that of the indices read. The processes
+      of a ``DataLoader`` read ahead of the batches; torchdata's ``StatefulDataLoader`` saves the position of its own.
     - ``pad=False`` gives each sample to exactly one rank, so that lengths may differ by one and be zero.
 
     Args:
@@ -42,7 +86,9 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
         ConfigurationError: ``rank`` is not one of the replicas, or there is no process group.
     """
 
-    _is_epoch_begun = False
+    _pass: _Pass[_Index] | None = None
+    _start = 0
+    _epoch = 0
 
     def __init__(
         self,
@@ -63,6 +109,7 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
                 "Leave rank and num_replicas out to take them from the process group."
             )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self._is_set = False  # torch's constructor sets the epoch
         self.pad = pad
         if not pad and not drop_last:
             self.total_size: int = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
@@ -70,18 +117,43 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
 
     @override
     def __iter__(self) -> Iterator[_Index]:
-        """Return this rank's indices of the epoch; a new epoch unless `set_epoch` named this one."""
-        if self._is_epoch_begun:
-            self._epoch += 1
-        self._is_epoch_begun = True
-        return super().__iter__()
+        """Return this rank's indices of the epoch: the next one if the pass before was read to its end."""
+        is_loaded_at_end = self._pass is None and 0 < len(self.dataset) <= self._start and not self._is_set  # type: ignore[arg-type]
+        if is_loaded_at_end or (self._pass is not None and self._pass.is_over):
+            self._epoch += not self._is_set
+            self._pass, self._start = None, 0
+        return _Pass(self, self._start)
+
+    def _indices(self, epoch: int, start: int) -> list[Any]:
+        """Return this rank's share of what follows position ``start`` of the order of ``epoch``, which is torch's."""
+        size: int = len(self.dataset)  # type: ignore[arg-type]
+        order = torch.arange(size)
+        if self.shuffle:
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + epoch))
+        rest, surplus = order[start:], len(order[start:]) % self.num_replicas
+        if self.drop_last:
+            rest = rest[: len(rest) - surplus]
+        elif self.pad and surplus:
+            missing = self.num_replicas - surplus
+            rest = torch.cat([rest, order.repeat(-(-missing // size))[:missing]])
+        return rest[self.rank :: self.num_replicas].tolist()
 
     @property
     def epoch(self) -> int:
-        """The epoch being iterated, or the first one before any iteration; setting it calls `set_epoch`."""
+        """The epoch of the newest pass; setting it calls `set_epoch`."""
         return self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._is_epoch_begun = False
+        # The position that was loaded is one in its epoch, which a script usually sets again.
+        if epoch != self._epoch or (self._pass is not None and self._pass.is_over):
+            self._start = 0
+        self._epoch, self._pass, self._is_set = epoch, None, True
+
+    def state_dict(self) -> dict[str, int]:
+        """Return ``epoch`` and ``position``: how many samples of it all ranks together have read."""
+        return self._pass.state_dict() if self._pass is not None else {"epoch": self._epoch, "position": self._start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next passes at the position of ``state``, also that of another number of ranks."""
+        self._epoch, self._start, self._pass, self._is_set = state["epoch"], state["position"], None, False
