@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.accelerator import recorded_event
 from lockstep.containers import map_tensors
+from lockstep.data.comparison import checksum, is_compared
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
@@ -221,7 +222,7 @@ class GlobalOrder:
 
     def load(self, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any) -> Iterator[MicroBatch]:
         """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
-        return load(samples, train_requests(self, split, step), how, seed=self.seed)
+        return load(samples, train_requests(self, split, step), how, seed=self.seed, epochs=having_epochs(samples))
 
 
 @lru_cache(maxsize=4)
@@ -378,6 +379,10 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
 # Separates the random numbers of augmentation from those of other purposes with the same seed.
 _SAMPLE = 2
 
+# Likewise, and how many samples the ranks compare at once.
+_COMPARED = 7
+_NUM_COMPARED = 3
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -444,26 +449,29 @@ def _end_worker(error: Exception, _batch: object) -> None:
 class Request(NamedTuple):
     """The request to a loader process: the samples of one micro-batch, by the number of the share.
 
-    Empty shares are omitted.
+    Empty shares are omitted. ``compared`` are samples that every rank reads, and compares with those of the others.
     """
 
     epoch: int
     step: int
     num_global: int
     shares: dict[int, list[int]]
+    compared: Sequence[int] = ()
 
 
 class StreamNote(NamedTuple):
-    """A stream's state, sent along with each micro-batch of a step; see `lockstep.data.stream`.
+    """A stream's state and what the ranks compare, sent along with a micro-batch; see `lockstep.data.stream`.
 
     Args:
-        state: Its position after the step, pickled, if it has a state.
-        checksum: Of the step's samples, if the ranks compare them.
-        problem: Why its states cannot be used, if so.
+        state: The stream's position after the step, pickled, if it has a state.
+        checksum: Of samples of the step that all ranks have read; empty if they cannot be compared.
+        is_compared: Whether the ranks exchange it. Otherwise they compare a few bits of it, together with the losses.
+        problem: Why the stream's states cannot be used, if so.
     """
 
     state: bytes | None
-    checksum: str | None
+    checksum: str
+    is_compared: bool
     problem: str | None
 
 
@@ -492,29 +500,73 @@ def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> It
     """Yield all requests of this process from a step on, without end."""
     for step in itertools.count(first_step):
         batch = order.batch(step)
-        for shares in split.micro_batches(batch):
-            yield Request(step // order.steps_per_epoch, step, len(batch), shares)
+        compared = compared_samples(split, order.num_samples, order.seed, step) if is_compared(step) else []
+        for index, shares in enumerate(split.micro_batches(batch)):
+            yield Request(step // order.steps_per_epoch, step, len(batch), shares, compared if index == 0 else [])
+
+
+def compared_samples(split: BatchSplit, num_samples: int, seed: int, step: int) -> list[int]:
+    """Return some samples that every rank reads to compare them; none if there is one process."""
+    several = split.num_shares > len(split.shares)
+    return [mix(seed, _COMPARED, step, number) % num_samples for number in range(_NUM_COMPARED * several)]
+
+
+@runtime_checkable
+class HasEpochs(Protocol):
+    """Data whose samples or order depend on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next samples."""
+
+
+def having_epochs(samples: Any) -> list[HasEpochs]:
+    """Return what has epochs: ``samples``, or data sets of which it is a subset or a concatenation."""
+    if isinstance(samples, HasEpochs):
+        return [samples]
+    parts = [samples.dataset] if isinstance(samples, Subset) else []
+    parts += samples.datasets if isinstance(samples, ConcatDataset | ChainDataset) else []
+    return [each for part in parts for each in having_epochs(part)]
 
 
 class _Fetch(Dataset[MicroBatch]):
     """Answers requests; runs in the loader processes if there are any."""
 
-    def __init__(self, samples: Any, how: LoadOptions, seed: int) -> None:
+    def __init__(self, samples: Any, how: LoadOptions, seed: int, epochs: Sequence[HasEpochs]) -> None:
+        self._epochs, self._epoch = epochs, -1
         self._samples, self._collate, self._skip_bad, self._seed = samples, how.collate, how.skip_bad, seed
         self._read_at_once = batched_getitem(samples, how.collate)
 
     def __getitem__(self, request: Request) -> MicroBatch:
+        if request.epoch != self._epoch:
+            for each in self._epochs:
+                each.set_epoch(request.epoch)
+            self._epoch = request.epoch
         bad: list[BadSample] = []
-        micro = MicroBatch(request.step, request.num_global, [], [], [])
+        note = StreamNote(None, self._checksum(request), True, None) if request.compared else None
+        micro = MicroBatch(request.step, request.num_global, [], [], [], note=note)
         for number, indices in request.shares.items():
             read, batch = self._share(indices, request, bad)
             if bad and not self._skip_bad:  # the run ends, so more samples are not needed
-                return MicroBatch(request.step, request.num_global, [], [], [], tuple(bad))
+                return micro._replace(numbers=[], samples=[], batches=[], bad=tuple(bad))
             if read:
                 micro.numbers.append(number)
                 micro.samples.append(np.array(read))
                 micro.batches.append(batch)
         return micro._replace(bad=tuple(bad))
+
+    def _checksum(self, request: Request) -> str:
+        """Return the checksum of the samples to compare, or nothing: they cannot be read, or are not the same again."""
+        found = set()
+        for _ in range(2):
+            read = []
+            for number in request.compared:
+                seed_cpu(mix(self._seed, _SAMPLE, request.epoch, number))
+                try:
+                    read.append(self._samples[number])
+                except Exception:  # it is reported if it is needed
+                    return ""
+            found.add(checksum(read))
+        return found.pop() if len(found) == 1 else ""
 
     def _share(self, indices: list[int], request: Request, bad: list[BadSample]) -> tuple[list[int], Any]:
         """Return the samples that could be read, and their collated batch; add the others to ``bad``."""
@@ -546,7 +598,9 @@ class _Fetch(Dataset[MicroBatch]):
             return [], None
 
 
-def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int) -> Iterator[MicroBatch]:
+def load(
+    samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int, epochs: Sequence[HasEpochs] = ()
+) -> Iterator[MicroBatch]:
     """Return the micro-batches of ``requests``, in their order; still in host memory.
 
     Args:
@@ -554,8 +608,9 @@ def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: i
         requests: Such as those of `train_requests`.
         how: How they are loaded.
         seed: The seed from which the random numbers of each sample are derived.
+        epochs: What is told the epoch of a request.
     """
-    return iter(how.open(_Fetch(samples, how, seed), requests))
+    return iter(how.open(_Fetch(samples, how, seed, epochs), requests))
 
 
 # --- Loader processes that die

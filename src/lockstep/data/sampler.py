@@ -62,11 +62,11 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     A drop-in for ``torch.utils.data.distributed.DistributedSampler``: the same arguments, attributes and, for each
     epoch, the same indices in the same order. In addition:
 
-    - Without ``set_epoch``, it advances to the next epoch at the next ``iter`` after a pass that was read to its end; of
-      a pass in a ``DataLoader``, all batches were returned. After ``set_epoch`` it stays in that epoch, as torch's.
-    - ``state_dict()`` and ``load_state_dict()``: the epoch, and the position in the order of all ranks, so that the rest
-      of an epoch can be divided among another number of ranks. The position is that of the indices read. The processes
-      of a ``DataLoader`` read ahead of the batches; torchdata's ``StatefulDataLoader`` saves the position of its own.
+    - Without ``set_epoch``, it advances to the next epoch at the next ``iter`` after a pass that was read to its end; a
+      ``DataLoader`` has returned all batches of it. After ``set_epoch`` it stays in that epoch, as torch's.
+    - ``state_dict()`` and ``load_state_dict()``: the epoch, and the position in the order of all ranks, so that the
+      rest of an epoch can be divided among another number of ranks. The position is that of the indices read, and the
+      processes of a ``DataLoader`` read ahead; torchdata's ``StatefulDataLoader`` saves what it has returned.
     - ``pad=False`` gives each sample to exactly one rank, so that lengths may differ by one and be zero.
 
     Args:

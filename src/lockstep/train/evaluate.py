@@ -10,7 +10,18 @@ from torch import Tensor, nn
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
-from lockstep.data.loader import BadSample, MicroBatch, Request, load, mix, seed_cpu, seed_device, to_device
+from lockstep.data.comparison import check_same_samples
+from lockstep.data.loader import (
+    BadSample,
+    MicroBatch,
+    Request,
+    compared_samples,
+    load,
+    mix,
+    seed_cpu,
+    seed_device,
+    to_device,
+)
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
 from lockstep.train.skipping import BadSamples, BufferSnapshot
@@ -75,6 +86,8 @@ class Evaluator:
             with trainer.arithmetic.applied(), torch.no_grad():
                 for batch in self._batches(parts):
                     bad.add(batch)
+                    if batch.note is not None:
+                        check_same_samples(batch.note.checksum, "eval_dataset", 0, group=group, device=device)
                     if not batch.batches:
                         continue
                     if batch.numbers[0] != current:  # each part starts with the same buffers, on any rank
@@ -102,8 +115,9 @@ class Evaluator:
 
     def _batches(self, parts: dict[int, range]) -> Iterator[MicroBatch]:
         """Yield this rank's samples, part after part, in batches of the size of training."""
-        trainer, requests = self.trainer, []
-        split = trainer.plan.split
+        trainer, split = self.trainer, self.trainer.plan.split
+        compared = compared_samples(split, len(self.samples), trainer.settings.seed, 0)
+        requests = [Request(0, 0, len(self.samples), {}, compared)] if compared else []
         for share, mine in parts.items():
             # The size of a micro-batch of training is known to fit in memory.
             size = max(1, len(split.positions(trainer.plan.order.batch_size, share)) // split.accumulate)

@@ -250,7 +250,8 @@ class StepMetrics:
         loss: After `wait`: loss of the global batch, 0-dimensional; zero if the count is zero.
         count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
         divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
-        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed.
+        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed; sum
+            and sum of squares of a number that the ranks compare.
     """
 
     device: torch.device
@@ -260,12 +261,13 @@ class StepMetrics:
     only_means: bool
 
     def __post_init__(self) -> None:
-        # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed.
-        self._sums = torch.zeros(5, dtype=self.dtype, device=self.device)
+        # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed;
+        # a number from what the ranks read of a stream, and its square.
+        self._sums = torch.zeros(7, dtype=self.dtype, device=self.device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
 
-    def add(self, parts: Sequence[Part], flags: tuple[int, bool, bool] | None) -> list[Tensor]:
+    def add(self, parts: Sequence[Part], flags: Sequence[int] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
 
         With the ``flags`` of this rank, after the last micro-batch, start to sum over the ranks. Collective then: every
@@ -294,8 +296,9 @@ class StepMetrics:
         # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
         # additional exchange is needed.
         if flags is not None:
-            if any(flags):
-                self._sums[2:] += torch.tensor(flags, dtype=self.dtype, device=self.device)
+            for index, flag in enumerate(flags, 2):
+                if flag:  # as an argument of a kernel: a copy would wait for the device
+                    self._sums[index] += flag
             if self.group is not None:
                 self._future = all_reduce_work(self._sums, group=self.group).get_future()
         return values

@@ -20,8 +20,8 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
+from lockstep.data.comparison import check_same_samples
 from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
-from lockstep.data.stream import check_same_stream
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
@@ -131,6 +131,7 @@ class Trainer:
         self._flags: tuple[HostCopy, int] | None = None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
+        self._checksum = ""  # of samples of the step that all ranks have read
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
         self.before_update: Callable[[], object] | None = None
@@ -232,7 +233,8 @@ class Trainer:
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
             if self.strategy.averaging is not None:
-                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 3, self._take_flags
+                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 5, self._take_flags
+        self._compares_all = self.plan.order.num_samples is None and self.strategy.averaging is None
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
@@ -426,7 +428,9 @@ class Trainer:
             if micro.bad:
                 self.bad_samples.add(micro)
             if micro.note is not None:
-                check_same_stream(micro.note, micro.step, group=group, device=self.device)
+                self._checksum = micro.note.checksum
+                if micro.note.is_compared:
+                    check_same_samples(self._checksum, "dataset", micro.step, group=group, device=self.device)
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
@@ -437,7 +441,10 @@ class Trainer:
                     step_parts.set_rates(self.optimizer, self._base_rates, rate)
                 flags = None
                 if is_last:
-                    flags = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
+                    # Equal numbers have the square of their mean as the mean of their squares.
+                    mine = int(self._checksum[:2], 16) if self._compares_all else 0
+                    reported = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
+                    flags = *reported, mine, mine * mine
                 losses += metrics.add(parts, flags)
 
             try:
@@ -594,7 +601,10 @@ class Trainer:
 
     def _take_flags(self, sums: list[float], step: float = math.inf) -> None:
         """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
-        num_bad, *self._reported = sums
+        num_bad, *self._reported, checksums, squares = sums
+        if self.group is not None and checksums**2 != squares * self.group.size():
+            now = self.num_steps_done
+            check_same_samples(self._checksum, "dataset", now, group=self.group, device=self.device)
         if num_bad:  # the same on every rank, so all take part
             self.bad_samples.exchange(step)
 
