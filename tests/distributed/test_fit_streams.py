@@ -236,8 +236,8 @@ def test_a_stream_that_differs_between_ranks_is_an_error_on_every_rank(ranks):
         train(Own, 3)
 
     text = (
-        "The stream of Task.dataset gave different samples on ranks 2, 3 than on rank 0, in step 0.\n"
-        "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
+        "Task.dataset gave different samples on ranks 2, 3 than on rank 0, in step 0.\n"
+        "Every process creates the same data and takes its part of it: leave out what depends on the rank, and "
         "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
     )
     for outcome in ranks(4).each(run):
@@ -255,7 +255,7 @@ def test_a_stream_that_comes_to_differ_later_is_found_too(ranks):
 
     for outcome in ranks(2).each(run):
         assert str(outcome.error).startswith(
-            "The stream of Task.dataset gave different samples on rank 1 than on rank 0, in step 8.\n"
+            "Task.dataset gave different samples on rank 1 than on rank 0, in step 8.\n"
         )
 
 

@@ -246,15 +246,12 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     if is_stream and not evaluation:
         return dataset
     if is_stream or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
-        advice = "Return a data set with len() and [], such as a torch.utils.data.Dataset"
-        if isinstance(dataset, Iterable):
-            what = "An evaluation counts each sample once, so it needs them"
-            advice = f"{what} by index: return list(...) of them, or a data set with len() and []"
-            if not evaluation:
-                advice = (
-                    "A generator can be read once only. Return a torch.utils.data.IterableDataset whose __iter__ yields "
-                    "the samples, and set steps; or list(...) of them, which has len() and []"
-                )
+        advice = "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples"
+        if isinstance(dataset, Iterable) and not evaluation:
+            advice += (
+                ".\nFor a stream, return a torch.utils.data.IterableDataset whose __iter__ begins anew in each epoch; a "
+                "generator can be read only once"
+            )
         raise ConfigurationError(
             f"Task.{field} returned a {type(dataset).__name__}, which has no length or no index.\n{advice}."
         )
