@@ -249,8 +249,8 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
         advice = "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples"
         if isinstance(dataset, Iterable) and not evaluation:
             advice += (
-                ".\nFor a stream, return a torch.utils.data.IterableDataset whose __iter__ begins anew in each epoch; a "
-                "generator can be read only once"
+                ".\nFor a stream, return a torch.utils.data.IterableDataset whose __iter__ begins anew in each epoch; "
+                "a generator can be read only once"
             )
         raise ConfigurationError(
             f"Task.{field} returned a {type(dataset).__name__}, which has no length or no index.\n{advice}."
