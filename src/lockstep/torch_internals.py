@@ -275,7 +275,7 @@ class LoaderProgress:
     def has_delivered_all(self) -> bool:
         """Whether it has returned as many batches as there are in a pass."""
         num_batches = operator.length_hint(self._state.get("_index_sampler"))
-        return [*self._counts, self._state.get("_num_yielded", num_batches)][0] >= num_batches
+        return bool([*self._counts, self._state.get("_num_yielded", num_batches)][0] >= num_batches)
 
 
 def hide_worker_info() -> None:
