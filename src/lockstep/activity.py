@@ -104,6 +104,14 @@ class waiting:
             now.collective = self._outer
 
 
+_IN_TIME = "lockstep-in-time"
+
+
+def goes_on() -> bool:
+    """Return whether an action of `in_time` has taken longer and still goes on."""
+    return any(thread.name == _IN_TIME for thread in threading.enumerate())
+
+
 def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
     """Return what ``action(*args)`` returns, or raise what it raises. Blocks at most ``seconds``.
 
@@ -122,15 +130,23 @@ def in_time(seconds: float, action: Callable[..., T], *args: Any) -> T:
             outcome.set_exception(error)
 
     # Not an executor: Python waits for its threads at exit.
-    threading.Thread(target=run, name="lockstep-in-time", daemon=True).start()
+    threading.Thread(target=run, name=_IN_TIME, daemon=True).start()
     if not wait([outcome], seconds).done:
         raise TimeoutError(f"no answer in {seconds:.3g} s")
     return outcome.result()
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, whose class may be of a user who has never printed it."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as in tracebacks
+
+
 def one_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its text."""
-    first = str(error).partition("\n")[0]
+    first = text_of(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

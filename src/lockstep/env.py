@@ -314,7 +314,8 @@ def read_groups(controller: str, file: str, root: Path | None = None, own: Path 
     """
     root, own = root or CGROUP_ROOT, own or OWN_CGROUPS
     folders, found = [], []
-    for line in own.read_text().splitlines() if own.exists() else ():
+    # Groups are named as their creator likes, for example in Latin-1.
+    for line in filter(None, os.fsdecode(own.read_bytes()).split("\n") if own.exists() else ()):
         _, names, path = line.split(":", 2)
         if names == "" or controller in names.split(","):
             # Inside a container the path may be that of the host, which does not exist here: then the root applies.
@@ -323,7 +324,7 @@ def read_groups(controller: str, file: str, root: Path | None = None, own: Path 
             folders += [base / part for base in bases for part in inner]
     for folder in dict.fromkeys([*folders, root]):
         with contextlib.suppress(OSError):
-            found.append((folder / file).read_text().strip())
+            found.append((folder / file).read_text(errors="replace").strip())
     return found
 
 

@@ -71,7 +71,7 @@ def keep_name() -> None:
 def replace_file(path: Path, text: str) -> None:
     """Replace a whole file atomically: a reader finds the old text or the new one."""
     temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text)
+    temporary.write_text(text, errors="surrogateescape")  # it may name the user's files
     temporary.replace(path)
 
 
@@ -182,7 +182,7 @@ def request_stop(folder: Path, reason: str) -> None:
 def stop_reason(folder: Path) -> str | None:
     """Return the reason of the launcher's request to stop; ``None`` without a request."""
     with contextlib.suppress(OSError):  # it may also be removed in this moment
-        return (folder / _STOP).read_text()
+        return (folder / _STOP).read_text(errors="replace")
     return None
 
 
@@ -199,7 +199,7 @@ def report_stopped(folder: Path, rank: int | str, text: str) -> None:
 
 def stop_reports(folder: Path) -> list[str]:
     """Return the reports of the ranks, by rank."""
-    return [path.read_text() for _, path in sorted(rank_files(folder, _STOPPED).items())]
+    return [path.read_text(errors="surrogateescape") for _, path in sorted(rank_files(folder, _STOPPED).items())]
 
 
 def forget_rank(folder: Path, rank: int, pid: int) -> None:
@@ -370,7 +370,7 @@ def broken_generation(folder: Path) -> int:
     numbers = [-1]
     for path in rank_files(folder, _BROKEN).values():
         with contextlib.suppress(OSError):  # removed in this moment
-            numbers.append(int(path.read_text()))
+            numbers.append(int(path.read_text(errors="replace")))
     return max(numbers)
 
 
@@ -412,7 +412,8 @@ class TerminalRegion:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
@@ -430,8 +431,9 @@ class TerminalRegion:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _set_rows(self, rows: int) -> None:
-        self._file.truncate(0)
-        print(rows, file=self._file, flush=True)
+        with contextlib.suppress(OSError):  # the disk is full
+            self._file.truncate(0)
+            print(rows, file=self._file, flush=True)
 
     rows = property(fset=_set_rows, doc="The rows that the view takes from now on; to be set inside `locked`.")
 
@@ -494,7 +496,7 @@ def keep_rest_aside(folder: Path, world_size: int) -> None:
 def _keep_aside(path: Path) -> Path:
     """Move a file of an earlier run's record into the folder ``earlier-RUN`` beside it; return that folder."""
     run = "run"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open() as lines:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError), path.open(errors="replace") as lines:
         # Ranks do not wait for each other: each takes the name from its own file, in which it is the same.
         first = json.load(lines)["sessions"][0] if path.name == "run.json" else json.loads(lines.readline())
         run = first["run"].replace(os.sep, "-")

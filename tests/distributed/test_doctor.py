@@ -1,6 +1,8 @@
 """`lockstep doctor` as the ranks of a job: one report, with the versions of all ranks compared."""
 
 import json
+import subprocess
+import sys
 
 from tests.distributed.commands import lockstep
 
@@ -30,3 +32,34 @@ def test_ranks_are_compared(tmp_path):
     assert {"what": "whether the port is free", "because": "this job's own ranks hold it"} in record["not_checked"]
     assert record["seconds"] < 10
     assert [path.name for path in tmp_path.iterdir()] == ["ask.py"]
+
+
+SLOW = """
+import sys
+import torch
+import lockstep
+
+def samples():
+    matrix = torch.ones(1000, 1000)
+    while True:
+        matrix = (matrix @ matrix).tanh()
+
+task = lockstep.Task(
+    model=lambda: torch.nn.Linear(1, 1), dataset=samples, loss=lambda model, batch: model(batch).mean(),
+    optimizer=lambda params: torch.optim.SGD(params, 0.1), global_batch_size=4,
+)
+if __name__ == "__main__":
+    from lockstep.cli import main
+    from lockstep.study.doctor.task import read_task
+
+    read_task.__kwdefaults__["limit_s"] = 0.5
+    sys.exit(main(["doctor", sys.argv[0], "--devices", "1", "--json"]))
+"""
+
+
+def test_a_data_set_that_computes_for_long_does_not_abort_the_process(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    done = subprocess.run([sys.executable, "slow.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    record = json.loads(done.stdout)
+    assert {"what": "the data set of the task", "because": "it took too long"} in record["not_checked"]
+    assert (done.returncode, "terminate" in done.stderr) == (record["exit_code"], False), done.stderr

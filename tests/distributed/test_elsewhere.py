@@ -71,4 +71,5 @@ def test_all_machines_say_who_waits_for_whom(run):
         assert re.sub(r"\d+ s\b", "N s", text) == (
             "lockstep: The job hangs: ranks have waited for each other for more than N s.\n"
             "rank 1 is in <module> (train.py:6) for N s; rank 0 waits in barrier (train.py:10) for N s\n"
+            "If a rank may need more than N s, pass a larger --watchdog SECONDS.\n"
         )

@@ -80,7 +80,8 @@ def test_a_forked_rank_is_what_a_new_interpreter_is(tmp_path):
 @pytest.mark.parametrize("fork", ["1", "0"])
 def test_the_title_of_a_process_has_the_number_of_its_rank(tmp_path, monkeypatch, fork):
     monkeypatch.setenv("LOCKSTEP_FORK", fork)
-    (tmp_path / "train.py").write_text(
+    # The kernel cuts the name after 15 bytes, here within a letter.
+    (tmp_path / "t訓練.py").write_text(
         "import os, sys\n"
         "child = os.fork()\n"
         "line, name = (open(f'/proc/self/{file}').read().rstrip('\\0\\n') for file in ('cmdline', 'comm'))\n"
@@ -89,14 +90,14 @@ def test_the_title_of_a_process_has_the_number_of_its_rank(tmp_path, monkeypatch
         "if child == 0: os._exit(0)\n"
         "os.wait()\n"
     )
-    done = lockstep("run", "--devices", "2", "--logs", "raw", str(tmp_path / "train.py"))
+    done = lockstep("run", "--devices", "2", "--logs", "raw", str(tmp_path / "t訓練.py"))
     assert (done.code, sorted(done.out.splitlines())) == (
         0,
         [
-            "lockstep: child of rank 0 of 2, train.py|child of rank 0|True",
-            "lockstep: child of rank 1 of 2, train.py|child of rank 1|True",
-            "lockstep: rank 0 of 2, train.py|rank 0 of 2, tr|True",
-            "lockstep: rank 1 of 2, train.py|rank 1 of 2, tr|True",
+            "lockstep: child of rank 0 of 2, t訓練.py|child of rank 0|True",
+            "lockstep: child of rank 1 of 2, t訓練.py|child of rank 1|True",
+            "lockstep: rank 0 of 2, t訓練.py|rank 0 of 2, t|True",
+            "lockstep: rank 1 of 2, t訓練.py|rank 1 of 2, t|True",
         ],
     )
 

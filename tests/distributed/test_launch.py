@@ -57,6 +57,34 @@ def test_results_come_back_by_rank_and_prints_are_visible(capsys):
     assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 1] computed on 1", "computed on 0"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_of_cleaning_up_changes_nothing(monkeypatch, capfd, fails):
+    """Neither does an exception whose class cannot print it."""
+
+    def work(fails):
+        class Unprintable(Exception):
+            def __str__(self):
+                raise AttributeError("of printing")
+
+        if fails:
+            raise Unprintable
+        return 7
+
+    def fail(*args):
+        raise ValueError("planted")
+
+    monkeypatch.setattr("lockstep.launcher.supervise.process_state", fail)
+    monkeypatch.setattr("lockstep.launcher.node_rendezvous.RendezvousPerRestart.shutdown", fail)
+    if fails:
+        with pytest.raises(RankFailed, match="Rank 0 failed: Unprintable: <exception str") as found:
+            lockstep.launch(work, fails, devices=1)
+        assert "of printing" not in str(found.value)
+    else:
+        assert lockstep.launch(work, fails, devices=1) == [7]
+    said = "lockstep: an error while cleaning up, which changes nothing else: ValueError: planted\n"
+    assert said in capfd.readouterr().err
+
+
 def test_the_first_error_comes_back_with_its_traceback():
     def work():
         if os.environ["RANK"] == "1":

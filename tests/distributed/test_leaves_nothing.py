@@ -111,6 +111,22 @@ def test_signals_end_everything(job, number, code, text):
     assert (process.returncode, out, err.splitlines(keepends=True)[1:]) == (code, "", [text])
 
 
+@pytest.mark.parametrize("fork", ["1", "0"])
+def test_signals_that_were_ignored_at_the_start_stay_ignored(tmp_path, monkeypatch, fork):
+    """As ``nohup`` wants of SIGHUP, and shells of SIGINT and SIGQUIT in the programs of their background."""
+    monkeypatch.setenv("LOCKSTEP_FORK", fork)
+    (tmp_path / "train.py").write_text(
+        "import os\n"
+        "for number in (1, 2, 3):\n"
+        "    for pid in (os.getpid(), os.getppid()): os.kill(pid, number)\n"
+        "os.write(1, b'done\\n')\n"
+    )
+    command = [sys.executable, "-m", "lockstep", "run", "--devices", "2", "--logs", "raw", tmp_path / "train.py"]
+    words = ["sh", "-c", """trap '' HUP INT QUIT; exec "$@" """, "sh", *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n"), done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_launcher_that_waits_for_other_machines_ends_at_a_signal(tmp_path, number):
     with socket.create_server(("127.0.0.1", 0)) as server:

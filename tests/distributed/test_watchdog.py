@@ -84,6 +84,7 @@ def at(text):
 
 
 HEAD = "lockstep: The job hangs: ranks have waited for each other for more than 2 s.\n"
+LONGER = "If a rank may need more than 2 s, pass a larger --watchdog SECONDS.\n"
 EXPECTED = {
     "stop": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('getpid(), signal.SIGSTOP')}; "
     f"rank 0 waits in barrier ({at('barrier()')}) for N s\n",
@@ -92,12 +93,12 @@ EXPECTED = {
     "The ranks call different collectives: each must be called by all ranks, in the same order.\n",
     "torch": f"rank 1 is in load ({at('sleep(90)')}) for N s [after 8 optimizer steps]; rank 0 waits in backward "
     f"(gradient exchange): all_reduce of 4160 elements, number N, scheduled ({at('autograd.backward')}) for N s "
-    "[after 8 optimizer steps]\n",
+    f"[after 8 optimizer steps]\n{LONGER}",
     "reproducible": f"rank 1 was stopped by a signal (SIGSTOP), last seen at {at('raise_signal')} "
     "[in step 5 (backward)]; "
     f"rank 0 waits in all_reduce ({at('lockstep.fit(')}) for N s [in step 5 (communication)]\n",
     "ours": f"rank 1 is in load ({at('sleep(90)')}) for N s; "
-    f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n",
+    f"rank 0 waits in all_reduce of bucket 0 (1.weight ... 0.bias) ({at('backward()')}) for N s\n{LONGER}",
 }
 PATIENCE = {"asleep": "0.7", "busy": "1.5"}
 RUNS = ["ours", "exits", "leaves"]
@@ -161,7 +162,7 @@ def check_report(outcomes, mode):
 def test_a_call_that_holds_the_interpreter_still_leaves_its_stack(soak_outcomes):
     report, stacks = told(soak_outcomes["gil"].err)
     assert report.startswith(HEAD + "rank 1 does not respond: native code holds the interpreter lock, last seen at ")
-    assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n")
+    assert report.endswith(f"; rank 0 waits in barrier ({at('barrier()')}) for N s\n{LONGER}")
     assert f", line {at('pthread').partition(':')[2]} in <module>" in stacks["rank-1.txt"]
     assert soak_outcomes["gil"].code == 83
 
@@ -193,7 +194,7 @@ def test_ranks_that_all_do_nothing_are_noticed_though_none_waits(soak_outcomes):
     ended = soak_outcomes["asleep"].err[soak_outcomes["asleep"].err.index(head) :]
     report, _ = told(ended)
     told(soak_outcomes["asleep"].err)  # the first warning, whose folder goes as well
-    assert report == f"{head}ranks 0, 1 are in load ({at('sleep(90)')}) for N s\n"
+    assert report == f"{head}ranks 0, 1 are in load ({at('sleep(90)')}) for N s\n{LONGER.replace('2 s', '3.5 s')}"
     assert soak_outcomes["asleep"].code == 83
 
 

@@ -33,6 +33,14 @@ def test_the_tightest_quota_counts(tmp_path, monkeypatch):
     assert cpu_quota(tmp_path / "none", tmp_path / "none") is None
 
 
+def test_groups_may_have_names_that_are_no_text(tmp_path):
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    name = os.fsdecode(b"t\xe4sk\xc2\x85:x")  # Latin-1, and what Unicode counts as the end of a line
+    plant(root, {f"{name}/cpu.max": "250000 100000"})
+    own.write_bytes(os.fsencode(f"0::/{name}\n"))
+    assert cpu_quota(root, own) == 2.5
+
+
 def test_quotas_of_the_first_version_count(tmp_path):
     root, own = tmp_path / "cgroup", tmp_path / "own"
     plant(root, {"cpu/job/cpu.cfs_quota_us": "150000", "cpu/job/cpu.cfs_period_us": "100000"})

@@ -1,5 +1,6 @@
 """What a rank writes of itself, and a watchdog that no wrong file, note or error of its own stops."""
 
+import errno
 import faulthandler
 import json
 import os
@@ -61,6 +62,22 @@ def test_a_heartbeat_is_replaced_as_a_whole(tmp_path, heartbeat):
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".new")]
 
 
+def test_a_rank_that_cannot_write_its_heartbeat_has_none(tmp_path, heartbeat, monkeypatch):
+    """With the last one, it would seem not to respond, and be killed because a disk is full."""
+
+    def fail(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    heartbeat.write()
+    assert read_heartbeat(tmp_path, 0)
+    monkeypatch.setattr("lockstep.telemetry.heartbeat.replace_file", fail)
+    heartbeat.write()
+    assert read_heartbeat(tmp_path, 0) == {}
+    monkeypatch.undo()
+    heartbeat.write()
+    assert read_heartbeat(tmp_path, 0)["pid"] == os.getpid()
+
+
 def test_what_a_rank_does_is_in_its_heartbeat(tmp_path, heartbeat):
     activity.now.step = 4
     try:
@@ -99,7 +116,6 @@ GOOD = {
     "step": None,
     "phase": "",
     "num_steps": 3,
-    "has_trained": True,
     "collective": "",
     "recorded_call": "",
     "failure": "",

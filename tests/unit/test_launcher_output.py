@@ -115,6 +115,12 @@ def test_lines_are_kept_whatever_is_shown(tmp_path, capsys):
     assert kept == {"rank-0.log": "fine\n", "rank-1.log": "careful\nand more\n"}
 
 
+def test_a_traceback_may_name_a_file_whose_name_is_no_text(tmp_path):
+    with LogTail(tmp_path, 1, LogSettings(folder=tmp_path / "logs")) as log_tail:
+        log_tail.settle({0: 'File "t\udce4sk.py", line 1'})
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == 'File "t\\udce4sk.py", line 1\n'
+
+
 def test_the_launcher_erases_the_live_view_before_it_prints(tmp_path, capsys, monkeypatch):
     ours, theirs = os.openpty()
     monkeypatch.setenv("TERM", "xterm")

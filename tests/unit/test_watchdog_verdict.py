@@ -2,13 +2,19 @@
 
 import os
 import selectors
+import shutil
+import signal
+import subprocess
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import lockstep.train.trainer
 from lockstep import accelerator
 from lockstep.activity import DEVICE, format_ranks, name_of_bucket
+from lockstep.launcher.reaper import kill_sessions, start_time
 from lockstep.telemetry.rank_state import (
     COMPUTES,
     STOPPED,
@@ -19,13 +25,13 @@ from lockstep.telemetry.rank_state import (
     state_of,
     waits_outside,
 )
-from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, report
+from lockstep.telemetry.watchdog import Verdict, busy_workers, judge, keep_stacks, report
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
-FINE, SUSPECT, HANGS = Verdict.FINE, Verdict.SUSPECT, Verdict.HANGS
+FINE, EARLY, SUSPECT, HANGS = Verdict
 
 
-IDLE = {"step": None, "phase": "", "num_steps": 0, "has_trained": False, "failure": "", "collective": ""}
+IDLE = {"step": None, "phase": "", "num_steps": 0, "failure": "", "collective": ""}
 
 
 def seen_in(rank, frames, idle_s=0.0, process="S", life="", **more):
@@ -81,15 +87,14 @@ DEBUGGED = seen_in(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.
         ([in_bucket(0, "1 (a.*)"), in_bucket(1, "2 (b.*)")], FINE, FINE),  # on its way
         ([waits(0, 4), in_bucket(1, "2 (b.*)")], HANGS, HANGS),
         ([works(0, 4, collective="all_to_all"), works(1, 4)], HANGS, HANGS),  # as our collectives mark it
-        ([works(0, 16, has_trained=True), GONE], HANGS, SUSPECT),  # left alone at its end
-        ([works(0, 16, has_trained=True, life="it reads or writes"), GONE], FINE, FINE),
-        ([works(0, 16, has_trained=True)], FINE, FINE),  # a single rank may wait for anything
-        ([works(0, 4, process="T")], SUSPECT, FINE),  # but goes on only if somebody sends SIGCONT
-        ([works(0, 16, process="T", has_trained=True)], HANGS, SUSPECT),
-        ([works(0, 4), works(1, 4)], SUSPECT, FINE),  # nobody waits for anybody
-        ([works(0, 16), works(1, 16)], HANGS, FINE),
-        ([works(0, 16, has_trained=True), works(1, 16, has_trained=True)], HANGS, HANGS),
-        ([works(0, 16, has_trained=True), works(1, 16, life=COMPUTES)], FINE, FINE),
+        ([works(0, 16), GONE], HANGS, SUSPECT),  # left alone at its end
+        ([works(0, 16, life="it reads or writes"), GONE], FINE, FINE),
+        ([works(0, 16)], FINE, FINE),  # a single rank may wait for anything
+        ([works(0, 4, process="T")], SUSPECT, SUSPECT),  # but goes on only if somebody sends SIGCONT
+        ([works(0, 16, process="T")], HANGS, SUSPECT),
+        ([works(0, 4), works(1, 4)], SUSPECT, SUSPECT),  # nobody waits for anybody
+        ([works(0, 16), works(1, 16)], HANGS, HANGS),
+        ([works(0, 16), works(1, 16, life=COMPUTES)], FINE, FINE),
         ([waits(0, 4), GONE], HANGS, HANGS),
         ([waits(0, 4), STOPPED_AT_ONCE], HANGS, HANGS),
         ([waits(0, 4), works(1, 4, silent_s=4)], HANGS, HANGS),
@@ -106,6 +111,32 @@ DEBUGGED = seen_in(1, [("/lib/python3.11/pdb.py", 9, "interaction"), ("/x/train.
     ],
 )
 def test_judge(ranks, strict, else_):
+    ranks = [replace(ranks[0], num_steps=1), *ranks[1:]]
+    assert (judge(ranks, 3, is_strict=True), judge(ranks, 3, is_strict=False)) == (strict, else_)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strict", "else_"),
+    [
+        ([waits(0, 2), works(1, 4)], FINE, FINE),
+        ([waits(0, 4), works(1, 4)], HANGS, EARLY),  # a download that waits for its server
+        ([waits(0, 99), works(1, 99)], HANGS, EARLY),
+        ([waits(0, 99), works(1, 99, life="it reads or writes")], HANGS, EARLY),
+        ([waits(0, 4), works(1, 4, life=COMPUTES)], FINE, FINE),
+        ([waits(0, 4), works(1, 4, silent_s=4)], HANGS, EARLY),
+        ([waits(0, 4), waits(1, 4)], FINE, FINE),
+        ([waits(0, 16), waits(1, 16)], HANGS, EARLY),
+        ([works(0, 4), works(1, 4)], SUSPECT, FINE),
+        ([works(0, 16), works(1, 16)], HANGS, EARLY),  # all loaders hang
+        ([works(0, 16)], FINE, FINE),
+        ([works(0, 16, process="T")], HANGS, EARLY),
+        # These can never go on.
+        ([waits(0, 4), waits(1, 4, name="barrier")], HANGS, HANGS),
+        ([waits(0, 4), GONE], HANGS, HANGS),
+        ([waits(0, 4), STOPPED_AT_ONCE], HANGS, HANGS),
+    ],
+)
+def test_before_the_first_step_what_may_go_on_is_not_ended(ranks, strict, else_):
     assert (judge(ranks, 3, is_strict=True), judge(ranks, 3, is_strict=False)) == (strict, else_)
 
 
@@ -166,7 +197,17 @@ def test_report_names_who_waits_for_whom():
     assert report(ranks, 30, HANGS) == (
         "The job hangs: ranks have waited for each other for more than 30 s.\n"
         "rank 3 is in DataLoader.__next__ (train.py:41) for 32 s [in step 12 (loader)]; "
-        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [in step 12 (backward)]"
+        "ranks 0-2 wait in all_reduce of bucket 4 (layers.7.mlp.*) (train.py:44) for 32 s [in step 12 (backward)]\n"
+        "If a rank may need more than 30 s, pass a larger --watchdog SECONDS."
+    )
+    ranks[3] = works(3, 32, process="T")
+    assert "--watchdog" not in report(ranks, 30, HANGS)
+
+
+def test_report_of_ranks_that_do_nothing_before_their_first_step():
+    assert report([works(0, 301), works(1, 301)], 60, EARLY) == (
+        "The job may hang: no rank has done anything for more than 300 s.\n"
+        "ranks 0, 1 are in load (train.py:7) for 301 s"
     )
 
 
@@ -176,7 +217,8 @@ def test_report_of_what_a_host_does_not_know_has_the_record_of_torch():
     ranks.append(works(2, 8, uses_gpu=True, recorded_call="all_reduce of 6 elements, number 4, completed"))
     waiting = f"ranks 0, 1 wait for their devices: {record} (train.py:3) for 8 s"
     head = "The job hangs: ranks have waited for each other for more than 6 s."
-    assert report(ranks, 6, HANGS) == f"{head}\nrank 2 is in load (train.py:7) for 8 s; {waiting}"
+    longer = "If a rank may need more than 6 s, pass a larger --watchdog SECONDS."
+    assert report(ranks, 6, HANGS) == f"{head}\nrank 2 is in load (train.py:7) for 8 s; {waiting}\n{longer}"
     assert report(ranks[:2], 6, SUSPECT).splitlines()[1:] == [
         waiting,
         "All ranks wait, some of them for their devices, which may compute, or be in a collective.",
@@ -185,7 +227,7 @@ def test_report_of_what_a_host_does_not_know_has_the_record_of_torch():
     ranks = [works(1, 8), seen_in(0, engine, 8, step=2, recorded_call=record)]
     assert report(ranks, 6, HANGS) == (
         f"{head}\nrank 1 is in load (train.py:7) for 8 s; "
-        f"rank 0 waits in backward (gradient exchange): {record} (train.py:3) for 8 s [in step 3]"
+        f"rank 0 waits in backward (gradient exchange): {record} (train.py:3) for 8 s [in step 3]\n{longer}"
     )
 
 
@@ -237,6 +279,29 @@ def test_a_sample_of_this_process():
     after = sample(os.getpid(), own_bytes=0)
     assert os.getpid() in set(process_tree(os.getpid())) == before.pids
     assert after.cpu_s > before.cpu_s and after.num_bytes - before.num_bytes >= 100_000
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_names_of_processes_may_be_no_text(tmp_path):
+    # The kernel cuts a name after 15 bytes, here within a letter; it may also be in another encoding.
+    for name in (b"aaaaaaaaaaaaaa\xc3\xa9", b"t\xe4sk) R 1"):
+        program = os.path.join(os.fsencode(tmp_path), name)
+        shutil.copy(shutil.which("sleep"), program)
+        process = subprocess.Popen([program, "60"], start_new_session=True)
+        try:
+            comm = Path(f"/proc/{process.pid}/comm")
+            while comm.read_bytes() != name[:15] + b"\n":
+                time.sleep(0.01)
+            with pytest.raises(UnicodeDecodeError):
+                comm.read_text("utf-8")
+            assert sample(process.pid, own_bytes=0).pids == {process.pid}
+            assert int(start_time(process.pid)) > 0
+            run_dir = tmp_path / "run"
+            run_dir.mkdir(exist_ok=True)
+            shutil.rmtree(keep_stacks(run_dir, {0: process.pid}))
+        finally:
+            kill_sessions([process.pid])
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_what_lies_outside_of_the_job():

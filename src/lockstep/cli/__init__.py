@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import errno
 import inspect
@@ -15,6 +16,7 @@ from typing import Any, cast
 import click
 
 from lockstep import __version__
+from lockstep.activity import goes_on
 from lockstep.env import open_closed_streams
 from lockstep.errors import EXIT_CODE, HANG_EXIT_CODE, ConfigurationError, JobHangs, LockstepError, Stopped
 
@@ -104,6 +106,14 @@ def group() -> None:
     """
 
 
+def _end_at_once(code: int) -> None:
+    """Exit without ending the threads of `in_time`: an end within C++ code would abort the process."""
+    if goes_on():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
@@ -114,7 +124,10 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         # Not click's standalone mode: it would end the process, and in its own way for each error.
         code = group.main(args=args, prog_name="lockstep", standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        code = code if isinstance(code, int) else 0
+        if goes_on():
+            atexit.register(_end_at_once, code)
+        return code
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption):
             error = import_module("lockstep.cli.train").explain_flag(error)

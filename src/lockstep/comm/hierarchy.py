@@ -300,7 +300,7 @@ def machine_id() -> str:
     """Return an id that differs between machines, and between network namespaces, which count as machines."""
     boot, namespaces = "", []
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(errors="replace").strip()
         namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
     return f"{socket.gethostname()} {boot} {namespaces}"
 

@@ -267,7 +267,8 @@ def peer_uid(connection: socket.socket) -> int | None:
     ends = [_name_in_proc(*name[:2]) for name in (connection.getpeername(), connection.getsockname())]
     for file in ("tcp", "tcp6"):
         with suppress(OSError):  # without IPv6 there is no tcp6
-            for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:  # the columns are in proc(5)
+            # The columns are in proc(5).
+            for line in Path(f"/proc/net/{file}").read_text(errors="replace").splitlines()[1:]:
                 _, local, remote, state, _, _, _, uid, *_ = line.split()
                 # Established connections only: a connection that its owner has closed is listed as root's.
                 if state == "01" and [local.removeprefix(_MAPPED_IPV4), remote.removeprefix(_MAPPED_IPV4)] == ends:

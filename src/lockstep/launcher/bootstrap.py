@@ -115,11 +115,14 @@ def set_title(title: str) -> None:
     # Besides the extension it imports only logging, which torch imports as well.
     from setproctitle import setproctitle, setthreadtitle
 
+    # The name of a file may be no text.
+    text = title.encode(errors="replace")
     # Otherwise it overwrites /proc/PID/environ, by which schedulers and administrators find the processes of a job.
     is_set = _KEEP_ENVIRON in os.environ
     os.environ[_KEEP_ENVIRON] = "1"
-    setproctitle(f"lockstep: {title}")
-    setthreadtitle(title)  # for ``top``, which shows 15 characters
+    setproctitle(f"lockstep: {text.decode()}")
+    # For ``top``. The kernel cuts it after 15 bytes, within a letter, which other programs fail to read.
+    setthreadtitle(text[:15].decode(errors="ignore"))
     if not is_set:
         del os.environ[_KEEP_ENVIRON]
 
@@ -306,7 +309,7 @@ def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
         _, raised_at_ns = _recorded.setdefault(id(error), (error, ended.time_ns))
         ended = replace(
             ended,
-            message=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+            message=f"{type(error).__name__}: {text}" if (text := activity.text_of(error)) else type(error).__name__,
             error_type=type(error).__name__,
             trace="".join(traceback.format_exception(type(error), error, trace)),
             time_ns=raised_at_ns,

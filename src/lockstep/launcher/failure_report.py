@@ -160,7 +160,8 @@ def _with_signs(known: RankExit, folder: Path, resources: Resources) -> RankExit
     file, line, _ = user_frame(heartbeat.get("frames", []))
     where = f"{file}:{line}" if os.path.isabs(file) else ""
     crash = rank_file(folder, CRASH, known.rank)
-    trace = tidy_crash(crash.read_text(), own_folder=str(Path(__file__).parent)) if crash.is_file() else ""
+    text = crash.read_text(errors="replace") if crash.is_file() else ""
+    trace = text and tidy_crash(text, own_folder=str(Path(__file__).parent))
     # NCCL's watchdog ends the process in a thread without Python, so faulthandler marks no thread as the current one.
     if number == signal.SIGABRT and heartbeat.get("uses_gpu") and trace and _CURRENT not in trace:
         likely, error_type, call = "NCCL", _NCCL_ABORT, heartbeat.get("recorded_call")

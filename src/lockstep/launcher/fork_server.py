@@ -47,7 +47,6 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 MOST_BYTES = 1 << 20
 # Schedulers signal all processes of a job, terminals all of a group; the server ends with its launcher.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_CAUGHT = _SIGNALS[:4]  # those that the launcher, which has started by then, has handlers for
 _POLL_S, _PAUSE_S, _EXIT_S = 0.01, 0.0005, 10.0
 # Variables that a new interpreter, the loader, or a library reads only once, when it is started or imported.
 _READ_ONCE = re.compile(
@@ -159,11 +158,16 @@ _Handler = signal.Handlers | Callable[[int, object], None]
 
 @contextmanager
 def signal_handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
-    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread."""
+    """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread.
+
+    A signal that is ignored stays ignored, as ``nohup`` wants of SIGHUP, and a shell without job control of SIGINT and
+    SIGQUIT in programs that it starts in the background.
+    """
     with contextlib.ExitStack() as stack:
         for number in numbers if threading.current_thread() is threading.main_thread() else ():
-            stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
-            signal.signal(number, handler)
+            if (before := signal.getsignal(number)) != signal.SIG_IGN:
+                stack.callback(signal.signal, number, before or signal.SIG_DFL)
+                signal.signal(number, handler)
         yield
 
 
@@ -275,9 +279,8 @@ def serve(connection: socket.socket) -> list[str]:
             reply = descriptors.pop()
             take_place(request, descriptors)
             for number, handler in handlers.items():
-                is_lost = handler == signal.SIG_IGN and number in _CAUGHT  # a new interpreter would not ignore it
-                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, default if is_lost or handler == signal.SIG_DFL else handler)
+                is_default = handler == signal.SIG_DFL and number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if is_default else handler)
             if (threads := os.environ.get("OMP_NUM_THREADS", "")) != environ.get("OMP_NUM_THREADS", ""):
                 _set_num_threads(threads)
             os.write(reply, str(os.getpid()).encode())
@@ -342,8 +345,8 @@ def _set_num_threads(text: str) -> None:
     import torch
 
     torch.set_num_threads(int(number))
-    with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "openblas" in line}  # numpy's
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "openblas" in line}  # numpy's
     for library, prefix, suffix in itertools.product(map(ctypes.CDLL, paths), ("", "scipy_"), ("", "64_")):
         with contextlib.suppress(AttributeError):
             getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(int(number))

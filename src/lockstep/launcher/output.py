@@ -296,7 +296,7 @@ class LogTail:
         """Write a line into the rank's file. If the disk is full, lines are lost, but the job continues."""
         if rank in self._files:
             with contextlib.suppress(OSError):
-                os.write(self._files[rank], f"{line}\n".encode())
+                os.write(self._files[rank], f"{line}\n".encode(errors="backslashreplace"))
 
     def _write(self) -> None:
         """Write queued text to the terminal, above rank zero's live view."""

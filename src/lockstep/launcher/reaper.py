@@ -95,8 +95,9 @@ def kill_sessions(leaders: Iterable[int]) -> None:
 
 def _stat_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on."""
-    with contextlib.suppress(OSError):  # the name before them may contain spaces and parentheses
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The name before them may contain spaces, parentheses, and bytes that are no text.
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return None
 
 

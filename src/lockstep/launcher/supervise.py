@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from multiprocessing import connection
@@ -31,7 +31,7 @@ from torch.numa.binding import NumaOptions
 
 from lockstep import run_folder, torch_internals
 from lockstep.accelerator import VISIBLE_DEVICES
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, one_line
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
 from lockstep.comm.store import InterNodeStore
@@ -158,6 +158,15 @@ def log(text: str) -> None:
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def only_logged() -> Iterator[None]:
+    """Log an error of the block, which cleans up: it neither makes a finished job fail, nor hides why a job failed."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, rendezvous.RendezvousError) as error:
+        log(f"an error while cleaning up, which changes nothing else: {one_line(error)}")
+
+
 def elastic_quiet() -> ExitStack:
     """Suppress the agent's warnings, until the end of its block, unless the user enabled its log.
 
@@ -185,6 +194,14 @@ def stop_timeout_s() -> float:
 # Those that torch elastic handles; and its environment variable for those that it handles itself.
 _SIGNALS = {*run_folder.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT}
 _LEFT_TO_ELASTIC = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+# Why the job continues after a report of the watchdog.
+_CONTINUES = {
+    Verdict.EARLY: "The job continues, as no rank has done an optimizer step: until then only the time-out of the "
+    "process group ends it, or --watchdog SECONDS.",
+    Verdict.SUSPECT: "The job continues; it ends if this lasts and no rank makes progress.",
+}
 
 
 @dataclass
@@ -261,7 +278,7 @@ class Job:
         if self.watchdog_action == "warn":
             log(f"{text}\nThe job continues, because of --watchdog-action warn.")
         elif verdict is not Verdict.HANGS:
-            log(f"{text}\nThe job continues; it ends if this lasts and no rank makes progress.")
+            log(f"{text}\n{_CONTINUES[verdict]}")
         elif self.num_restarts_left and awaited:
             is_replaced = self.recovery is not None and self.recovery.can_replace(awaited)
             who = f"{format_ranks(list(awaited))} {'is' if len(awaited) == 1 else 'are'}"
@@ -388,9 +405,12 @@ class _Agent(LocalElasticAgent):
             # A spare machine that was never used has no result.
             return cast(RunResult | None, super().run(*args)) or RunResult(WorkerState.SUCCEEDED)
         finally:
-            self._leave_machines()
-            if not isinstance(sys.exception(), SignalException):  # else only this machine leaves
-                self.get_worker_group().spec.rdzv_handler.shutdown()
+            is_leaving = isinstance(sys.exception(), SignalException)  # else all machines end
+            with only_logged():
+                self._leave_machines()
+            with only_logged():
+                if not is_leaving:
+                    self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous; repeat it if a machine is lost before it has written what the others need."""
@@ -739,6 +759,7 @@ class _RankProcesses(SubprocessContext):
             files = [stack.enter_context(open(path, "w")).fileno() if path else own for own, path in paths]
             return cast(SubprocessHandler | None, server.fork(self.args[rank], {**os.environ, **env}, [0, *files]))
 
+    @only_logged()
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks, as torch does; without a signal it does so because one of them has failed.
 

@@ -226,6 +226,6 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """Return the peak of this process's resident memory since the last `reset_peak`."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
+    found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text(errors="replace"))
     # Preferred to getrusage: its peak cannot be reset, and starts with the parent's memory at the fork.
     return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

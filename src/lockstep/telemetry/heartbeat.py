@@ -139,12 +139,15 @@ class Heartbeat:
             state |= {"moved_s": now_s, "recorded_call": ""}
         elif not state["recorded_call"] and now_s - state["moved_s"] > _RECORDED_AFTER * self._patience_s:
             state["recorded_call"] = recorded_call()
-        content |= {"beat_s": now_s, "uses_gpu": uses_gpu(), "has_trained": calls > 0 or activity.now.num_steps > 0}
+        content |= {"beat_s": now_s, "uses_gpu": uses_gpu()}
         text = json.dumps(content | state)
         # Replaced as a whole, as a mixture of two heartbeats may be valid JSON.
         with contextlib.suppress(OSError), self._writing:
-            replace_file(self._path, text)
-            state["num_bytes"] += len(text)
+            try:
+                replace_file(self._path, text)
+                state["num_bytes"] += len(text)
+            except OSError:  # The disk is full: with its old heartbeat, this rank would seem not to respond.
+                os.truncate(self._path, 0)
 
     def _run(self) -> None:
         measured_at = 0.0

@@ -48,7 +48,7 @@ def commit_of(folder: Path) -> str | None:
     """Return the commit checked out in ``folder``, if any, with a ``+`` if tracked files differ from it."""
     describe = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
+        done = subprocess.run(describe, capture_output=True, errors="replace", timeout=GIT_TIMEOUT_S, check=True)
         return done.stdout.strip()
     return None
 
@@ -77,5 +77,5 @@ def _machine() -> dict[str, str]:
 
 def cpu_model() -> str:
     """Return the name of the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

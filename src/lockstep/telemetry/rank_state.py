@@ -81,7 +81,7 @@ def process_state(pid: int) -> tuple[str, float]:
     process has ended.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return "", 0.0
     return fields[0].strip("XZ").upper(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -108,14 +108,14 @@ def process_tree(pid: int, *, of_all_threads: bool = True) -> Iterator[int]:
     task = Path(f"/proc/{pid}/task")
     for path in task.glob("*/children") if of_all_threads else [task / str(pid) / "children"]:
         with contextlib.suppress(OSError):
-            for child in path.read_text().split():
+            for child in path.read_text(errors="replace").split():
                 yield from process_tree(int(child), of_all_threads=of_all_threads)
 
 
 def _counted(path: str, names: str) -> int:
     """Return the sum of some numbers in a file of ``name: number`` lines; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
-        return sum(map(int, re.findall(rf"^(?:{names}):\s*(\d+)$", Path(path).read_text(), re.MULTILINE)))
+        return sum(map(int, re.findall(rb"^(?:%b):\s*(\d+)$" % names.encode(), Path(path).read_bytes(), re.MULTILINE)))
     return 0
 
 
@@ -162,7 +162,6 @@ class RankState(Progress):
         operation: The operation in which it waits for others, such as ``all_reduce``; empty if it does not wait.
         place: Where it is, as a predicate such as ``waits in all_reduce (train.py:7)``.
         pid: Its process, if that lives.
-        has_trained: Whether it has done an optimizer step or a collective.
         failure: The exception that ended its part in the job, if its process still runs.
     """
 
@@ -172,7 +171,6 @@ class RankState(Progress):
     operation: str = ""
     place: str = ""
     pid: int = 0
-    has_trained: bool = False
     failure: str = ""
 
 
@@ -195,7 +193,7 @@ def state_of(rank: int, heartbeat: Mapping[str, Any], process_state: str, life: 
     elif is_debugged(frames):
         life = DEBUGGED
     name = "" if is_silent or life in (ENDED, STOPPED) else operation(heartbeat, is_busy=life == COMPUTES)
-    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "has_trained", "failure")}
+    kept = {name: heartbeat[name] for name in ("step", "phase", "num_steps", "failure")}
     pid = heartbeat["pid"] if process_state else 0
     return RankState(rank, idle_s, life, name, place(heartbeat, life, name, is_silent=is_silent), pid, **kept)
 

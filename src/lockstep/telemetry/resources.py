@@ -101,7 +101,7 @@ def says_out_of_memory(text: str) -> bool:
 def num_kills() -> int | None:
     """Return how many processes the kernel of this machine has killed for lack of memory, also in containers."""
     with contextlib.suppress(OSError):
-        counters = dict(line.split() for line in (PROC / "vmstat").read_text().splitlines())
+        counters = dict(line.split() for line in (PROC / "vmstat").read_text(errors="replace").splitlines())
         return int(counters["oom_kill"])
     return None
 
@@ -121,7 +121,7 @@ def free_and_total_bytes() -> tuple[int, int]:
 
 def _resident_bytes(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        pages, shared = (int(number) for number in (PROC / str(pid) / "statm").read_text().split()[1:3])
+        pages, shared = (int(number) for number in (PROC / str(pid) / "statm").read_text(errors="replace").split()[1:3])
         # Without shared pages, which are files, or counted elsewhere.
         return (pages - shared) * resource.getpagesize()
     return 0
@@ -203,8 +203,8 @@ def _rapl_counters() -> dict[str, tuple[float, float]]:
     found = {}
     for zone in POWERCAP.glob("intel-rapl:*"):  # the name on AMD, too
         # Other zones are parts of a package, or hold all packages: they would count twice.
-        if (zone / "name").read_text().startswith(("package", "dram")):
-            energy_uj, limit_uj = (int((zone / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+        if (zone / "name").read_text(errors="replace").startswith(("package", "dram")):
+            energy_uj, limit_uj = (int((zone / name).read_bytes()) for name in ("energy_uj", "max_energy_range_uj"))
             found[zone.name] = (energy_uj / 1e6, limit_uj / 1e6)
     return found
 
@@ -282,7 +282,7 @@ class MachineSampler:
         now["host_cpu"] = sum(times[:8]) - times.idle - times.iowait - times.steal
         for pid in pids:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
-                now[str(pid)] = int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
+                now[str(pid)] = int((PROC / str(pid) / "schedstat").read_text(errors="replace").split()[1]) / 1e9
         before, self._host = self._host, now
         past_s = now["at"] - before.get("at", 0.0)
         percent = {name: 100 * (now[name] - before[name]) / past_s for name in now if name in before}

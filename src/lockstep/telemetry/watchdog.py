@@ -45,10 +45,12 @@ class Verdict(IntEnum):
     """The state of the job."""
 
     FINE = 0
+    # It is reported only: no rank has done a step, and until then one may download or prepare data for very long.
+    EARLY = 1
     # It is reported only, as the ranks may continue.
-    SUSPECT = 1
+    SUSPECT = 2
     # The ranks will not continue.
-    HANGS = 2
+    HANGS = 3
 
 
 def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, sees_all: bool = True) -> Verdict:
@@ -62,10 +64,20 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     """
     if not ranks or any(seen.life == DEBUGGED for seen in ranks):
         return Verdict.FINE  # the others wait for a person at a debugger
+    # Without --watchdog, the process group's own time-out is the limit of the first step.
+    is_early = not is_strict and not any(seen.num_steps for seen in ranks)
+    found = _verdict_of(ranks, patience_s, is_strict=is_strict, sees_all=sees_all, is_early=is_early)
+    return Verdict.EARLY if is_early and found is Verdict.SUSPECT else found
+
+
+def _verdict_of(
+    ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, sees_all: bool, is_early: bool
+) -> Verdict:
+    """Judge ranks; if they are early, only those that can never go on hang."""
     waiting = [seen for seen in ranks if seen.operation]
     others = [seen for seen in ranks if not seen.operation]
     if not waiting:
-        return _judge_without_waiting(ranks, patience_s, is_strict=is_strict)
+        return _judge_without_waiting(ranks, patience_s, is_strict=is_strict, is_early=is_early)
     # The last rank counts, as the collective may have begun only then.
     waits_s = min(seen.idle_s for seen in waiting)
     # A rank that takes the place of a lost one may build for long, as all do before they meet first.
@@ -75,26 +87,28 @@ def judge(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, see
     is_long = waits_s >= GRACE * patience_s
     at_last = (Verdict.HANGS if is_strict else Verdict.SUSPECT) if is_long else Verdict.FINE
     if others:
-        return max(at_last, min(_judge_awaited(seen, patience_s) for seen in others))
+        return max(at_last, min(_judge_awaited(seen, patience_s, is_early=is_early) for seen in others))
     # A host that waits for its device knows no collective, and the device may compute.
     calls = {_call(seen) for seen in waiting if seen.operation != DEVICE}
     # If all ranks are in the same call, the transfer may be slow; then there are signs of it.
     is_moving = any(seen.life not in ("", WAKES_UP) or seen.operation == DEVICE for seen in waiting)
     differ = len(calls) > 1 and not (calls <= _ONE_TO_ONE and is_moving)
-    return Verdict.HANGS if sees_all and (differ or (is_long and not is_moving)) else at_last
+    return Verdict.HANGS if sees_all and (differ or (is_long and not is_moving and not is_early)) else at_last
 
 
-def _judge_awaited(seen: RankState, patience_s: float) -> Verdict:
+def _judge_awaited(seen: RankState, patience_s: float, *, is_early: bool) -> Verdict:
     """Judge a rank that the others wait for."""
     if seen.life in (ENDED, STOPPED):
         return Verdict.HANGS
     if seen.life == COMPUTES or seen.idle_s < patience_s:
         return Verdict.FINE
-    return Verdict.SUSPECT if seen.life and seen.idle_s < GRACE * patience_s else Verdict.HANGS
+    return Verdict.SUSPECT if is_early or (seen.life and seen.idle_s < GRACE * patience_s) else Verdict.HANGS
 
 
-def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_strict: bool) -> Verdict:
-    """Judge ranks of which none is in a collective: they hang if they have trained, and are idle now.
+def _judge_without_waiting(
+    ranks: Sequence[RankState], patience_s: float, *, is_strict: bool, is_early: bool
+) -> Verdict:
+    """Judge ranks of which none is in a collective: they hang if they have done a step, and are idle now.
 
     A rank hangs, too, if it is idle after all others have ended. Of a single rank only SIGSTOP is a sign of that.
     """
@@ -102,13 +116,12 @@ def _judge_without_waiting(ranks: Sequence[RankState], patience_s: float, *, is_
     idle_s = min((seen.idle_s for seen in living), default=0.0)
     if idle_s < patience_s or any(seen.life not in ("", STOPPED) for seen in living):
         return Verdict.FINE
-    # A single rank may wait for anything; ranks that have not trained may be a service that waits for requests.
-    is_alone = len(ranks) == 1 and living[0].life != STOPPED
-    if is_alone or not (is_strict or any(seen.has_trained for seen in living)):
+    is_long = idle_s >= GRACE * patience_s
+    # A single rank may wait for anything; ranks that have done no step may prepare, or wait for requests.
+    if (len(ranks) == 1 and living[0].life != STOPPED) or (is_early and not is_long):
         return Verdict.FINE
     # The last one may wait for something that only its script knows.
-    is_sure = idle_s >= GRACE * patience_s and (is_strict or len(living) > 1)
-    return Verdict.HANGS if is_sure else Verdict.SUSPECT
+    return Verdict.HANGS if is_long and not is_early and (is_strict or len(living) > 1) else Verdict.SUSPECT
 
 
 def _call(seen: RankState) -> str:
@@ -140,9 +153,9 @@ def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_node
         num_seen: Number of machines whose ranks are in ``ranks``.
     """
     awaited = [seen for seen in ranks if not seen.operation]
-    nobody_waits, is_suspect = len(awaited) == len(ranks), verdict is Verdict.SUSPECT
+    nobody_waits, is_suspect = len(awaited) == len(ranks), verdict < Verdict.HANGS
     what = "no rank has done anything" if nobody_waits else "ranks have waited for each other"
-    for_s = GRACE * patience_s if nobody_waits and not is_suspect else patience_s
+    for_s = GRACE * patience_s if nobody_waits and verdict is not Verdict.SUSPECT else patience_s
     lines = [f"The job {'may hang' if is_suspect else 'hangs'}: {what} for more than {for_s:g} s."]
     groups: dict[tuple[str, str], list[RankState]] = {}
     for seen in sorted(ranks, key=lambda seen: (bool(seen.operation), seen.rank)):
@@ -156,6 +169,8 @@ def report(ranks: list[RankState], patience_s: float, verdict: Verdict, num_node
         lines.append(f"{known}; the launchers of the others report their ranks.")
     elif not awaited:
         lines.append(_explanation(ranks))
+    elif not is_suspect and any(seen.life not in (ENDED, STOPPED) for seen in awaited):
+        lines.append(f"If a rank may need more than {for_s:g} s, pass a larger --watchdog SECONDS.")
     return "\n".join(lines)
 
 
@@ -291,7 +306,8 @@ def keep_stacks(run_dir: Path, pids: Mapping[int, int]) -> Path:
         # Processes that the rank has forked write to the file of the rank, so they are asked one after the other.
         for each in set(rank_state.process_tree(pid)):
             if text := _stacks_of(each, rank_file(run_dir, STACKS, rank)):
-                (folder / f"rank-{rank}{f'-process-{each}' * (each != pid)}.txt").write_text(text)
+                with contextlib.suppress(OSError):  # the disk is full: the report matters more
+                    (folder / f"rank-{rank}{f'-process-{each}' * (each != pid)}.txt").write_text(text, errors="replace")
     return folder
 
 
@@ -304,7 +320,7 @@ def busy_workers(folder: Path, ranks: Iterable[int]) -> list[str]:
     """
     found = []
     for path in sorted(path for rank in ranks for path in folder.glob(f"rank-{rank}-process-*.txt")):
-        text, (_, rank, _, pid) = path.read_text(), path.stem.split("-")
+        text, (_, rank, _, pid) = path.read_text(errors="replace"), path.stem.split("-")
         frames = [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
         if text == STOPPED or ("in _worker_loop" in text and not frames[0][0].endswith(_AT_REST)):
             file, line, function = rank_state.user_frame(frames)
@@ -318,7 +334,7 @@ def _stacks_of(pid: int, file: Path) -> str:
     if rank_state.process_state(pid)[0] == "T":
         return STOPPED
     with contextlib.suppress(OSError):  # it has just ended
-        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        handled = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(errors="replace"))
         if handled and int(handled[1], 16) >> (STACKS_SIGNAL - 1) & 1:  # it would kill other processes
             file.write_text("")
             os.kill(pid, STACKS_SIGNAL)

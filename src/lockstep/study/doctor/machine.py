@@ -164,7 +164,7 @@ def _ask_driver(chosen: str | None) -> tuple[Sequence[Gpu], list[NotChecked]]:
     # Not torch's own memory figures: they need a context on every GPU, which a full GPU refuses.
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
+        done = subprocess.run(query, capture_output=True, errors="replace", timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
         return parse_gpus(done.stdout, chosen), []
     except (OSError, subprocess.SubprocessError) as error:
         return (), [NotChecked("models and memory of the GPUs", f"nvidia-smi gave no answer: {error}")]

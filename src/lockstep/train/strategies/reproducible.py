@@ -83,7 +83,7 @@ def describe_machine(device: torch.device) -> str:
     if device.type != "cpu":
         return f"{torch.get_device_module(device).get_device_name(device)}, {version}, CUDA {torch.version.cuda}"
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
     return f"{next(names, 'CPU')}, {version}, instructions {torch.backends.cpu.get_cpu_capability()}"
 
