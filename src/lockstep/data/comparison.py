@@ -1,6 +1,6 @@
 """The check that every process has the same samples, which the division of a global batch requires."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from hashlib import blake2b
 from typing import Any
@@ -16,7 +16,7 @@ from lockstep.errors import ConfigurationError
 
 
 def is_compared(step: int) -> bool:
-    """Return whether the ranks compare their data in ``step``: after 0, 1, 2, 4, 8, ... steps, in a resumed run, soon.
+    """Return whether the ranks compare more samples in ``step``: after 0, 1, 2, 4, 8, ...; in a resumed run, soon.
 
     Not counted from the begin of a run, as ranks that take the place of lost ones begin later than the others.
     """
@@ -58,8 +58,19 @@ def _update_digest(digest: blake2b, value: Any) -> None:
         digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
 
-def check_same_samples(mine: str, field: str, step: int, *, group: Group | None, device: torch.device) -> None:
-    """Check that all ranks read the same samples: a global batch of a stream, or some that each of them reads.
+_NUM_REPEATS = 5
+
+
+def check_same_samples(
+    mine: str,
+    field: str,
+    step: int,
+    *,
+    group: Group | None,
+    device: torch.device,
+    again: Callable[[], str] | None = None,
+) -> None:
+    """Check that all ranks read the same samples: of a global batch of a stream, or some that each of them reads.
 
     Collective: every rank of ``group``, if there is one. Blocks until all have called it.
 
@@ -69,6 +80,7 @@ def check_same_samples(mine: str, field: str, step: int, *, group: Group | None,
         step: The step of the batch.
         group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
+        again: Reads them again. If they then differ on a rank, the data draws from a generator of its own.
 
     Raises:
         ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
@@ -78,6 +90,9 @@ def check_same_samples(mine: str, field: str, step: int, *, group: Group | None,
     checksums: list[str] = all_gather_object(mine, group=group, device=device)
     first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
     others = [str(rank) for rank, other in enumerate(checksums) if other and other != checksums[first]]
+    if others and again is not None:
+        is_stable = all(again() == mine for _ in range(_NUM_REPEATS))
+        others *= all(all_gather_object(is_stable, group=group, device=device))
     if others:
         ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
         raise ConfigurationError(

@@ -14,17 +14,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from lockstep.data.comparison import checksum, is_compared
-from lockstep.data.loader import (
-    BadSample,
-    BatchSplit,
-    Collate,
-    LoadOptions,
-    MicroBatch,
-    StreamNote,
-    having_epochs,
-    mix,
-    seed_cpu,
-)
+from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote, having_epochs
+from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 from lockstep.torch_internals import hide_worker_info
 
@@ -45,9 +36,6 @@ def first_not_serializable(value: Any) -> type | None:
     else:
         return None if type(value) in _VALUES or isinstance(value, Tensor) else type(value)
     return next(filter(None, map(first_not_serializable, items)), None)
-
-
-# --- The check that every process has the same samples, which the split requires
 
 
 # --- Global batches of a stream
@@ -252,10 +240,9 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
             for step, samples in reader:
                 if (step - self.first_step) % num_workers == index:  # the loader polls them in turn, from the first
                     # If a rank has skipped a sample, its later batches end with another one, or the last is shorter.
-                    compares = is_compared(step)
-                    compared = checksum(samples if compares else [len(samples), reader.epoch, samples[-1]])
+                    compared = samples if is_compared(step) else [len(samples), reader.epoch, samples[-1]]
                     why = reader.problem and f"state_dict() of {type(self.stream).__name__} {reader.problem}"
-                    yield self._divide(step, samples, StreamNote(reader.state(), compared, compares, why))
+                    yield self._divide(step, samples, StreamNote(checksum(compared), reader.state(), why))
         except LockstepError as error:
             yield error
 
@@ -268,7 +255,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
                 list(shares),
                 [np.array(indices) for indices in shares.values()],
                 [collate([samples[index] for index in indices]) for indices in shares.values()],
-                note=note if index == 0 else note._replace(is_compared=False),
+                note=note,
             )
-            for index, shares in enumerate(self.split.micro_batches(torch.arange(len(samples))))
+            for shares in self.split.micro_batches(torch.arange(len(samples)))
         ]

@@ -486,6 +486,7 @@ class Run:
         activity.now.phase = "checkpoint"
         if self._on_checkpoint is not None:
             self._complete_checkpoint()
+        self.trainer.check_samples()
         self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
-from lockstep.data.loader import MicroBatch, mix, seed_cpu, seed_device
+from lockstep.data.loader import MicroBatch
+from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
@@ -250,8 +251,8 @@ class StepMetrics:
         loss: After `wait`: loss of the global batch, 0-dimensional; zero if the count is zero.
         count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
         divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
-        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed; sum
-            and sum of squares of a number that the ranks compare.
+        flags: Numbers of unreadable samples, of ranks that request to stop, of ranks on which something failed, and of
+            ranks that compare a number; the sum of these numbers, and that of their squares.
     """
 
     device: torch.device
@@ -262,8 +263,8 @@ class StepMetrics:
 
     def __post_init__(self) -> None:
         # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed;
-        # a number from what the ranks read of a stream, and its square.
-        self._sums = torch.zeros(7, dtype=self.dtype, device=self.device)
+        # what the ranks compare of their data: how many do, the number, and its square.
+        self._sums = torch.zeros(8, dtype=self.dtype, device=self.device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
 

@@ -21,7 +21,9 @@ from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_samples
-from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
+from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, checksum_of_some, load_order
+from lockstep.data.order import GlobalOrder
+from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
@@ -131,7 +133,8 @@ class Trainer:
         self._flags: tuple[HostCopy, int] | None = None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
-        self._checksum = ""  # of samples of the step that all ranks have read
+        # Checksum and step of samples that all ranks have read: the newest, and what the last exchange compared.
+        self._read = self._compared = ("", 0)
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
         self.before_update: Callable[[], object] | None = None
@@ -173,7 +176,9 @@ class Trainer:
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)
         devices = dict(zip(self._split.shares, places, strict=False))  # torch's DataParallel has one share only
-        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, self.loading), devices)
+        order = self.plan.order
+        load = order.load if isinstance(order, StreamOrder) else partial(load_order, order)
+        self.batches = BatchIterator(partial(load, self.samples, self._split, self.loading), devices)
 
     def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
         """Create everything that holds process groups. Collective: every rank of the group."""
@@ -233,8 +238,7 @@ class Trainer:
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
             if self.strategy.averaging is not None:
-                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 5, self._take_flags
-        self._compares_all = self.plan.order.num_samples is None and self.strategy.averaging is None
+                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 6, self._take_flags
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
@@ -428,9 +432,7 @@ class Trainer:
             if micro.bad:
                 self.bad_samples.add(micro)
             if micro.note is not None:
-                self._checksum = micro.note.checksum
-                if micro.note.is_compared:
-                    check_same_samples(self._checksum, "dataset", micro.step, group=group, device=self.device)
+                self._read = micro.note.checksum, micro.step
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
@@ -441,10 +443,12 @@ class Trainer:
                     step_parts.set_rates(self.optimizer, self._base_rates, rate)
                 flags = None
                 if is_last:
-                    # Equal numbers have the square of their mean as the mean of their squares.
-                    mine = int(self._checksum[:2], 16) if self._compares_all else 0
+                    number = 0
+                    if group is not None:
+                        self._compared, self._read = self._read, ("", 0)
+                        number = int(self._compared[0][:4] or "0", 16)
                     reported = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
-                    flags = *reported, mine, mine * mine
+                    flags = *reported, number > 0, number, number * number
                 losses += metrics.add(parts, flags)
 
             try:
@@ -601,12 +605,21 @@ class Trainer:
 
     def _take_flags(self, sums: list[float], step: float = math.inf) -> None:
         """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
-        num_bad, *self._reported, checksums, squares = sums
-        if self.group is not None and checksums**2 != squares * self.group.size():
-            now = self.num_steps_done
-            check_same_samples(self._checksum, "dataset", now, group=self.group, device=self.device)
+        num_bad, *self._reported, count, total, squares = sums
+        if total**2 != count * squares:  # equal numbers have the square of their mean as the mean of their squares
+            self._check_samples(*self._compared)
         if num_bad:  # the same on every rank, so all take part
             self.bad_samples.exchange(step)
+
+    def check_samples(self) -> None:
+        """Compare what the ranks have read since their last exchange. Collective: every rank of the group."""
+        self._check_samples(*self._read)
+
+    def _check_samples(self, checksum: str, step: int) -> None:
+        order, again = self.plan.order, None
+        if isinstance(order, GlobalOrder):
+            again = partial(checksum_of_some, self.samples, order.seed, step // order.steps_per_epoch, step)
+        check_same_samples(checksum, "dataset", step, group=self.group, device=self.device, again=again)
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.
