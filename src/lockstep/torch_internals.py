@@ -245,37 +245,22 @@ BaseDataLoaderIter, *LoaderIters = (
 )
 
 
-class LoaderProgress:
-    """How many batches an iterator of a DataLoader has returned. Without the attributes: all that it has asked for.
+def progress_of_calling_loader() -> Callable[[], bool]:
+    """Return whether the iterator of a DataLoader that called has returned all batches of this pass, as a function.
 
-    Args:
-        state: The attributes of the iterator, which outlive it.
+    Without such an iterator, or its attributes: always.
     """
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-        counts: list[int] = []
-        self._counts = counts
-        indices = state.get("_sampler_iter")
-        if isinstance(indices, Generator):  # with persistent workers, another pass replaces it, and counts anew
-            self._watch = weakref.ref(indices, lambda _: counts.append(state["_num_yielded"]))
-
-    @classmethod
-    def of_caller(cls) -> "LoaderProgress | None":
-        """Return that of the iterator in one of whose methods this thread is."""
-        frame = inspect.currentframe()
-        while (frame := frame and frame.f_back) is not None:
-            # Only its locals: those of other frames would be kept alive, and with its own a cycle.
-            if frame.f_globals.get("__name__") == BaseDataLoaderIter.__module__:
-                loader = frame.f_locals.get("self")
-                return cls(vars(loader)) if isinstance(loader, BaseDataLoaderIter) else None
-        return None
-
-    @property
-    def has_delivered_all(self) -> bool:
-        """Whether it has returned as many batches as there are in a pass."""
-        num_batches = operator.length_hint(self._state.get("_index_sampler"))
-        return bool([*self._counts, self._state.get("_num_yielded", num_batches)][0] >= num_batches)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != BaseDataLoaderIter.__module__:
+        frame = frame.f_back
+    # Only its locals: those of other frames would be kept alive, and with its own a cycle. They outlive the iterator.
+    state: dict[str, Any] = {} if frame is None else getattr(frame.f_locals.get("self"), "__dict__", {})
+    num_batches, indices = operator.length_hint(state.get("_index_sampler")), state.get("_sampler_iter")
+    counts: list[int] = []
+    watch = None
+    if isinstance(indices, Generator):  # with persistent workers, another pass replaces it, and counts anew
+        watch = weakref.ref(indices, lambda _: counts.append(state["_num_yielded"]))
+    return lambda: watch is None or (counts[0] if counts else state["_num_yielded"]) >= num_batches
 
 
 def hide_worker_info() -> None:

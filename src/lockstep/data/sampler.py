@@ -1,6 +1,6 @@
 """`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import length_hint
 from typing import Any
 
@@ -11,7 +11,7 @@ from typing_extensions import TypeVar, override
 
 from lockstep.comm.collectives import default_group
 from lockstep.errors import ConfigurationError
-from lockstep.torch_internals import LoaderProgress
+from lockstep.torch_internals import progress_of_calling_loader
 
 # Generic as torch's: programs derive from DistributedSampler[int].
 _Index = TypeVar("_Index", covariant=True, default=int)
@@ -28,7 +28,7 @@ class _Pass(Iterator[_Index]):
         self._sampler, self._epoch, self._start = sampler, sampler.epoch, start
         self._rest: Iterator[_Index] | None = None
         self._size = 0
-        self._loader: LoaderProgress | None = None
+        self._is_delivered: Callable[[], bool] = bool
 
     @override
     def __next__(self) -> _Index:
@@ -36,20 +36,22 @@ class _Pass(Iterator[_Index]):
         if self._rest is None:
             indices = self._sampler._indices(self._epoch, self._start)
             self._rest, self._size = iter(indices), len(indices)
-            self._loader = LoaderProgress.of_caller()
+            self._is_delivered = progress_of_calling_loader()
         return next(self._rest)
+
+    @property
+    def _is_read(self) -> bool:
+        return self._rest is not None and not length_hint(self._rest)
 
     @property
     def is_over(self) -> bool:
         """Whether it was read to its end, and a loader has returned all batches; its processes read ahead."""
-        is_read = self._rest is not None and not length_hint(self._rest)
-        return is_read and (self._loader is None or bool(self._start) or self._loader.has_delivered_all)
+        return self._is_read and (bool(self._start) or self._is_delivered())
 
     def state_dict(self) -> dict[str, int]:
-        left, num_replicas = length_hint(self._rest), self._sampler.num_replicas
-        position = self._start + (self._size - left) * num_replicas
-        is_read = self._rest is not None and not left
-        return {"epoch": self._epoch, "position": len(self._sampler.dataset) if is_read else position}  # type: ignore[arg-type]
+        num_read = self._size - length_hint(self._rest)
+        position = self._start + num_read * self._sampler.num_replicas
+        return {"epoch": self._epoch, "position": self._sampler._num_all if self._is_read else position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._sampler.load_state_dict(state)
@@ -112,21 +114,25 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
         self._is_set = False  # torch's constructor sets the epoch
         self.pad = pad
         if not pad and not drop_last:
-            self.total_size: int = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
+            self.total_size: int = self._num_all
             self.num_samples = len(range(rank, self.total_size, num_replicas))
 
     @override
     def __iter__(self) -> Iterator[_Index]:
         """Return this rank's indices of the epoch: the next one if the pass before was read to its end."""
-        is_loaded_at_end = self._pass is None and 0 < len(self.dataset) <= self._start and not self._is_set  # type: ignore[arg-type]
+        is_loaded_at_end = self._pass is None and 0 < self._num_all <= self._start and not self._is_set
         if is_loaded_at_end or (self._pass is not None and self._pass.is_over):
             self._epoch += not self._is_set
             self._pass, self._start = None, 0
         return _Pass(self, self._start)
 
+    @property
+    def _num_all(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
+
     def _indices(self, epoch: int, start: int) -> list[Any]:
         """Return this rank's share of what follows position ``start`` of the order of ``epoch``, which is torch's."""
-        size: int = len(self.dataset)  # type: ignore[arg-type]
+        size = self._num_all
         order = torch.arange(size)
         if self.shuffle:
             order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + epoch))
