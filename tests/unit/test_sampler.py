@@ -152,22 +152,6 @@ def test_a_script_that_sets_the_epoch_goes_on_in_the_middle_of_it():
         assert list(sampler) == list(whole)[4 if epoch == 3 else 0 :]
 
 
-def test_the_state_of_an_iterator_is_loaded_as_stateful_loaders_do():
-    sampler = DistributedSampler(dataset(8), 2, 0)
-    for num_read in range(5):
-        sampler.set_epoch(2)
-        iterator = iter(sampler)
-        read = [next(iterator) for _ in range(num_read)]
-        state = iterator.state_dict()
-        assert state == {"epoch": 2, "position": 2 * num_read}
-        other = DistributedSampler(dataset(8), 2, 0)
-        again = iter(other)
-        again.load_state_dict(state)
-        assert [*read, *again] == list(sampler)
-        sampler.set_epoch(3)
-        assert list(other) == list(sampler)
-
-
 def test_loader_with_persistent_workers_gets_a_new_order_each_epoch():
     sampler, torchs = DistributedSampler(dataset(12), 2, 0), TorchSampler(dataset(12), 2, 0)
     loader = DataLoader(dataset(12), batch_size=4, sampler=sampler, num_workers=1, persistent_workers=True)

@@ -1,7 +1,6 @@
 """`DistributedSampler`: each rank's share of a data set, for hand-written loops."""
 
 from collections.abc import Callable, Iterator
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -15,47 +14,6 @@ from lockstep.torch_internals import progress_of_calling_loader
 
 # Generic as torch's: programs derive from DistributedSampler[int].
 _Index = TypeVar("_Index", covariant=True, default=int)
-
-
-class _Pass(Iterator[_Index]):
-    """This rank's indices of an epoch, from position ``start`` of the order of all ranks on.
-
-    Its order is computed when it is first read: loaders also create iterators that they do not read. torchdata's
-    StatefulDataLoader saves and loads its state, which is ahead of the delivered batches as its loader processes are.
-    """
-
-    def __init__(self, sampler: "DistributedSampler[_Index]", start: int) -> None:
-        self._sampler, self._epoch, self._start = sampler, sampler.epoch, start
-        self._rest: Iterator[_Index] | None = None
-        self._size = 0
-        self._is_delivered: Callable[[], bool] = bool
-
-    @override
-    def __next__(self) -> _Index:
-        self._sampler._pass = self  # the one that was read last
-        if self._rest is None:
-            indices = self._sampler._indices(self._epoch, self._start)
-            self._rest, self._size = iter(indices), len(indices)
-            self._is_delivered = progress_of_calling_loader()
-        return next(self._rest)
-
-    @property
-    def _is_read(self) -> bool:
-        return self._rest is not None and not length_hint(self._rest)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was read to its end, and a loader has returned all batches; its processes read ahead."""
-        return self._is_read and (bool(self._start) or self._is_delivered())
-
-    def state_dict(self) -> dict[str, int]:
-        num_read = self._size - length_hint(self._rest)
-        position = self._start + num_read * self._sampler.num_replicas
-        return {"epoch": self._epoch, "position": self._sampler._num_all if self._is_read else position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._sampler.load_state_dict(state)
-        self._epoch, self._start, self._rest = state["epoch"], state["position"], None
 
 
 class DistributedSampler(TorchDistributedSampler[_Index]):
@@ -88,8 +46,10 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
         ConfigurationError: ``rank`` is not one of the replicas, or there is no process group.
     """
 
-    _pass: _Pass[_Index] | None = None
+    # Of the newest pass: where it begins, how far it was read, and whether a loader has returned all that it read.
     _start = 0
+    _position: int | None = None
+    _is_delivered: Callable[[], bool] = bool
     _epoch = 0
 
     def __init__(
@@ -120,11 +80,28 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     @override
     def __iter__(self) -> Iterator[_Index]:
         """Return this rank's indices of the epoch: the next one if the pass before was read to its end."""
-        is_loaded_at_end = self._pass is None and 0 < self._num_all <= self._start and not self._is_set
-        if is_loaded_at_end or (self._pass is not None and self._pass.is_over):
+        is_loaded_at_end = self._position is None and 0 < self._num_all <= self._start and not self._is_set
+        if is_loaded_at_end or self._is_over:
             self._epoch += not self._is_set
-            self._pass, self._start = None, 0
-        return _Pass(self, self._start)
+            self._position, self._start = None, 0
+        return self._read(self._epoch, self._start)
+
+    def _read(self, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the indices of a pass. Nothing is computed before the first: loaders also create unread iterators."""
+        indices = self._indices(epoch, start)
+        self._is_delivered = progress_of_calling_loader()
+        if not indices:
+            self._position = self._num_all
+        for number, index in enumerate(indices, 1):
+            if epoch == self._epoch:  # an older iterator may be read, too
+                self._position = start + number * self.num_replicas if number < len(indices) else self._num_all
+            yield index
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the pass was read to its end, and a loader has returned all batches; its processes read ahead."""
+        is_read = self._position is not None and self._position >= self._num_all
+        return is_read and (self._start > 0 or self._is_delivered())
 
     @property
     def _num_all(self) -> int:
@@ -152,14 +129,14 @@ class DistributedSampler(TorchDistributedSampler[_Index]):
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         # The position that was loaded is one in its epoch, which a script usually sets again.
-        if epoch != self._epoch or (self._pass is not None and self._pass.is_over):
+        if epoch != self._epoch or self._is_over:
             self._start = 0
-        self._epoch, self._pass, self._is_set = epoch, None, True
+        self._epoch, self._position, self._is_set = epoch, None, True
 
     def state_dict(self) -> dict[str, int]:
         """Return ``epoch`` and ``position``: how many samples of it all ranks together have read."""
-        return self._pass.state_dict() if self._pass is not None else {"epoch": self._epoch, "position": self._start}
+        return {"epoch": self._epoch, "position": self._start if self._position is None else self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next passes at the position of ``state``, also that of another number of ranks."""
-        self._epoch, self._start, self._pass, self._is_set = state["epoch"], state["position"], None, False
+        self._epoch, self._start, self._position, self._is_set = state["epoch"], state["position"], None, False
