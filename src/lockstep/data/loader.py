@@ -151,6 +151,7 @@ class LoadOptions:
         ahead: Batches that each loader process loads before they are needed.
         skip_bad: Whether samples that cannot be read are skipped; otherwise a micro-batch with one has no samples.
         threads: Cores that an operation in a loader process may use; 1, which is torch's choice, if None.
+        compares: Whether there are other ranks with which samples are compared.
     """
 
     collate: Collate | None
@@ -159,6 +160,7 @@ class LoadOptions:
     ahead: int = 2
     skip_bad: bool = False
     threads: int | None = None
+    compares: bool = False
 
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
         """Return a loader of the unchanged items of ``dataset``, with loader processes if there are any."""
@@ -250,13 +252,15 @@ class MicroBatch(NamedTuple):
         return list(map(len, self.samples))
 
 
-def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
+def train_requests(
+    order: GlobalOrder, split: BatchSplit, first_step: int, *, compares: bool = False
+) -> Iterator[Request]:
     """Yield all requests of this process from a step on, without end."""
     for step in itertools.count(first_step):
         batch = order.batch(step)
-        compares = is_compared(step) and split.has_others
         for index, shares in enumerate(split.micro_batches(batch)):
-            yield Request(step // order.steps_per_epoch, step, len(batch), shares, compares and index == 0)
+            is_first = compares and index == 0 and is_compared(step)
+            yield Request(step // order.steps_per_epoch, step, len(batch), shares, is_first)
 
 
 def checksum_of_some(samples: Any, seed: int, epoch: int, step: int) -> str:
@@ -303,10 +307,10 @@ class _Fetch(Dataset[MicroBatch]):
                 each.set_epoch(request.epoch)
             self._epoch = request.epoch
         bad: list[BadSample] = []
-        note = None
+        micro = MicroBatch(request.step, request.num_global, [], [], [])
         if request.compares:
-            note = StreamNote(checksum_of_some(self._samples, self._seed, request.epoch, request.step))
-        micro = MicroBatch(request.step, request.num_global, [], [], [], note=note)
+            found = checksum_of_some(self._samples, self._seed, request.epoch, request.step)
+            micro = micro._replace(note=StreamNote(found))
         for number, indices in request.shares.items():
             read, batch = self._share(indices, request, bad)
             if bad and not self._skip_bad:  # the run ends, so more samples are not needed
@@ -366,7 +370,8 @@ def load_order(
     order: GlobalOrder, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
-    return load(samples, train_requests(order, split, step), how, seed=order.seed, epochs=having_epochs(samples))
+    requests = train_requests(order, split, step, compares=how.compares)
+    return load(samples, requests, how, seed=order.seed, epochs=having_epochs(samples))
 
 
 # --- Loader processes that die

@@ -224,11 +224,6 @@ class BatchSplit:
     accumulate: int
     proportions: Sequence[float] | None = None
 
-    @property
-    def has_others(self) -> bool:
-        """Whether other processes compute shares."""
-        return self.num_shares > len(self.shares)
-
     def positions(self, size: int, share: int) -> range:
         """Return the positions of ``share`` among ``size`` consecutive items."""
         if self.proportions is None:

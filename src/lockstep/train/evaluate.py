@@ -114,7 +114,7 @@ class Evaluator:
     def _batches(self, parts: dict[int, range]) -> Iterator[MicroBatch]:
         """Yield this rank's samples, part after part, in batches of the size of training."""
         trainer, split = self.trainer, self.trainer.plan.split
-        requests = [Request(0, 0, len(self.samples), {}, compares=True)] * split.has_others
+        requests = [Request(0, 0, len(self.samples), {}, compares=True)] * trainer.loading.compares
         for share, mine in parts.items():
             # The size of a micro-batch of training is known to fit in memory.
             size = max(1, len(split.positions(trainer.plan.order.batch_size, share)) // split.accumulate)

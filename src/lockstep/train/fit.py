@@ -244,7 +244,8 @@ class Run:
         if settings.export is not None:
             check_export(Path(settings.export))
         prepare(task, world)
-        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        devices, several = devices_of(settings, world), world.world_size > 1
+        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices, compares=several)
         self.trainer = trainer
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
@@ -486,7 +487,7 @@ class Run:
         activity.now.phase = "checkpoint"
         if self._on_checkpoint is not None:
             self._complete_checkpoint()
-        self.trainer.check_samples()
+        self.trainer.check_samples(*self.trainer.read)
         self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}

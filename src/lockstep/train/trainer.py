@@ -98,6 +98,7 @@ class Trainer:
         world: The ranks, for strategies with a process for each device.
         strategy: Name of the strategy.
         devices: This process's devices; the model is on the first.
+        compares: Whether it is an error if the ranks read other samples.
 
     Attributes:
         plan: Steps, samples and learning rate.
@@ -116,7 +117,14 @@ class Trainer:
     """
 
     def __init__(
-        self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
+        self,
+        task: Task,
+        settings: Settings,
+        world: World,
+        *,
+        strategy: StrategyName,
+        devices: Sequence[torch.device],
+        compares: bool = False,
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
         is_exact = settings.reproducible is not None
@@ -134,14 +142,14 @@ class Trainer:
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
         # Checksum and step of samples that all ranks have read: the newest, and what the last exchange compared.
-        self._read = self._compared = ("", 0)
+        self.read = self._compared = ("", 0)
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
         self.before_update: Callable[[], object] | None = None
         self._task, self._name = task, strategy
         with self.arithmetic.applied():
             shards = self._divide(world)
-            self._build(task, shards)
+            self._build(task, shards, compares=compares)
             self._connect(world, shards, is_first=True)
 
     def _divide(self, world: World) -> VirtualShards | None:
@@ -154,7 +162,7 @@ class Trainer:
         self._split = split
         return shards
 
-    def _build(self, task: Task, shards: VirtualShards | None) -> None:
+    def _build(self, task: Task, shards: VirtualShards | None, *, compares: bool) -> None:
         """Build data and model."""
         settings = self.settings
         self._seeds.all(step_parts.DATA)
@@ -164,7 +172,8 @@ class Trainer:
         # The bits of a transform's result may depend on the number of threads.
         threads = self.arithmetic.threads if self.arithmetic.deterministic else None
         pins, ahead = self.device.type != "cpu", settings.prefetch or 2
-        self.loading = LoadOptions(task.collate, settings.workers, pins, ahead, settings.bad_samples == "skip", threads)
+        how = pins, ahead, settings.bad_samples == "skip", threads, compares
+        self.loading = LoadOptions(task.collate, settings.workers, *how)
         self._open_batches(shards)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
@@ -431,8 +440,8 @@ class Trainer:
             micro = self.batches.next()
             if micro.bad:
                 self.bad_samples.add(micro)
-            if micro.note is not None:
-                self._read = micro.note.checksum, micro.step
+            if micro.note is not None and self.loading.compares:
+                self.read = micro.note.checksum, micro.step
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
@@ -445,7 +454,7 @@ class Trainer:
                 if is_last:
                     number = 0
                     if group is not None:
-                        self._compared, self._read = self._read, ("", 0)
+                        self._compared, self.read = self.read, ("", 0)
                         number = int(self._compared[0][:4] or "0", 16)
                     reported = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
                     flags = *reported, number > 0, number, number * number
@@ -607,15 +616,12 @@ class Trainer:
         """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
         num_bad, *self._reported, count, total, squares = sums
         if total**2 != count * squares:  # equal numbers have the square of their mean as the mean of their squares
-            self._check_samples(*self._compared)
+            self.check_samples(*self._compared)
         if num_bad:  # the same on every rank, so all take part
             self.bad_samples.exchange(step)
 
-    def check_samples(self) -> None:
-        """Compare what the ranks have read since their last exchange. Collective: every rank of the group."""
-        self._check_samples(*self._read)
-
-    def _check_samples(self, checksum: str, step: int) -> None:
+    def check_samples(self, checksum: str, step: int) -> None:
+        """Compare with the other ranks what they read for ``step``. Collective: every rank of the group."""
         order, again = self.plan.order, None
         if isinstance(order, GlobalOrder):
             again = partial(checksum_of_some, self.samples, order.seed, step // order.steps_per_epoch, step)
