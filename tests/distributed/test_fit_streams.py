@@ -260,17 +260,29 @@ def test_a_stream_that_comes_to_differ_later_is_found_too(ranks):
         )
 
 
-def test_a_rank_that_skips_a_sample_of_a_stream_is_found_in_that_step(ranks):
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [({}, 20), ({"strategy": "local-sgd", "sync_every": 4}, 23), ({"strategy": "diloco", "checkpoint_every": 22}, 21)],
+    ids=["in that step", "at the next exchange", "before the next checkpoint"],
+)
+def test_a_rank_that_skips_a_sample_of_a_stream_is_found(ranks, how, step, tmp_path):
     def run(world):
         class Skipping(IterableDataset):
             def __iter__(self):
                 return (n for n in range(BATCH_SIZE * 30) if world.rank == 0 or n != BATCH_SIZE * 20 + 5)
 
-        train(Skipping, 21)
+        task = make_task(
+            loss=lambda model, batch: model(batch[:, None].float()).mean(),
+            model=lambda: nn.Linear(1, 1),
+            dataset=Skipping,
+            global_batch_size=BATCH_SIZE,
+        )
+        folder = {"checkpoint": tmp_path} if "checkpoint_every" in how else {}
+        lockstep.fit(task, steps=25, quiet=True, **how, **folder)
 
     for outcome in ranks(2).each(run):
         assert str(outcome.error).startswith(
-            "Task.dataset gave different samples on rank 1 than on rank 0, in step 20.\n"
+            f"Task.dataset gave different samples on rank 1 than on rank 0, in step {step}.\n"
         )
 
 
