@@ -35,7 +35,8 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import TokenFiles
-from lockstep.data.loader import BatchSplit, GlobalOrder, LoadOptions, Request, load, train_requests
+from lockstep.data.loader import LoadOptions, Request, load, train_requests
+from lockstep.data.order import BatchSplit, GlobalOrder
 
 LENGTH, BATCH = 1024, 32
 ROW = 256  # floats of a row

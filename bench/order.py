@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.data import loader
-from lockstep.data.loader import GlobalOrder
+from lockstep.data import order
+from lockstep.data.order import GlobalOrder
 
 BATCH, NUM_BATCHES = 256, 1000
 LENGTHS = (10**3, 10**6, 10**8, 10**12)
@@ -54,7 +54,7 @@ def main() -> None:
         for seed in range(rounds):
             samples = GlobalOrder(length, BATCH, seed)
             first = samples.steps_per_epoch // 2
-            loader._block.cache_clear()
+            order._block.cache_clear()
             at_once.append(seconds(lambda samples=samples, first=first: batches(samples, first, 1)))
             each.append(
                 seconds(lambda samples=samples, first=first: batches(samples, first, NUM_BATCHES)) / NUM_BATCHES

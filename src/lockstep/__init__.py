@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lockstep.adoption import adopt as adopt
     from lockstep.comm.world import World as World
     from lockstep.comm.world import init as init
+    from lockstep.comm.world import seed as seed
     from lockstep.data.sampler import DistributedSampler as DistributedSampler
     from lockstep.launcher.api import launch as launch
     from lockstep.observe.monitor import monitor as monitor
@@ -40,7 +41,7 @@ __version__ = "0.1.0"
 # Where each public name is.
 _HOMES = {
     "adoption": ["adopt"],
-    "comm.world": ["World", "init"],
+    "comm.world": ["World", "init", "seed"],
     "data.sampler": ["DistributedSampler"],
     "launcher.api": ["launch"],
     "observe.monitor": ["monitor"],

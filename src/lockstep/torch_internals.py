@@ -7,11 +7,13 @@ all of them: run it first on a new torch. Seen in torch 2.11, 2.13 and 2.14.
 
 import argparse
 import functools
+import inspect
 import itertools
 import operator
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -311,6 +313,24 @@ BaseDataLoaderIter, *LoaderIters = (
     _now(f"torch.utils.data.dataloader._{each}Iter", "loaders are not watched.", type(each, (), {"__next__": None}))
     for each in ("BaseDataLoader", "SingleProcessDataLoader", "MultiProcessingDataLoader")
 )
+
+
+def progress_of_calling_loader() -> Callable[[], bool]:
+    """Return whether the iterator of a DataLoader that called has returned all batches of this pass, as a function.
+
+    Without such an iterator, or its attributes: always.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != BaseDataLoaderIter.__module__:
+        frame = frame.f_back
+    # Only its locals: those of other frames would be kept alive, and with its own a cycle. They outlive the iterator.
+    state: dict[str, Any] = {} if frame is None else getattr(frame.f_locals.get("self"), "__dict__", {})
+    num_batches, indices = operator.length_hint(state.get("_index_sampler")), state.get("_sampler_iter")
+    counts: list[int] = []
+    watch = None
+    if isinstance(indices, Generator):  # with persistent workers, another pass replaces it, and counts anew
+        watch = weakref.ref(indices, lambda _: counts.append(state["_num_yielded"]))
+    return lambda: watch is None or (counts[0] if counts else state["_num_yielded"]) >= num_batches
 
 
 def hide_worker_info() -> None:

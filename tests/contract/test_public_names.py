@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "monitor",
     "report",
     "save",
+    "seed",
     "tune",
     "verify",
 }

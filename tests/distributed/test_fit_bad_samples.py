@@ -114,7 +114,7 @@ TEXT = (
 
 def test_a_share_that_cannot_be_read_may_lie_between_two_that_can():
     """Batches of 6 on three devices, and what the second has of the first batch is bad."""
-    from lockstep.data.loader import GlobalOrder
+    from lockstep.data.order import GlobalOrder
 
     bad = set(GlobalOrder(50, 6, 0).batch(0)[2:4].tolist())
     run = partial(fit, dataset=lambda: Damaged(bad), bad_samples="skip", steps=3, epochs=None, global_batch_size=6)
@@ -188,7 +188,7 @@ def test_a_data_set_of_which_too_much_is_bad_is_not_trained_on(ranks):
 
 def last_two(order_seed=0):
     """Return the samples of the third global batch, which holds what is left over."""
-    from lockstep.data.loader import GlobalOrder
+    from lockstep.data.order import GlobalOrder
 
     return set(GlobalOrder(50, 24, order_seed).batch(2).tolist())
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.data.loader import GlobalOrder
+from lockstep.data.order import GlobalOrder
 from lockstep.errors import ConfigurationError, NonFiniteGradient
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer

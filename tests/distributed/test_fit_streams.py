@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 import lockstep
 from lockstep.data import TokenFiles
-from lockstep.errors import ConfigurationError, DataError
+from lockstep.errors import ConfigurationError, DataError, RankFailed
 from tests.training import make_task, samples
 
 NUM_SAMPLES, BATCH_SIZE = 41, 12
@@ -236,9 +236,10 @@ def test_a_stream_that_differs_between_ranks_is_an_error_on_every_rank(ranks):
         train(Own, 3)
 
     text = (
-        "The stream of Task.dataset gave different samples on ranks 2, 3 than on rank 0, in step 0.\n"
-        "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
-        "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
+        "Task.dataset gave different samples on ranks 2, 3 than on rank 0, in step 0.\n"
+        "Every process creates the same data and takes its part of it: leave out what depends on the rank or the "
+        "process, such as the order of a set or of os.listdir, and shuffle or split with a seed of your own, or "
+        "with random, numpy.random or torch, whose seeds are set."
     )
     for outcome in ranks(4).each(run):
         assert isinstance(outcome.error, ConfigurationError)
@@ -255,8 +256,130 @@ def test_a_stream_that_comes_to_differ_later_is_found_too(ranks):
 
     for outcome in ranks(2).each(run):
         assert str(outcome.error).startswith(
-            "The stream of Task.dataset gave different samples on rank 1 than on rank 0, in step 8.\n"
+            "Task.dataset gave different samples on rank 1 than on rank 0, in step 8.\n"
         )
+
+
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [({}, 20), ({"strategy": "local-sgd", "sync_every": 4}, 23), ({"strategy": "diloco", "checkpoint_every": 22}, 21)],
+    ids=["in that step", "at the next exchange", "before the next checkpoint"],
+)
+def test_a_rank_that_skips_a_sample_of_a_stream_is_found(ranks, how, step, tmp_path):
+    def run(world):
+        class Skipping(IterableDataset):
+            def __iter__(self):
+                return (n for n in range(BATCH_SIZE * 30) if world.rank == 0 or n != BATCH_SIZE * 20 + 5)
+
+        task = make_task(
+            loss=lambda model, batch: model(batch[:, None].float()).mean(),
+            model=lambda: nn.Linear(1, 1),
+            dataset=Skipping,
+            global_batch_size=BATCH_SIZE,
+        )
+        folder = {"checkpoint": tmp_path} if "checkpoint_every" in how else {}
+        lockstep.fit(task, steps=25, quiet=True, **how, **folder)
+
+    for outcome in ranks(2).each(run):
+        assert str(outcome.error).startswith(
+            f"Task.dataset gave different samples on rank 1 than on rank 0, in step {step}.\n"
+        )
+
+
+@pytest.mark.parametrize("field", ["dataset", "eval_dataset"])
+def test_data_of_equal_length_that_differ_between_ranks_are_an_error_on_every_rank(ranks, field):
+    def run(world):
+        same = [(torch.ones(1), n) for n in range(20)]
+        other = [(torch.ones(1), n + world.rank) for n in range(20)]
+        data = {"dataset": lambda: same, "eval_dataset": lambda: same} | {field: lambda: other}
+        task = make_task(loss=lambda model, batch: model(batch[0]).mean(), model=lambda: nn.Linear(1, 1), **data)
+        lockstep.fit(task, steps=1, quiet=True)
+
+    for outcome in ranks(3).each(run):
+        text = f"Task.{field} gave different samples on ranks 1, 2 than on rank 0, in step 0.\n"
+        assert isinstance(outcome.error, ConfigurationError)
+        assert str(outcome.error).startswith(text)
+
+
+def test_samples_with_random_numbers_of_their_own_are_not_compared(ranks):
+    def run(world):
+        class Augmented(torch.utils.data.Dataset):
+            generator = np.random.default_rng(world.rank)
+
+            def __len__(self):
+                return 20
+
+            def __getitem__(self, index):
+                return torch.from_numpy(self.generator.random(1, dtype=np.float32))
+
+        task = make_task(
+            loss=lambda model, batch: model(batch).mean(), model=lambda: nn.Linear(1, 1), dataset=Augmented
+        )
+        return lockstep.fit(task, steps=3, quiet=True).num_steps
+
+    assert ranks(2)(run) == [3, 3]
+
+
+class OfEpoch(torch.utils.data.Dataset):
+    """Each sample is the epoch."""
+
+    epoch = -1.0
+
+    def set_epoch(self, epoch):
+        self.epoch = float(epoch)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([self.epoch])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_gets_its_epoch_also_in_workers_and_inside_others(ranks, workers):
+    def run(world):
+        def data():
+            one, other = OfEpoch(), OfEpoch()
+            return ConcatDataset([Subset(one, range(4)), other])
+
+        task = make_task(
+            loss=lambda model, batch: model(batch).sum() * 0 + batch.mean(),
+            model=lambda: nn.Linear(1, 1),
+            dataset=data,
+            eval_dataset=OfEpoch,
+            global_batch_size=4,
+        )
+        return lockstep.fit(task, epochs=3, workers=workers, quiet=True).losses
+
+    assert ranks(2)(run) == [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_prepare_is_called_once_before_the_data_are_created(ranks, fails, tmp_path):
+    def run(world):
+        def prepare():
+            (tmp_path / f"by-{world.rank}").touch()
+            if fails:
+                raise OSError("HTTP Error 503")
+
+        def data():
+            assert [path.name for path in tmp_path.iterdir()] == ["by-0"]
+            return [torch.ones(1)] * 8
+
+        task = make_task(
+            loss=lambda model, batch: model(batch).mean(),
+            model=lambda: nn.Linear(1, 1),
+            dataset=data,
+            prepare=prepare,
+        )
+        return lockstep.fit(task, steps=1, quiet=True).num_steps
+
+    outcomes = ranks(3).each(run)
+    if fails:
+        assert [type(outcome.error) for outcome in outcomes] == [OSError, RankFailed, RankFailed]
+        assert all("HTTP Error 503" in str(outcome.error) for outcome in outcomes)
+    else:
+        assert [outcome.result for outcome in outcomes] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("field", ["dataset", "eval_dataset"])

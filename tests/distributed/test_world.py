@@ -1,9 +1,12 @@
 """`World` on real ranks: barriers, leader-first blocks, and what they say about ranks that are missing."""
 
+import random
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.errors import CollectiveError, RankFailed
@@ -154,3 +157,25 @@ def test_waiting_for_the_first_block_ends(ranks):
         "Rank 1 waited 0.3 s for rank 0 to finish its rank_zero_first() block.\n"
         "It ended, is stuck, or never reached the block; if it is only slow, pass a longer timeout_s."
     )
+
+
+def test_seed_gives_each_rank_random_numbers_of_its_own_also_in_workers(ranks):
+    def run(world):
+        lockstep.seed(world, 3)
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        numbers = _Drawn()
+        return drawn, torch.cat(list(DataLoader(numbers, batch_size=1, num_workers=1))).flatten().tolist()
+
+    first, second = ranks(2)(run)
+    assert ranks(2)(run) == [first, second], "the same numbers again"
+    assert not {*first[0], *first[1]} & {*second[0], *second[1]}
+    torch.manual_seed(3)
+    assert torch.rand(()).item() == first[0][2], "rank zero has those of a script for one device"
+
+
+class _Drawn(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.data.loader import BatchSplit
+from lockstep.data.order import BatchSplit
 
 BATCH = torch.arange(100, 110)
 

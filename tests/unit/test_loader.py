@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from lockstep.data.loader import BatchSplit, GlobalOrder, LoadOptions, load, train_requests
+from lockstep.data.loader import LoadOptions, load, load_order, train_requests
+from lockstep.data.order import BatchSplit, GlobalOrder
 
 ORDER = GlobalOrder(num_samples=10, batch_size=6, seed=3)
 
@@ -26,7 +27,7 @@ class Noisy(Dataset):
 def micro_batches(num_items, *, rank=0, num_ranks=1, accumulate=1, first_step=0, workers=0, samples=None):
     split = BatchSplit(num_ranks, range(rank, rank + 1), accumulate)
     options = LoadOptions(None, workers, pin_memory=False)
-    return list(islice(ORDER.load(samples or Noisy(), split, options, first_step, None), num_items))
+    return list(islice(load_order(ORDER, samples or Noisy(), split, options, first_step, None), num_items))
 
 
 def rows(micro_batches):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.loader import GlobalOrder, cut, cut_by
+from lockstep.data.order import GlobalOrder, cut, cut_by
 
 
 @pytest.mark.parametrize(("size", "num_parts", "sizes"), [(10, 3, [4, 3, 3]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])])

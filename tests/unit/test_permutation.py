@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.loader import GlobalOrder, Permutation
+from lockstep.data.order import GlobalOrder, Permutation
 
 LONG = 40_000
 """More than is kept as a table, and few enough to look at all."""

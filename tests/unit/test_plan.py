@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.loader import BatchSplit
+from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.train.plan import check_split, make_plan
 from lockstep.train.settings import Settings

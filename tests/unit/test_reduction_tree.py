@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.data.loader import cut
+from lockstep.data.order import cut
 from lockstep.parallel.reduction_tree import (
     GradientLayout,
     LeafPlacement,

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.stream import checksum
+from lockstep.data.comparison import checksum
 from tests.unit.test_outputs import Counted, Frozen
 
 

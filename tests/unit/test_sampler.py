@@ -46,16 +46,14 @@ def test_it_moves_on_to_the_next_epoch_by_itself():
         assert sampler.epoch == epoch
 
 
-def test_set_epoch_governs_the_next_iteration_and_later_ones_count_on_from_it():
+def test_after_set_epoch_it_stays_in_that_epoch_as_torchs_does():
     sampler, torchs = DistributedSampler(dataset(20), 2, 0), TorchSampler(dataset(20), 2, 0)
     list(sampler)
-    for call, epoch in ((5, 5), (None, 6), (5, 5), (5, 5), (0, 0), (None, 1)):
-        if call is not None:
-            sampler.set_epoch(call)
-            assert sampler.epoch == call
-        torchs.set_epoch(epoch)
+    for epoch in (5, None, 5, 0, None):
+        for each in (sampler, torchs) if epoch is not None else ():
+            each.set_epoch(epoch)
+        assert sampler.epoch == torchs.epoch
         assert list(sampler) == list(torchs)
-        assert sampler.epoch == epoch
 
 
 def test_setting_the_attribute_is_set_epoch():
@@ -66,19 +64,92 @@ def test_setting_the_attribute_is_set_epoch():
     assert sampler.epoch == 4
 
 
-def test_an_iteration_that_was_broken_off_counts_as_an_epoch():
+def test_a_pass_that_was_broken_off_or_not_read_does_not_end_an_epoch():
     sampler, torchs = DistributedSampler(dataset(20), 2, 0), TorchSampler(dataset(20), 2, 0)
+    next(iter(sampler))
+    iter(sampler)
+    assert list(sampler) == list(torchs)
     next(iter(sampler))
     torchs.set_epoch(1)
     assert list(sampler) == list(torchs)
 
 
-def test_an_iterator_keeps_its_epoch_when_a_second_one_starts():
+def test_iterators_keep_their_epoch_and_two_that_are_read_together_are_one_pass():
     sampler, torchs = DistributedSampler(dataset(20), 2, 0), TorchSampler(dataset(20), 2, 0)
     first, second = iter(sampler), iter(sampler)
-    assert list(first) == list(torchs)
+    order = list(torchs)
+    assert [index for pair in zip(first, second, strict=True) for index in pair] == [i for i in order for _ in range(2)]
     torchs.set_epoch(1)
-    assert list(second) == list(torchs)
+    third = iter(sampler)
+    assert list(sampler) == list(torchs) == list(third)
+
+
+LOADERS = [
+    {"batch_size": 4},
+    {"batch_size": 4, "num_workers": 1},  # reads all indices of the pass before the first batch
+    {"batch_size": 4, "num_workers": 1, "persistent_workers": True},
+    {"batch_size": None, "num_workers": 1},
+]
+
+
+@pytest.mark.parametrize("how", LOADERS, ids=str)
+def test_a_look_at_one_batch_on_one_rank_loses_no_sample(how):
+    def epochs(rank):
+        loader = DataLoader(list(range(16)), sampler=DistributedSampler(range(16), 2, rank), **how)
+        for _ in range(2):
+            if rank == 0:
+                next(iter(loader))
+            yield [int(index) for batch in loader for index in torch.as_tensor(batch).flatten()]
+
+    first, second = zip(epochs(0), epochs(1), strict=True)
+    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(16))
+    assert first != second
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("pad", [True, False])
+def test_the_rest_of_an_epoch_is_divided_among_any_number_of_ranks(num_replicas, pad):
+    before = [DistributedSampler(dataset(22), 2, rank, pad=pad) for rank in range(2)]
+    iterators = [iter(sampler) for sampler in before]
+    read = [next(iterator) for _ in range(4) for iterator in iterators]
+    state = before[0].state_dict()
+    assert state == {"epoch": 0, "position": 8}
+    after = [DistributedSampler(dataset(22), num_replicas, rank, pad=pad) for rank in range(num_replicas)]
+    for sampler in after:
+        sampler.load_state_dict(state)
+        next(iter(sampler))  # a look at the first
+    rest = [list(sampler) for sampler in after]
+    assert sorted({*read, *chain(*rest)}) == list(range(22))
+    assert sum(map(len, rest)) == 14 + (-14 % num_replicas if pad else 0)
+    if num_replicas == 2:
+        assert rest == list(map(list, iterators))
+    assert all(sampler.state_dict() == {"epoch": 0, "position": 22} for sampler in after)
+    torchs = TorchSampler(dataset(22), num_replicas, 0)
+    torchs.set_epoch(1)
+    if pad:
+        assert list(after[0]) == list(torchs)
+
+
+@pytest.mark.parametrize(("call", "epoch", "length"), [(None, 1, 4), (0, 0, 0), (1, 1, 4)])
+def test_a_state_of_the_end_of_an_epoch_begins_the_next_one_unless_the_script_sets_the_same(call, epoch, length):
+    sampler = DistributedSampler(dataset(8), 2, 0)
+    list(sampler)
+    state = sampler.state_dict()
+    assert state == {"epoch": 0, "position": 8}
+    sampler = DistributedSampler(dataset(8), 2, 0)
+    sampler.load_state_dict(state)
+    if call is not None:
+        sampler.set_epoch(call)
+    assert (len(list(sampler)), sampler.epoch) == (length, epoch)
+
+
+def test_a_script_that_sets_the_epoch_goes_on_in_the_middle_of_it():
+    whole, sampler = DistributedSampler(dataset(20), 2, 1), DistributedSampler(dataset(20), 2, 1)
+    sampler.load_state_dict({"epoch": 3, "position": 8})
+    for epoch in (3, 4):
+        whole.set_epoch(epoch)
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(whole)[4 if epoch == 3 else 0 :]
 
 
 def test_loader_with_persistent_workers_gets_a_new_order_each_epoch():

@@ -6,7 +6,8 @@ from itertools import islice
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.loader import BatchSplit, LoadOptions
+from lockstep.data.loader import LoadOptions
+from lockstep.data.order import BatchSplit
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError, DataError
 

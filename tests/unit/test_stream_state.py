@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.loader import BatchIterator, BatchSplit, LoadOptions, MicroBatch
+from lockstep.data.comparison import is_compared
+from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
+from lockstep.data.order import BatchSplit
 from lockstep.data.stream import StreamOrder, StreamReader, first_not_serializable
 
 
@@ -220,11 +222,17 @@ def test_a_stream_without_a_state_says_nothing():
         assert plain.state() is None
 
 
-def test_batches_are_compared_ever_more_rarely():
-    batches = feed(Counting())._open_at(3, None)
-    assert [step for step in range(3, 600) if next(batches).note.checksum] == [4, 8, 16, 32, 64, 128, 256, 512]
-    batches = feed(Counting())._open_at(1000, None)
-    assert [step for step in range(1000, 1600) if next(batches).note.checksum] == [1024, 1280, 1536]
+def test_whole_batches_are_compared_ever_more_rarely_and_the_last_samples_always():
+    assert [step for step in range(3, 600) if is_compared(step)] == [4, 8, 16, 32, 64, 128, 256, 512]
+    assert [step for step in range(1000, 1600) if is_compared(step)] == [1024, 1280, 1536]
+
+    class Other(Counting):
+        def __iter__(self):
+            return (sample if position % 4 else (-1, 0) for position, sample in enumerate(super().__iter__()))
+
+    mine, others = (islice(feed(each())._open_at(0, None), 10) for each in (Counting, Other))
+    differ = [one.step for one, other in zip(mine, others, strict=True) if one.note.checksum != other.note.checksum]
+    assert differ == [0, 1, 2, 4, 8]
 
 
 def test_what_a_checkpoint_can_hold():

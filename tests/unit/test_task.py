@@ -84,8 +84,10 @@ def test_the_data_must_have_a_length_that_is_not_zero():
         "The data set of Task.dataset is empty.\nCheck where it reads its samples from."
     )
     assert message(build_dataset, make_task(dataset=lambda: iter([1]))) == (
-        "Task.dataset returned a list_iterator, which has no length.\n"
-        "Return a data set with len() and [], such as a torch.utils.data.Dataset."
+        "Task.dataset returned a list_iterator, which has no length or no index.\n"
+        "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples.\n"
+        "For a stream, return a torch.utils.data.IterableDataset whose __iter__ begins anew in each epoch; a generator "
+        "can be read only once."
     )
 
 
@@ -99,6 +101,6 @@ def test_a_stream_is_for_training_only():
     task = make_task(dataset=Stream, eval_dataset=Stream)
     assert isinstance(build_dataset(task), Stream)
     assert message(build_dataset, task, evaluation=True) == (
-        "Task.eval_dataset returned a Stream, which has no length.\n"
-        "Return a data set with len() and [], such as a torch.utils.data.Dataset."
+        "Task.eval_dataset returned a Stream, which has no length or no index.\n"
+        "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples."
     )

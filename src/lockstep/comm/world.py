@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import random
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from typing import ClassVar, TextIO
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
@@ -527,6 +529,23 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     # A script may end without closing its world.
     atexit.register(world._close_at_exit)
     return world
+
+
+def seed(world: World, value: int) -> None:
+    """Seed ``random``, numpy and torch on all devices, differently on each rank; processes of loaders follow from it.
+
+    Dropout and augmentation then differ between the ranks, as they do between the samples of one device. What must be
+    equal does not depend on it: the order of a `DistributedSampler` follows from its own ``seed``, and
+    `DistributedDataParallel` sends the weights of rank zero, which draws the numbers of ``torch.manual_seed(value)``.
+
+    Args:
+        world: The world of this rank.
+        value: From 0 to 2**32 - 1; the same on every rank.
+    """
+    mine = value if world.rank == 0 else int(np.random.SeedSequence([value, world.rank]).generate_state(1)[0])
+    random.seed(mine)
+    np.random.seed(mine)
+    torch.manual_seed(mine)
 
 
 def _on_its_machine(env: RankEnv, store: dist.Store) -> RankEnv:

@@ -1,4 +1,4 @@
-"""The micro-batches of a process: which samples they have, how these are loaded, and how they get to the devices."""
+"""The micro-batches of a process: how their samples are loaded, and how they get to the devices."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import multiprocessing
 import multiprocessing.queues
 import os
 import pickle
-import random
 import signal
-import struct
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property, lru_cache, partial
-from hashlib import blake2b
-from math import floor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
@@ -27,253 +22,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.accelerator import recorded_event
 from lockstep.containers import map_tensors
+from lockstep.data.comparison import checksum, is_compared
+from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
 from lockstep.errors import DataError, LoaderDied, LockstepError
-
-# --- Random state
-#
-# No random state is carried from step to step: before each micro-batch, and before each sample is fetched, the
-# generators are seeded from (seed, purpose, position). So a run draws the same numbers if it was resumed, if it is
-# interleaved with another run, or if four processes load its samples.
-
-
-def mix(*parts: int) -> int:
-    """Return 63 well-mixed bits of ``parts``; a different order or count of parts gives different bits."""
-    packed = struct.pack(f"<{len(parts)}q", *parts)
-    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
-
-
-def seed_cpu(value: int) -> None:
-    """Set the generators of Python, numpy and torch's CPU."""
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(value)
-
-
-def seed_device(device: torch.device, value: int) -> None:
-    """Set the generator of an accelerator's device; the CPU's is set by `seed_cpu`."""
-    if device.type != "cpu":
-        with torch.accelerator.device_index(device.index):  # the module's function seeds the current device
-            torch.get_device_module(device).manual_seed(value)
-
-
-# --- [Note: a permutation without a table]
-#
-# A position is written with the smallest number of bits that can represent the last position, and these are split into
-# two halves. Each round changes one half by a keyed hash of the other, in turn. Each round can be inverted, whatever
-# the hash is, so all rounds together are a bijection of the numbers with that many bits. If a result is not a position,
-# the rounds are repeated until it is one; that is still a bijection. At least half of the numbers are positions, so
-# this takes two passes on average. With few bits this would need many rounds until every order is equally likely, so a
-# short permutation is a table: the positions sorted by a keyed hash of each. The arithmetic uses unsigned 64-bit
-# integers, with the same results on every machine and with every version of numpy.
-#
-# Source: M. Luby and C. Rackoff, How to construct pseudorandom permutations, 1988 (rounds on halves); J. Black and P.
-# Rogaway, Ciphers with arbitrary finite domains, 2002 (again until it is in range); G. Steele et al., Fast splittable
-# pseudorandom number generators, 2014 (the hash).
-
-# Four rounds look random with many bits; twelve leave a margin with the few bits just above the size of a table.
-_NUM_ROUNDS = 12
-
-# Up to this size, sorting all positions takes about as long as computing the block that is read together anyway.
-_TABLE_SIZE = 2**14
-
-_Bits = NDArray[np.uint64]
-
-
-class Permutation:
-    """A pseudo-random permutation of the positions ``0 ... size - 1``, the same for the same ``key``.
-
-    Args:
-        size: At least 1, at most 2**62.
-        key: 63 bits, such as from `mix`.
-    """
-
-    def __init__(self, size: int, key: int) -> None:
-        assert 1 <= size <= 2**62, size
-        self._size = np.uint64(size)
-        num_bits = max(1, (size - 1).bit_length())
-        self._low_bits = np.uint64((num_bits + 1) // 2)
-        self._low_mask = np.uint64(2 ** ((num_bits + 1) // 2) - 1)
-        self._high_mask = np.uint64(2 ** (num_bits // 2) - 1)
-        self._keys = [np.uint64(mix(key, number)) for number in range(_NUM_ROUNDS)]
-        self._table = self._sort() if size <= _TABLE_SIZE else None
-
-    def __call__(self, positions: range) -> Tensor:
-        """Return the values at ``positions`` as a 1-D int64 tensor; time and memory are O(len(positions))."""
-        assert not positions or 0 <= min(positions[0], positions[-1]) <= max(positions[0], positions[-1]) < self._size
-        if self._table is not None:
-            return torch.from_numpy(self._table[np.arange(positions.start, positions.stop, positions.step)])
-        found = self._rounds(np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64))
-        while len(outside := np.flatnonzero(found >= self._size)):
-            found[outside] = self._rounds(found[outside])
-        return torch.from_numpy(found.astype(np.int64))
-
-    def _sort(self) -> NDArray[np.int64]:
-        positions = np.arange(self._size, dtype=np.uint64)
-        return np.argsort(_hash(_hash(positions, self._keys[0]), self._keys[1]), kind="stable").astype(np.int64)
-
-    def _rounds(self, values: _Bits) -> _Bits:
-        low, high = values & self._low_mask, values >> self._low_bits
-        for number, key in enumerate(self._keys):
-            if number % 2:
-                high ^= _hash(low, key) & self._high_mask
-            else:
-                low ^= _hash(high, key) & self._low_mask
-        return (high << self._low_bits) | low
-
-
-def _hash(values: _Bits, key: np.uint64) -> _Bits:
-    hashed = values + key
-    hashed ^= hashed >> np.uint64(30)
-    hashed *= np.uint64(0xBF58476D1CE4E5B9)
-    hashed ^= hashed >> np.uint64(27)
-    hashed *= np.uint64(0x94D049BB133111EB)
-    hashed ^= hashed >> np.uint64(31)
-    return hashed
-
-
-# --- Global batches
-#
-# The order of the samples depends on (seed, epoch) only. The k-th global batch is the k-th slice of the epoch's
-# permutation, which is computed only where it is read; each share of a batch is contiguous. So the same samples are in
-# the same step on any number of devices, and any step of a data set of any length is found at once.
-
-# Separates the random numbers of shuffling from those of other purposes with the same seed.
-_ORDER = 1
-
-_BLOCK_SIZE = 2**14
-
-
-def cut(size: int, num_parts: int, index: int) -> range:
-    """Return the positions of part ``index`` of ``size`` items that are split into contiguous parts.
-
-    Sizes differ by at most one and the larger parts come first, so empty parts are the last ones.
-    """
-    quotient, remainder = divmod(size, num_parts)
-    start = index * quotient + min(index, remainder)
-    return range(start, start + quotient + (index < remainder))
-
-
-def cut_by(size: int, proportions: Sequence[float], index: int) -> range:
-    """Return the positions of part ``index`` of ``size`` items that are split into contiguous parts by ``proportions``.
-
-    Each part has its exact portion, rounded up or down: all are rounded down, and the remaining items go, one each, to
-    the parts with the largest remainders, the first of equals first. Equal proportions give the same parts as `cut`.
-
-    Args:
-        size: The number of items.
-        proportions: A positive number for each part.
-        index: Which part.
-    """
-    ends = _ends(size, tuple(proportions))
-    return range(ends[index], ends[index + 1])
-
-
-@lru_cache(maxsize=64)
-def _ends(size: int, proportions: tuple[float, ...]) -> list[int]:
-    """Return where each part of `cut_by` starts, and where the last one ends."""
-    exact = [Fraction(proportion) for proportion in proportions]  # floats could round differently on another machine
-    portions = [size * portion / sum(exact) for portion in exact]
-    sizes = [floor(portion) for portion in portions]
-    by_remainder = sorted(range(len(sizes)), key=lambda part: sizes[part] - portions[part])
-    for part in by_remainder[: size - sum(sizes)]:
-        sizes[part] += 1
-    return [0, *itertools.accumulate(sizes)]
-
-
-@dataclass(frozen=True)
-class GlobalOrder:
-    """The global batches of a data set of known length, step after step, epoch after epoch.
-
-    Args:
-        num_samples: Length of the data set.
-        batch_size: Samples of a global batch; the last one of an epoch may hold fewer.
-        seed: The seed of the permutations.
-        drop_last: Whether to skip that last one if it is not full.
-    """
-
-    num_samples: int
-    batch_size: int
-    seed: int
-    drop_last: bool = False
-
-    @cached_property
-    def steps_per_epoch(self) -> int:
-        """The number of global batches in an epoch."""
-        full, rest = divmod(self.num_samples, self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
-
-    def batch(self, step: int) -> Tensor:
-        """Return the indices of the global batch of ``step``, a 1-D int64 tensor; the cost depends on its size only."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.batch_size
-        stop = min(start + self.batch_size, self.num_samples)
-        first = start // _BLOCK_SIZE
-        numbers = range(first, (stop - 1) // _BLOCK_SIZE + 1)
-        blocks = list(map(partial(_block, self.num_samples, self.seed, epoch), numbers))
-        together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        return together[start - first * _BLOCK_SIZE : stop - first * _BLOCK_SIZE]
-
-    def load(self, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any) -> Iterator[MicroBatch]:
-        """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
-        return load(samples, train_requests(self, split, step), how, seed=self.seed)
-
-
-@lru_cache(maxsize=4)
-def _block(num_samples: int, seed: int, epoch: int, block: int) -> Tensor:
-    """Return a block of an epoch's order, large enough that the cost per batch is small."""
-    start = block * _BLOCK_SIZE
-    permutation = Permutation(num_samples, mix(seed, _ORDER, epoch))
-    return permutation(range(start, min(start + _BLOCK_SIZE, num_samples)))
-
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """How a global batch is divided: over ``num_shares`` devices, each share into ``accumulate`` micro-batches.
-
-    Args:
-        shares: The shares that this process computes.
-        proportions: The relative sizes of the shares, a positive number for each; all equal if None.
-    """
-
-    num_shares: int
-    shares: range
-    accumulate: int
-    proportions: Sequence[float] | None = None
-
-    def positions(self, size: int, share: int) -> range:
-        """Return the positions of ``share`` among ``size`` consecutive items."""
-        if self.proportions is None:
-            return cut(size, self.num_shares, share)
-        return cut_by(size, self.proportions, share)
-
-    def positions_here(self, size: int) -> range:
-        """Return the positions of this process among ``size`` consecutive items; they are also contiguous."""
-        return range(self.positions(size, self.shares[0]).start, self.positions(size, self.shares[-1]).stop)
-
-    def all_have_samples(self, size: int, micro: int) -> bool:
-        """Return whether each share has samples in micro-batch ``micro`` of a global batch of ``size``."""
-        first = self.num_shares - 1 if self.proportions is None else 0  # of equals, the last is the smallest
-        shares = range(first, self.num_shares)
-        return all(len(cut(len(self.positions(size, share)), self.accumulate, micro)) > 0 for share in shares)
-
-    def micro_batches(self, batch: Tensor) -> list[dict[int, list[int]]]:
-        """Return the indices of each micro-batch of this process, by number of share; empty shares are left out."""
-        micro_batches = []
-        for micro in range(self.accumulate):
-            shares: dict[int, list[int]] = {}
-            for share in self.shares:
-                positions = self.positions(len(batch), share)
-                if part := cut(len(positions), self.accumulate, micro):
-                    shares[share] = batch[positions[part.start] : positions[part.stop - 1] + 1].tolist()
-            micro_batches.append(shares)
-        return micro_batches
-
 
 # --- Samples that cannot be read
 
@@ -378,6 +135,10 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
 # Separates the random numbers of augmentation from those of other purposes with the same seed.
 _SAMPLE = 2
 
+# Likewise, and how many samples the ranks compare at once.
+_COMPARED = 7
+_NUM_COMPARED = 3
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -390,6 +151,7 @@ class LoadOptions:
         ahead: Batches that each loader process loads before they are needed.
         skip_bad: Whether samples that cannot be read are skipped; otherwise a micro-batch with one has no samples.
         threads: Cores that an operation in a loader process may use; 1, which is torch's choice, if None.
+        compares: Whether there are other ranks with which samples are compared.
     """
 
     collate: Collate | None
@@ -398,6 +160,7 @@ class LoadOptions:
     ahead: int = 2
     skip_bad: bool = False
     threads: int | None = None
+    compares: bool = False
 
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
         """Return a loader of the unchanged items of ``dataset``, with loader processes if there are any."""
@@ -444,27 +207,28 @@ def _end_worker(error: Exception, _batch: object) -> None:
 class Request(NamedTuple):
     """The request to a loader process: the samples of one micro-batch, by the number of the share.
 
-    Empty shares are omitted.
+    Empty shares are omitted. With ``compares``, also the checksum of some samples that every rank reads.
     """
 
     epoch: int
     step: int
     num_global: int
     shares: dict[int, list[int]]
+    compares: bool = False
 
 
 class StreamNote(NamedTuple):
-    """A stream's state, sent along with each micro-batch of a step; see `lockstep.data.stream`.
+    """What the ranks compare and a stream's state, sent along with a micro-batch; see `lockstep.data.stream`.
 
     Args:
-        state: Its position after the step, pickled, if it has a state.
-        checksum: Of the step's samples, if the ranks compare them.
-        problem: Why its states cannot be used, if so.
+        checksum: Of samples that all ranks read for this step; empty if they cannot be read.
+        state: The stream's position after the step, pickled, if it has a state.
+        problem: Why the stream's states cannot be used, if so.
     """
 
-    state: bytes | None
-    checksum: str | None
-    problem: str | None
+    checksum: str
+    state: bytes | None = None
+    problem: str | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -488,28 +252,69 @@ class MicroBatch(NamedTuple):
         return list(map(len, self.samples))
 
 
-def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
+def train_requests(
+    order: GlobalOrder, split: BatchSplit, first_step: int, *, compares: bool = False
+) -> Iterator[Request]:
     """Yield all requests of this process from a step on, without end."""
     for step in itertools.count(first_step):
         batch = order.batch(step)
-        for shares in split.micro_batches(batch):
-            yield Request(step // order.steps_per_epoch, step, len(batch), shares)
+        for index, shares in enumerate(split.micro_batches(batch)):
+            is_first = compares and index == 0 and is_compared(step)
+            yield Request(step // order.steps_per_epoch, step, len(batch), shares, is_first)
+
+
+def checksum_of_some(samples: Any, seed: int, epoch: int, step: int) -> str:
+    """Return the checksum of some samples, the same ones on every rank; empty if one cannot be read."""
+    read = []
+    for number in range(_NUM_COMPARED):
+        index = mix(seed, _COMPARED, step, number) % len(samples)
+        seed_cpu(mix(seed, _SAMPLE, epoch, index))
+        try:
+            read.append(samples[index])
+        except Exception:  # it is reported if the sample is needed
+            return ""
+    return checksum(read)
+
+
+@runtime_checkable
+class HasEpochs(Protocol):
+    """Data whose samples or order depend on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next samples."""
+
+
+def having_epochs(samples: Any) -> list[HasEpochs]:
+    """Return what has epochs: ``samples``, or data sets of which it is a subset or a concatenation."""
+    if isinstance(samples, HasEpochs):
+        return [samples]
+    parts = [samples.dataset] if isinstance(samples, Subset) else []
+    parts += samples.datasets if isinstance(samples, ConcatDataset | ChainDataset) else []
+    return [each for part in parts for each in having_epochs(part)]
 
 
 class _Fetch(Dataset[MicroBatch]):
     """Answers requests; runs in the loader processes if there are any."""
 
-    def __init__(self, samples: Any, how: LoadOptions, seed: int) -> None:
+    def __init__(self, samples: Any, how: LoadOptions, seed: int, epochs: Sequence[HasEpochs]) -> None:
+        self._epochs, self._epoch = epochs, -1
         self._samples, self._collate, self._skip_bad, self._seed = samples, how.collate, how.skip_bad, seed
         self._read_at_once = batched_getitem(samples, how.collate)
 
     def __getitem__(self, request: Request) -> MicroBatch:
+        if request.epoch != self._epoch:
+            for each in self._epochs:
+                each.set_epoch(request.epoch)
+            self._epoch = request.epoch
         bad: list[BadSample] = []
         micro = MicroBatch(request.step, request.num_global, [], [], [])
+        if request.compares:
+            found = checksum_of_some(self._samples, self._seed, request.epoch, request.step)
+            micro = micro._replace(note=StreamNote(found))
         for number, indices in request.shares.items():
             read, batch = self._share(indices, request, bad)
             if bad and not self._skip_bad:  # the run ends, so more samples are not needed
-                return MicroBatch(request.step, request.num_global, [], [], [], tuple(bad))
+                return micro._replace(numbers=[], samples=[], batches=[], bad=tuple(bad))
             if read:
                 micro.numbers.append(number)
                 micro.samples.append(np.array(read))
@@ -546,7 +351,9 @@ class _Fetch(Dataset[MicroBatch]):
             return [], None
 
 
-def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int) -> Iterator[MicroBatch]:
+def load(
+    samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: int, epochs: Sequence[HasEpochs] = ()
+) -> Iterator[MicroBatch]:
     """Return the micro-batches of ``requests``, in their order; still in host memory.
 
     Args:
@@ -554,8 +361,17 @@ def load(samples: Any, requests: Iterable[Request], how: LoadOptions, *, seed: i
         requests: Such as those of `train_requests`.
         how: How they are loaded.
         seed: The seed from which the random numbers of each sample are derived.
+        epochs: What is told the epoch of a request.
     """
-    return iter(how.open(_Fetch(samples, how, seed), requests))
+    return iter(how.open(_Fetch(samples, how, seed, epochs), requests))
+
+
+def load_order(
+    order: GlobalOrder, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any
+) -> Iterator[MicroBatch]:
+    """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
+    requests = train_requests(order, split, step, compares=how.compares)
+    return load(samples, requests, how, seed=order.seed, epochs=having_epochs(samples))
 
 
 # --- Loader processes that die
@@ -691,7 +507,7 @@ class BatchIterator:
     """Returns the micro-batches of this process in order, without end.
 
     Args:
-        open_at: Returns them from a step on, in host memory; ``load`` of a `GlobalOrder` or a `StreamOrder`.
+        open_at: Returns them from a step on, in host memory; `load_order`, or ``load`` of a `StreamOrder`.
         devices: By the number of a share.
 
     Attributes:

@@ -1,11 +1,10 @@
-"""Streams of data: their global batches, their state, and a check that every rank reads the same data."""
+"""Streams of data: their global batches and their state."""
 
 import copy
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from lockstep.comm.collectives import Group, all_gather_object
-from lockstep.containers import items_of
-from lockstep.data.loader import BadSample, BatchSplit, Collate, LoadOptions, MicroBatch, StreamNote, mix, seed_cpu
+from lockstep.data.comparison import checksum, is_compared
+from lockstep.data.loader import BadSample, Collate, LoadOptions, MicroBatch, StreamNote, having_epochs
+from lockstep.data.order import BatchSplit, mix, seed_cpu
 from lockstep.errors import ConfigurationError, DataError, LockstepError
 from lockstep.torch_internals import hide_worker_info
 
@@ -37,97 +36,6 @@ def first_not_serializable(value: Any) -> type | None:
     else:
         return None if type(value) in _VALUES or isinstance(value, Tensor) else type(value)
     return next(filter(None, map(first_not_serializable, items)), None)
-
-
-# --- The check that every process has the same samples, which the split requires
-
-
-def checksum(samples: list[Any]) -> str:
-    """Return a checksum that is equal for equal samples.
-
-    They may hold numbers, texts, arrays and tensors, in lists, mappings and dataclasses. Of other objects, only the
-    type counts.
-    """
-    digest = blake2b(digest_size=8)
-    _update_digest(digest, samples)
-    return digest.hexdigest()
-
-
-def _update_digest(digest: blake2b, value: Any) -> None:
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(value.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        digest.update(f"array{value.dtype}{value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, Mapping):
-        digest.update(b"mapping")
-        _update_digest(digest, list(value.items()))
-    elif isinstance(value, list | tuple) or is_dataclass(value):
-        items = items_of(value) or []
-        digest.update(f"{type(value).__name__ if is_dataclass(value) else 'list'}{len(items)}".encode())
-        for item in items:
-            _update_digest(digest, item)
-    elif isinstance(value, bytes | bytearray):
-        digest.update(b"bytes%d" % len(value) + value)
-    else:
-        # Of other objects only the type: their repr may contain an address.
-        is_plain = value is None or isinstance(value, str | int | float | complex | np.generic)
-        digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
-
-
-def check_same_stream(note: StreamNote, step: int, *, group: Group | None, device: torch.device) -> None:
-    """Check that all ranks read the same global batch, if it is one of those that are compared.
-
-    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
-
-    Args:
-        note: The note that came with this rank's part of the batch.
-        step: The step of the batch.
-        group: The ranks that train together; None: only this process.
-        device: For NCCL a CUDA device.
-
-    Raises:
-        ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
-    """
-    if note.checksum is None or group is None:
-        return
-    checksums: list[str] = all_gather_object(note.checksum, group=group, device=device)
-    others = [str(rank) for rank, other in enumerate(checksums) if other != checksums[0]]
-    if others:
-        ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
-        raise ConfigurationError(
-            f"The stream of Task.dataset gave different samples on {ranks} than on rank 0, in step {step}.\n"
-            "Every process reads the same stream and takes its part of it: leave out what depends on the rank, and "
-            "shuffle with a seed of your own, or with random, numpy.random or torch, whose seeds are set."
-        )
-
-
-def check_same_length(samples: Any, field: str, *, group: Group | None, device: torch.device) -> None:
-    """Check that all ranks have the same number of samples; those of a stream are compared while it is read.
-
-    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
-
-    Args:
-        samples: A data set.
-        field: Its field in the task.
-        group: The ranks that train together; None: only this process.
-        device: For NCCL a CUDA device.
-
-    Raises:
-        ConfigurationError: On every rank: the numbers differ; names the first rank that differs from the first of all.
-    """
-    if group is None:
-        return
-    length = None if isinstance(samples, IterableDataset) else len(samples)
-    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
-    for rank, other in enumerate(lengths):
-        if other != lengths[0]:
-            raise ConfigurationError(
-                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
-                "Every rank must see the same files, and they must not change."
-            )
 
 
 # --- Global batches of a stream
@@ -153,14 +61,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next ``iter`` continue from ``state``; the one after that starts from the beginning."""
-
-
-@runtime_checkable
-class HasEpochs(Protocol):
-    """A stream whose order depends on the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter``."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +101,7 @@ class StreamReader:
         self._stream, self._order, self._first_step = stream, order, first_step
         self._start = state if isinstance(stream, Stateful) else None
         self._is_tried = self._start is not None  # it was tested before it was kept
-        self._epoch = 0 if self._start is None else int(self._start["epoch"])
+        self.epoch = 0 if self._start is None else int(self._start["epoch"])
         self.problem: str | None = None
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
@@ -233,7 +133,7 @@ class StreamReader:
                     "The stream of Task.dataset ended before the first global batch.\n"
                     "Check where it reads its samples from."
                 )
-            self._epoch += 1
+            self.epoch += 1
 
     def state(self) -> bytes | None:
         """Return the stream's position after the last batch, pickled, so that it does not change with the stream.
@@ -250,7 +150,7 @@ class StreamReader:
         if (found := first_not_serializable(state)) is not None:
             self.problem = f"holds a {found.__module__}.{found.__qualname__}, which a checkpoint cannot"
             return None
-        return pickle.dumps({"epoch": self._epoch, "stream": state})
+        return pickle.dumps({"epoch": self.epoch, "stream": state})
 
     def _try_out(self, step: int) -> str | None:
         """Return the checksum of the next batch of a copy of the stream that continues from the current state."""
@@ -270,8 +170,8 @@ class StreamReader:
             return ""  # not a checksum, so the state counts as inexact
 
     def _begin(self, stream: Iterable[Any], step: int, state: dict[str, Any] | None) -> Iterator[Any]:
-        if isinstance(stream, HasEpochs):
-            stream.set_epoch(self._epoch)
+        for each in having_epochs(stream):
+            each.set_epoch(self.epoch)
         if state is not None:
             assert isinstance(stream, Stateful)
             stream.load_state_dict(copy.deepcopy(state["stream"]))
@@ -286,7 +186,7 @@ class StreamReader:
         except Exception as error:
             if isinstance(error, LockstepError) and not isinstance(error, DataError):
                 raise
-            raise _stream_error(error, len(samples), self._epoch, step) from error
+            raise _stream_error(error, len(samples), self.epoch, step) from error
         return samples
 
 
@@ -312,10 +212,6 @@ def _stream_error(error: Exception, number: int, epoch: int, step: int) -> DataE
 # the number of ranks or loader processes. If a stream is slow to read, a data set with length and index is better.
 
 
-# Every so many steps a batch is compared with those of the other ranks.
-_COMPARED = 256
-
-
 @dataclass
 class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
     """The micro-batches of this process, a list for each step, without end.
@@ -338,16 +234,15 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
             # In a loader process, which reads all of it, streams usually check their worker number and skip samples.
             # Hugging Face's share their epoch between processes, which end an epoch at different times.
             hide_worker_info()
-            stream = copy.deepcopy(stream) if isinstance(stream, HasEpochs) else stream
+            stream = copy.deepcopy(stream) if having_epochs(stream) else stream
         reader = StreamReader(stream, self.order, self.first_step, self.state)
         try:
             for step, samples in reader:
                 if (step - self.first_step) % num_workers == index:  # the loader polls them in turn, from the first
-                    # The batches after 0, 1, 2, 4, 8, ... steps are compared, and in a resumed run soon one of its own;
-                    # not counted from its begin, as ranks that take the place of lost ones begin later than others.
-                    compared = checksum(samples) if step & (step - 1) == 0 or step % _COMPARED == 0 else None
+                    # If a rank has skipped a sample, its later batches end with another one, or the last is shorter.
+                    compared = samples if is_compared(step) else [len(samples), reader.epoch, samples[-1]]
                     why = reader.problem and f"state_dict() of {type(self.stream).__name__} {reader.problem}"
-                    yield self._divide(step, samples, StreamNote(reader.state(), compared, why))
+                    yield self._divide(step, samples, StreamNote(checksum(compared), reader.state(), why))
         except LockstepError as error:
             yield error
 
@@ -360,7 +255,7 @@ class _Steps(IterableDataset[list[MicroBatch] | LockstepError]):
                 list(shares),
                 [np.array(indices) for indices in shares.values()],
                 [collate([samples[index] for index in indices]) for indices in shares.values()],
-                note=note if index == 0 else note._replace(checksum=None),
+                note=note,
             )
-            for index, shares in enumerate(self.split.micro_batches(torch.arange(len(samples))))
+            for shares in self.split.micro_batches(torch.arange(len(samples)))
         ]

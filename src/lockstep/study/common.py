@@ -30,12 +30,15 @@ WIDTH = 100
 MIB = 2**20
 
 
-def load(task: Task | str) -> Task:
-    """Return the task itself; ``FILE.py`` and ``FILE.py:NAME`` are loaded."""
+def load(task: Task | str, *, prepares: bool = False) -> Task:
+    """Return the task itself; ``FILE.py`` and ``FILE.py:NAME`` are loaded. ``prepares``: calls `Task.prepare`."""
     # Imported here, because it imports torch, which takes seconds and is not needed for a report or a table.
     from lockstep.train.task import load_task
 
-    return load_task(task) if isinstance(task, str) else task
+    found = load_task(task) if isinstance(task, str) else task
+    if prepares and found.prepare is not None:
+        found.prepare()
+    return found
 
 
 def run_ranks(

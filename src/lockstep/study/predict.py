@@ -39,7 +39,7 @@ from lockstep.telemetry.record import read_run
 from lockstep.telemetry.step_times import Mark, milliseconds, seconds_between
 from lockstep.train.plan import check_batch
 from lockstep.train.settings import Settings
-from lockstep.train.task import Task, build_model
+from lockstep.train.task import Task, build_model, prepare
 from lockstep.train.trainer import Trainer
 
 # --- the methods ------------------------------------------------------------------------------------------------------
@@ -370,7 +370,9 @@ def predict_task(
         ConfigurationError: Task, numbers or settings cannot be used, or there is no link.
         RankFailed: The task failed.
     """
-    found = load(task)
+    found = load(task, prepares=world is None)
+    if world is not None:
+        prepare(found, world)
     batch = settings.global_batch_size or found.global_batch_size
     ranks = ranks_per_machine or (1 if world is None else world.local_world_size)
     job_machines = 1 if world is None else world.world_size // world.local_world_size

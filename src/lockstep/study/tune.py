@@ -240,7 +240,7 @@ def tune(
     for name in {*strategies, settings.strategy} - {*POSSIBLE}:
         raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
     check_count(devices)
-    found = load(task)
+    found = load(task, prepares=True)
     check_batch(found, settings, num_shares(settings.strategy, devices))
     name = Path(task).name if isinstance(task, str) else found.name
     sweep = Sweep(

@@ -20,8 +20,8 @@ from lockstep import activity
 from lockstep.accelerator import check_count
 from lockstep.comm.collectives import all_gather_object, is_initialized
 from lockstep.comm.world import World, init
+from lockstep.data.comparison import check_same_length
 from lockstep.data.loader import BadSample, explaining_worker_failures
-from lockstep.data.stream import check_same_length
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
@@ -37,7 +37,7 @@ from lockstep.train.recovery import Recovery
 from lockstep.train.settings import FitSettings
 from lockstep.train.skipping import NonFiniteStep
 from lockstep.train.stopping import StopSignals, exit_code_of
-from lockstep.train.task import Task, build_dataset
+from lockstep.train.task import Task, build_dataset, prepare
 from lockstep.train.trainer import StepRecord, Trainer
 
 if TYPE_CHECKING:
@@ -243,7 +243,9 @@ class Run:
         self._signals, self._checkpoints, self._on_checkpoint = signals, checkpoints, on_checkpoint
         if settings.export is not None:
             check_export(Path(settings.export))
-        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices_of(settings, world))
+        prepare(task, world)
+        devices, several = devices_of(settings, world), world.world_size > 1
+        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices, compares=several)
         self.trainer = trainer
         # Each rank computes the order of samples from its own length: with another length the batches would differ.
         check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
@@ -485,6 +487,7 @@ class Run:
         activity.now.phase = "checkpoint"
         if self._on_checkpoint is not None:
             self._complete_checkpoint()
+        self.trainer.check_samples(*self.trainer.read)
         self.trainer.check_replicas()  # the saved state must be that of all ranks
         best = None if self._best is None else asdict(self._best)
         state = self.trainer.state_dict() | {"best": best, "owes_evaluation": owes_evaluation}

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.accelerator import check_count
 from lockstep.comm.world import World
-from lockstep.data.loader import BatchSplit, GlobalOrder
+from lockstep.data.order import BatchSplit, GlobalOrder
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import LeafPlacement

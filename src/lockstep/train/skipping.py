@@ -17,7 +17,8 @@ from lockstep.activity import format_ranks
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.fully_shard import local_part, own_class
 from lockstep.containers import find_tensors
-from lockstep.data.loader import BadSample, BatchSplit, MicroBatch, stop_error
+from lockstep.data.loader import BadSample, MicroBatch, stop_error
+from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError, DataError, NonFiniteGradient
 from lockstep.train.plan import Plan
 from lockstep.train.settings import NanRule

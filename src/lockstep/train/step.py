@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
-from lockstep.data.loader import MicroBatch, mix, seed_cpu, seed_device
+from lockstep.data.loader import MicroBatch
+from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError, OutOfMemory
 from lockstep.parallel.flat import are_finite, combine_norms, list_norms, multiply_
 from lockstep.parallel.zero.optimizer import norm_of_shards
@@ -257,7 +258,8 @@ class StepMetrics:
         loss: After `wait`: loss of the global batch, 0-dimensional; zero if the count is zero.
         count: Number of items, such as tokens, that the loss is a mean over, 0-dimensional; None: of samples.
         divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
-        flags: Numbers of unreadable samples, of ranks that request to stop, and of ranks on which something failed.
+        flags: Numbers of unreadable samples, of ranks that request to stop, of ranks on which something failed, and of
+            ranks that compare a number; the sum of these numbers, and that of their squares.
     """
 
     device: torch.device
@@ -267,12 +269,13 @@ class StepMetrics:
     only_means: bool
 
     def __post_init__(self) -> None:
-        # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed.
-        self._sums = torch.zeros(5, dtype=self.dtype, device=self.device)
+        # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed;
+        # what the ranks compare of their data: how many do, the number, and its square.
+        self._sums = torch.zeros(8, dtype=self.dtype, device=self.device)
         self._future: Future[Any] | None = None
         self._saw_means = self._saw_counts = False
 
-    def add(self, parts: Sequence[Part], flags: tuple[int, bool, bool] | None) -> list[Tensor]:
+    def add(self, parts: Sequence[Part], flags: Sequence[int] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
 
         With the ``flags`` of this rank, after the last micro-batch, start to sum over the ranks. Collective then: every
@@ -301,8 +304,9 @@ class StepMetrics:
         # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
         # additional exchange is needed.
         if flags is not None:
-            if any(flags):
-                self._sums[2:] += torch.tensor(flags, dtype=self.dtype, device=self.device)
+            for index, flag in enumerate(flags, 2):
+                if flag:  # as an argument of a kernel: a copy would wait for the device
+                    self._sums[index] += flag
             if self.group is not None:
                 self._future = all_reduce_work(self._sums, group=self.group).get_future()
         return values

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.accelerator import is_on_meta, move
+from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import copy_part, own_class
-from lockstep.errors import ConfigurationError
+from lockstep.comm.world import World
+from lockstep.errors import ConfigurationError, RankFailed
 from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.settings import refusing_unknown
 
@@ -63,6 +65,8 @@ class Task:
         after: Called with the trained model, without wrappers, on rank zero at the end.
         shard: Maps the model to its modules that strategy fsdp shards as units, innermost first; if None, these are the
             children of its outermost lists and sequences.
+        prepare: Called once on each machine before the ranks create anything, such as for a download or the tokens of a
+            corpus; its result is ignored. If it fails, every rank raises an error.
         epochs: Default number of passes over the data set.
         name: The name of the task in reports; by default commands use the name of its file.
         counts: The name of the items that a `Loss` counts, in reports.
@@ -83,6 +87,7 @@ class Task:
     schedule: Callable[[int, int], float] | None = None
     after: Callable[[nn.Module], object] | None = None
     shard: Callable[[nn.Module], Iterable[nn.Module]] | None = None
+    prepare: Callable[[], object] | None = None
     epochs: int = 1
     name: str = "task"
     counts: str = "tokens"
@@ -98,13 +103,38 @@ class Task:
             "loss": "loss=my_loss, with def my_loss(model, batch)",
             "optimizer": "optimizer=lambda params: AdamW(params, lr=3e-4)",
         }
-        for field in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard"):
+        for field in (*examples, "eval_dataset", "metrics", "collate", "schedule", "after", "shard", "prepare"):
             value: object = getattr(self, field)
             # A module is callable, but does not create a model.
             is_made = field == "model" and isinstance(value, nn.Module)
             if is_made or not (callable(value) or (value is None and field not in examples)):
                 example = f", such as {examples[field]}" if field in examples else ""
                 raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
+
+
+def prepare(task: Task, world: World) -> None:
+    """Call `Task.prepare` once on each machine. Collective: every rank. Blocks until all machines are done.
+
+    Raises:
+        RankFailed: It failed on another rank, or machine.
+    """
+    if task.prepare is None:
+        return
+    if world.is_late:  # the others are in their steps; on their machines it was called before
+        task.prepare()
+        return
+    failed: Exception | None = None
+    try:
+        with world.rank_zero_first(local=True):
+            if world.local_rank == 0:
+                task.prepare()
+    except Exception as error:  # of any kind: the ranks of other machines wait for these
+        failed = error
+    causes = all_gather_object(failed and f"{type(failed).__name__}: {failed}", group=world.group, device=world.device)
+    if failed is not None:
+        raise failed
+    if cause := next(filter(None, causes), None):
+        raise RankFailed(f"Task.prepare failed on another machine: {cause}")
 
 
 def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: bool = False) -> nn.Module:
@@ -231,15 +261,20 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
     field = "eval_dataset" if evaluation else "dataset"
     make: Callable[[], Any] = getattr(task, field)
     dataset = make()
-    if isinstance(dataset, IterableDataset) and not evaluation:
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream and not evaluation:
         return dataset
-    try:
-        num_samples = len(dataset)
-    except TypeError:
+    if is_stream or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
+        advice = "Return a data set with len() and [], such as a torch.utils.data.Dataset, or list(...) of the samples"
+        if isinstance(dataset, Iterable) and not evaluation:
+            advice += (
+                ".\nFor a stream, return a torch.utils.data.IterableDataset whose __iter__ begins anew in each epoch; "
+                "a generator can be read only once"
+            )
         raise ConfigurationError(
-            f"Task.{field} returned a {type(dataset).__name__}, which has no length.\n"
-            "Return a data set with len() and [], such as a torch.utils.data.Dataset."
-        ) from None
+            f"Task.{field} returned a {type(dataset).__name__}, which has no length or no index.\n{advice}."
+        )
+    num_samples = len(dataset)
     if num_samples == 0:
         raise ConfigurationError(f"The data set of Task.{field} is empty.\nCheck where it reads its samples from.")
     return dataset

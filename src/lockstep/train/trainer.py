@@ -20,8 +20,10 @@ from lockstep import activity
 from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
-from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch
-from lockstep.data.stream import check_same_stream
+from lockstep.data.comparison import check_same_samples
+from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, checksum_of_some, load_order
+from lockstep.data.order import GlobalOrder
+from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
@@ -96,6 +98,7 @@ class Trainer:
         world: The ranks, for strategies with a process for each device.
         strategy: Name of the strategy.
         devices: This process's devices; the model is on the first.
+        compares: Whether it is an error if the ranks read other samples.
 
     Attributes:
         plan: Steps, samples and learning rate.
@@ -114,7 +117,14 @@ class Trainer:
     """
 
     def __init__(
-        self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
+        self,
+        task: Task,
+        settings: Settings,
+        world: World,
+        *,
+        strategy: StrategyName,
+        devices: Sequence[torch.device],
+        compares: bool = False,
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
         is_exact = settings.reproducible is not None
@@ -131,13 +141,15 @@ class Trainer:
         self._flags: tuple[HostCopy, int] | None = None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
+        # Checksum and step of samples that all ranks have read: the newest, and what the last exchange compared.
+        self.read = self._compared = ("", 0)
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
         self.before_update: Callable[[], object] | None = None
         self._task, self._name = task, strategy
         with self.arithmetic.applied():
             shards = self._divide(world)
-            self._build(task, shards)
+            self._build(task, shards, compares=compares)
             self._connect(world, shards, is_first=True)
 
     def _divide(self, world: World) -> VirtualShards | None:
@@ -150,7 +162,7 @@ class Trainer:
         self._split = split
         return shards
 
-    def _build(self, task: Task, shards: VirtualShards | None) -> None:
+    def _build(self, task: Task, shards: VirtualShards | None, *, compares: bool) -> None:
         """Build data and model."""
         settings = self.settings
         self._seeds.all(step_parts.DATA)
@@ -160,7 +172,8 @@ class Trainer:
         # The bits of a transform's result may depend on the number of threads.
         threads = self.arithmetic.threads if self.arithmetic.deterministic else None
         pins, ahead = self.device.type != "cpu", settings.prefetch or 2
-        self.loading = LoadOptions(task.collate, settings.workers, pins, ahead, settings.bad_samples == "skip", threads)
+        how = pins, ahead, settings.bad_samples == "skip", threads, compares
+        self.loading = LoadOptions(task.collate, settings.workers, *how)
         self._open_batches(shards)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
@@ -172,7 +185,9 @@ class Trainer:
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)
         devices = dict(zip(self._split.shares, places, strict=False))  # torch's DataParallel has one share only
-        self.batches = BatchIterator(partial(self.plan.order.load, self.samples, self._split, self.loading), devices)
+        order = self.plan.order
+        load = order.load if isinstance(order, StreamOrder) else partial(load_order, order)
+        self.batches = BatchIterator(partial(load, self.samples, self._split, self.loading), devices)
 
     def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
         """Create everything that holds process groups. Collective: every rank of the group."""
@@ -234,7 +249,7 @@ class Trainer:
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
             if self.strategy.averaging is not None:
-                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 3, self._take_flags
+                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 6, self._take_flags
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
@@ -429,8 +444,8 @@ class Trainer:
             micro = self.batches.next()
             if micro.bad:
                 self.bad_samples.add(micro)
-            if micro.note is not None:
-                check_same_stream(micro.note, micro.step, group=group, device=self.device)
+            if micro.note is not None and self.loading.compares:
+                self.read = micro.note.checksum, micro.step
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
 
@@ -441,7 +456,12 @@ class Trainer:
                     step_parts.set_rates(self.optimizer, self._base_rates, rate)
                 flags = None
                 if is_last:
-                    flags = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
+                    number = 0
+                    if group is not None:
+                        self._compared, self.read = self.read, ("", 0)
+                        number = int(self._compared[0][:4] or "0", 16)
+                    reported = len(self.bad_samples.pending), self.stop_requested(), self.failure_seen()
+                    flags = *reported, number > 0, number, number * number
                 losses += metrics.add(parts, flags)
 
             try:
@@ -599,9 +619,18 @@ class Trainer:
 
     def _take_flags(self, sums: list[float], step: float = math.inf) -> None:
         """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
-        num_bad, *self._reported = sums
+        num_bad, *self._reported, count, total, squares = sums
+        if total**2 != count * squares:  # equal numbers have the square of their mean as the mean of their squares
+            self.check_samples(*self._compared)
         if num_bad:  # the same on every rank, so all take part
             self.bad_samples.exchange(step)
+
+    def check_samples(self, checksum: str, step: int) -> None:
+        """Compare with the other ranks what they read for ``step``. Collective: every rank of the group."""
+        order, again = self.plan.order, None
+        if isinstance(order, GlobalOrder):
+            again = partial(checksum_of_some, self.samples, order.seed, step // order.steps_per_epoch, step)
+        check_same_samples(checksum, "dataset", step, group=self.group, device=self.device, again=again)
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.

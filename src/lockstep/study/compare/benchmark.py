@@ -95,7 +95,7 @@ def compare(
         RankFailed: A rank failed.
     """
     settings = settings or Settings()
-    loaded = load(task)
+    loaded = load(task, prepares=True)
     device_type = default_device().type
     taking_part, left_out = choose(strategies, cuda=device_type == "cuda")
     for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):

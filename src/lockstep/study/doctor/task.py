@@ -88,6 +88,11 @@ def read_task(spec: str, plan: Plan, *, limit_s: float = LIMIT_S) -> tuple[TaskF
 
     def read() -> None:
         task = load_task(spec)
+        if task.prepare is not None:
+            try:
+                task.prepare()
+            except Exception as error:
+                unknown["Task.prepare"] = one_line(error)
         for what, facts_of in _PARTS.items():
             try:
                 fields.update(facts_of(task))

@@ -56,7 +56,7 @@ def verify(
             raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
     check_count(devices)
     try:
-        check_batch(load(task), settings, devices)
+        check_batch(load(task, prepares=True), settings, devices)
     except ConfigurationError as error:
         # A file that raises in this process, which is not a rank, may still run in a rank. The other errors: no such
         # file, no task in it, or a batch that cannot be divided.

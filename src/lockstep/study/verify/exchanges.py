@@ -95,7 +95,7 @@ def verify_exchanges(
     """
     check_count(devices)
     check_engine(strategy, settings)
-    loaded = load(task)
+    loaded = load(task, prepares=True)
     check_batch(loaded, settings, devices)
     name = Path(task).name if isinstance(task, str) else loaded.name
     start = partial(run_ranks, timeout_s=TIMEOUT_S)

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
-from lockstep.data.loader import cut, mix, seed_cpu
+from lockstep.data.order import cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates
 from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, is_batch_norm

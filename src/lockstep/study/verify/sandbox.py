@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.comm.process import single_process_view
 from lockstep.containers import map_tensors
-from lockstep.data.loader import mix, seed_cpu
+from lockstep.data.order import mix, seed_cpu
 from lockstep.study.verify import interventions
 from lockstep.study.verify.fingerprint import Fingerprint, fingerprint, fingerprint_model
 from lockstep.study.verify.interventions import Experiment, Given, Subject

@@ -23,7 +23,8 @@ from lockstep.accelerator import is_on_meta, mark_on
 from lockstep.comm import fully_shard
 from lockstep.comm.collectives import Group, reduces_on_its_own, split_group
 from lockstep.comm.world import World
-from lockstep.data.loader import BatchSplit, MicroBatch, to_device
+from lockstep.data.loader import MicroBatch, to_device
+from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
 from lockstep.parallel.ddp.bucket_gradients import FlatGradients
