@@ -23,11 +23,11 @@ NEW_NAMES = {
     "alltoall_base": "all_to_all_single",
 }
 _Wanted = Callable[[Sequence[Tensor], int], Sequence[Sequence[Tensor]]]
-_alike: _Wanted = lambda ones, size: [[ones[0]] * len(ones)]  # noqa: E731  # rows of a table
+_alike: _Wanted = lambda ones, size: [[ones[0]] * len(ones)]  # noqa: E731
 _each: _Wanted = lambda ones, size: [[one] for one in ones]  # noqa: E731
 _TENSORS, _PAIR = ("tensor",), ("output", "input")
-# By call: what torch calls its data, without endings; the options; and the lists that it needs, of tensors like those
-# that are no part of a list with one for each rank.
+# By call: what torch calls its data, without endings; the options; and what its lists are compared with. That is made
+# of its ``ones``: the outputs or inputs that have no tensor for each rank, or all its tensors.
 _SIGNATURES: dict[str, tuple[Sequence[str], Any, _Wanted]] = {
     "allreduce": (_TENSORS, _c10d.AllreduceOptions, _alike),
     "allreduce_coalesced": (_TENSORS, _c10d.AllreduceCoalescedOptions, _alike),
