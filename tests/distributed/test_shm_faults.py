@@ -256,12 +256,10 @@ def test_wrong_arguments_are_told_before_anything_is_sent(ranks):
         "The backend shm has no ReduceOp.AVG for torch.int64.\nIt has: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR.",
         "The backend shm has no ReduceOp.BAND for torch.float32.\nIt has: SUM, AVG, PRODUCT, MIN, MAX.",
         "The backend shm cannot reduce torch.float8_e4m3fn tensors, only move them.\nConvert them before the call.",
-        "Rank 0 in all_gather_single: the large tensor must have 2 times as many elements as the small one, one part "
-        "for each rank, and its dtype; they have 3 of torch.float32 and 2 of torch.float32.\n"
-        "It has sent nothing; the group stays usable.",
-        "Rank 0 in allreduce: the backend shm moves CPU tensors, but this one is on meta; "
-        "use init_process_group('cpu:gloo,meta:...').\n"
-        "It has sent nothing; the group stays usable.",
+        "Rank 0 in all_gather_single: invalid tensor size: invalid size of output tensor at index 0 (3, not 4).\n"
+        "Nothing was sent; the group stays usable.",
+        "Rank 0 in allreduce: shm moves only CPU tensors; use init_process_group('cpu:gloo,meta:...').\n"
+        "Nothing was sent; the group stays usable.",
     ]
     assert fine == [2.0, 2.0]
 
@@ -292,6 +290,13 @@ def test_what_one_rank_can_refuse_does_not_lose_the_group(ranks):
             lambda pg: pg.scatter(one, [one, two], root=world.rank),
             lambda pg: pg.reduce_scatter(two, [one, one]),
             lambda pg: pg.alltoall([one], [one]),
+            lambda pg: pg._allgather_base(one, one),
+            lambda pg: pg._reduce_scatter_base(double, two),
+            lambda pg: pg.reduce_scatter_tensor_coalesced([one, double], [two, two]),
+            lambda pg: pg.allgather_into_tensor_coalesced([two], [one, one]),
+            lambda pg: pg.alltoall_base(one, double, [], []),
+            lambda pg: pg.gather([[one, one]], [one], root=1 - world.rank),
+            lambda pg: pg.gather([], [torch.ones(1, device="meta")], root=1 - world.rank),
             lambda pg: pg.send([one], 2, 0),
             lambda pg: pg.recv([one], -3, 0),
         ]
@@ -317,7 +322,7 @@ def test_what_one_rank_can_refuse_does_not_lose_the_group(ranks):
     first, is_usable, fine = ranks(2, warnings="ignore")(body)[0]
     assert first == [
         f"Rank 0 in broadcast: invalid root rank or peer {root}: this group has ranks 0 to 1.\n"
-        "It has sent nothing; the group stays usable."
+        "Nothing was sent; the group stays usable."
         for root in (2, -1)
     ]
     assert is_usable and fine == 2.0

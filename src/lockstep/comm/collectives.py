@@ -196,10 +196,7 @@ def _member(rank: int, group: Group) -> int:
     """Return ``rank``. Raises ConfigurationError if ``group`` does not have it: backends name no cause, or no rank."""
     if 0 <= rank < group.size():
         return rank
-    raise ConfigurationError(
-        f"Rank {group.rank()}: invalid root rank {rank}: the group has ranks 0 to {group.size() - 1}.\n"
-        "Pass a rank of the group."
-    )
+    raise ConfigurationError(f"Rank {group.rank()}: invalid root rank {rank}; pass 0 to {group.size() - 1}.")
 
 
 def wait_for(handle: Any, operation: str = "a collective") -> Any:

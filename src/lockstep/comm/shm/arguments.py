@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.shm.communicator import operation_of
-from lockstep.containers import find_tensors
 from lockstep.errors import ConfigurationError
 
 _c10d = dist.distributed_c10d
@@ -22,27 +22,36 @@ NEW_NAMES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-_PAIR = ("output", "input")
-# By call: what torch calls its data, without endings; the options; and what overloads take in place of options.
-_SIGNATURES: dict[str, tuple[Sequence[str], Any, Sequence[str]]] = {
-    "allreduce": (["tensor"], _c10d.AllreduceOptions, ["op", "timeout"]),
-    "allreduce_coalesced": (["tensor"], _c10d.AllreduceCoalescedOptions, []),
-    "broadcast": (["tensor"], _c10d.BroadcastOptions, ["root", "timeout"]),
-    "reduce": (["tensor"], _c10d.ReduceOptions, ["root", "op", "timeout"]),
-    "gather": (_PAIR, _c10d.GatherOptions, ["root", "timeout"]),
-    "scatter": (_PAIR, _c10d.ScatterOptions, ["root", "timeout"]),
-    "alltoall": (_PAIR, _c10d.AllToAllOptions, []),
-    "all_to_all_single": ([*_PAIR, "output_split", "input_split"], _c10d.AllToAllOptions, ["timeout"]),
-    "barrier": ([], _c10d.BarrierOptions, ["timeout"]),
-    "send": (["tensor", "dst", "tag"], None, []),
-    "recv": (["tensor", "src", "tag"], None, []),
-    "recv_anysource": (["tensor", "tag"], None, []),
+_Wanted = Callable[[Sequence[Tensor], int], Sequence[Sequence[Tensor]]]
+_alike: _Wanted = lambda ones, size: [[ones[0]] * len(ones)]  # noqa: E731
+_each: _Wanted = lambda ones, size: [[one] for one in ones]  # noqa: E731
+_TENSORS, _PAIR = ("tensor",), ("output", "input")
+# By call: what torch calls its data, without endings; the options; and what its lists are compared with. That is made
+# of its ``ones``: the outputs or inputs that have no tensor for each rank, or all its tensors.
+_SIGNATURES: dict[str, tuple[Sequence[str], Any, _Wanted]] = {
+    "allreduce": (_TENSORS, _c10d.AllreduceOptions, _alike),
+    "allreduce_coalesced": (_TENSORS, _c10d.AllreduceCoalescedOptions, _alike),
+    "broadcast": (_TENSORS, _c10d.BroadcastOptions, _alike),
+    "reduce": (_TENSORS, _c10d.ReduceOptions, _alike),
+    "gather": (_PAIR, _c10d.GatherOptions, lambda ones, size: [[*ones] * size]),
+    "scatter": (_PAIR, _c10d.ScatterOptions, lambda ones, size: [[*ones] * size]),
+    "allgather": (_PAIR, _c10d.AllgatherOptions, lambda ones, size: [[*ones] * size] * len(ones)),
+    "allgather_coalesced": (_PAIR, _c10d.AllgatherOptions, lambda ones, size: [ones] * size),
+    "all_gather_single": (_PAIR, _c10d.AllgatherOptions, _each),
+    "all_gather_single_coalesced": (_PAIR, _c10d.AllgatherOptions, _each),
+    "reduce_scatter": (_PAIR, _c10d.ReduceScatterOptions, lambda ones, size: [[one] * size for one in ones]),
+    "reduce_scatter_single": (_PAIR, _c10d.ReduceScatterOptions, _each),
+    "reduce_scatter_single_coalesced": (_PAIR, _c10d.ReduceScatterOptions, _each),
+    "alltoall": (_PAIR, _c10d.AllToAllOptions, lambda ones, size: [[ones[0]] * size] * 2),
+    "all_to_all_single": ((*_PAIR, "output_split", "input_split"), _c10d.AllToAllOptions, _each),
+    "barrier": ((), _c10d.BarrierOptions, _each),
+    "send": (("tensor", "dst", "tag"), None, _alike),
+    "recv": (("tensor", "src", "tag"), None, _alike),
+    "recv_anysource": (("tensor", "tag"), None, _alike),
 }
-for _call in ("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"):
-    _SIGNATURES[_call] = (_PAIR, _c10d.AllgatherOptions, ["timeout"])
-for _call in ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"):
-    _SIGNATURES[_call] = (_PAIR, _c10d.ReduceScatterOptions, ["op", "timeout"])
+_ANY_SIZES = ("allreduce_coalesced", "alltoall", "all_to_all_single")
 CALLS = (*_SIGNATURES, *NEW_NAMES)
+# What overloads take in place of options that have these fields, in this order.
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
@@ -53,22 +62,22 @@ def bind(call: str, args: Sequence[Any], given: dict[str, Any]) -> tuple[list[An
         TypeError: No overload takes these arguments.
     """
     call = NEW_NAMES.get(call, call)
-    names, options, settings = _SIGNATURES[call]
+    names, options, _ = _SIGNATURES[call]
     data, rest = list(args[: len(names)]), list(args[len(names) :])
     for name in names[len(data) :]:
         data += [given.pop(key) for key in sorted(given) if key.startswith(name)][:1]
     opts = rest.pop(0) if options and rest and isinstance(rest[0], options) else given.pop("opts", None)
-    given.update(zip(settings, rest, strict=False))
-    if len(data) < len(names) or len(rest) > len(settings) or not given.keys() <= set(settings):
-        raise TypeError(f"{call}() takes {', '.join([*names, 'opts', *settings])}; got also or not all: {rest} {given}")
+    opts = options() if opts is None and options else opts
+    if rest or given or len(data) < len(names):
+        settings = {name: field for name, field in _FIELDS.items() if hasattr(opts, field)}
+        given.update(zip(settings, rest, strict=False))
+        if len(data) < len(names) or len(rest) > len(settings) or not given.keys() <= settings.keys():
+            raise TypeError(f"{call}() takes {(*names, 'opts', *settings)}; got also or not all: {rest} {given}")
+        for name in [each for each in given if given[each] is not None]:  # None is torch's default for a timeout
+            setattr(opts, settings[name], given[name])
     # Of the lists in an overload with one tensor, the other one is a row for this tensor.
     if "single" not in call and any(isinstance(each, Tensor) for each in data):
         data = [each if isinstance(each, int) else [each] for each in data]
-    if opts is None and options:
-        opts = options()
-    for name, value in given.items():
-        if value is not None:  # torch's default for a timeout
-            setattr(opts, _FIELDS[name], value)
     return data, opts
 
 
@@ -81,9 +90,7 @@ def check(call: str, data: Sequence[Any], opts: Any, rank: int, ranks: Sequence[
         ConfigurationError: No rank has the root, or the tensors do not fit the call, or each other.
     """
     for problem in _problems(call, data, opts, rank, len(ranks)):
-        raise ConfigurationError(
-            f"Rank {ranks[rank]} in {call}: {problem}.\nIt has sent nothing; the group stays usable."
-        )
+        raise ConfigurationError(f"Rank {ranks[rank]} in {call}: {problem}.\nNothing was sent; the group stays usable.")
 
 
 def _problems(call: str, data: Sequence[Any], opts: Any, rank: int, size: int) -> Iterator[str]:
@@ -93,85 +100,45 @@ def _problems(call: str, data: Sequence[Any], opts: Any, rank: int, size: int) -
         yield f"invalid root rank or peer {root}: this group has ranks 0 to {size - 1}"
     if call in ("broadcast", "reduce") and not 0 <= opts.rootTensor < len(data[0]):
         yield f"invalid root tensor {opts.rootTensor} of {len(data[0])}"
-    tensors = list(find_tensors(data))
-    layout = torch.sparse_coo if call == "allreduce" and tensors and tensors[0].is_sparse else torch.strided
-    for index, tensor in enumerate(tensors):
-        if not tensor.is_cpu:
-            other = f"use init_process_group('cpu:gloo,{tensor.device.type}:...')"
-            yield f"the backend shm moves CPU tensors, but this one is on {tensor.device}; {other}"
-        if tensor.layout != layout:
-            yield f"invalid tensor layout at index {index}: unsupported layout {tensor.layout}, expected {layout}"
-        like = tensors[-1 if len(data) == 2 else 0]  # an input
-        if tensor.dtype != like.dtype and "single_coalesced" not in call:
-            both = f"expected {like.dtype}, got {tensor.dtype}"
-            yield f"invalid tensor type at index {index} ({both}); tensors must all have the same type"
+    ones, lists, one, many = data[0] if data else [], data[:1], "", ""
+    if "scatter" in call:
+        ones, lists, one, many = *data, "output ", "input "
+    elif "gather" in call or "all_to_all" in call:
+        lists, ones, many, one = *data[:2], "output ", "input "
+    if is_flat := "single" in call or not data:
+        ones, lists = ([each] if isinstance(each, Tensor) else each for each in (ones, lists))
+        lists = [[each] for each in lists]
+    has_root = call in ("gather", "scatter")
+    length = "a single-element" if has_root or call in ("reduce", "send", "recv", "recv_anysource") else "non-empty"
+    if not (ones or is_flat) or (len(ones) > 1 and length != "non-empty"):
+        yield f"requires {length} {one}tensor list; it has {len(ones)}"
+    wanted, count = _SIGNATURES[call][2](ones, size), "requires input/output tensor lists to have the same length"
+    if has_root and rank != root:
+        lists, wanted, count = [row for row in lists if row], [], f"requires empty {many}on non-root"
+    elif has_root:
+        count = f"requires {length} {many}list"
+    elif call == "allgather_coalesced":
+        count = "output lists should be equal to world size"
+    elif call == "alltoall":
+        lists = data
+    if len(lists) != len(wanted):
+        yield f"{count}; there are {len(lists)} instead of {len(wanted)}"
+    layout = torch.sparse_coo if call == "allreduce" and ones[0].is_sparse else torch.strided
     if layout == torch.sparse_coo and "SUM" not in str(operation_of(opts)):
         yield "unsupported reduction operation: sparse tensors can only be summed"
-    if call.startswith("allreduce") and not tensors:
-        yield "requires non-empty tensor list"
-    if call in ("reduce", "send", "recv", "recv_anysource") and len(data[0]) != 1:
-        yield f"requires a single-element tensor list; it has {len(data[0])}"
-    if call in ("allreduce", "broadcast"):
-        yield from _other_sizes("tensor", tensors, tensors[0])
-    if call == "alltoall" and not len(data[0]) == len(data[1]) == size:
-        yield f"requires {size} input and output tensors, one for each rank"
-    if "gather" in call or "scatter" in call:
-        # The outputs or the inputs have a part for each rank.
-        names, sides = (_PAIR, data) if "gather" in call else (_PAIR[::-1], data[::-1])
-        if "single" in call:
-            wholes, parts = sides if "coalesced" in call else [[each] for each in sides]
-            yield from _unequal_parts(wholes, parts, size)
-        else:
-            yield from _wrong_rows(call, names, sides[0], sides[1], rank, root, size)
-
-
-def _other_sizes(what: str, tensors: Sequence[Tensor], like: Tensor) -> Iterator[str]:
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != like.shape:
-            sizes = f"expected {tuple(like.shape)}, got {tuple(tensor.shape)}"
-            yield f"invalid tensor size: invalid size of {what} at index {index} ({sizes})"
-
-
-def _unequal_parts(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> Iterator[str]:
-    """Compare tensors with a part for each rank with tensors that are one part."""
-    if len(wholes) != len(parts):
-        yield "requires input/output tensor lists to have the same length"
-    for whole, part in zip(wholes, parts, strict=True):
-        if whole.dtype != part.dtype or whole.numel() != part.numel() * size:
-            yield (
-                f"the large tensor must have {size} times as many elements as the small one, one part for each rank, "
-                f"and its dtype; they have {whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}"
-            )
-
-
-def _wrong_rows(
-    call: str, names: Sequence[str], rows: Sequence[Any], singles: Sequence[Tensor], rank: int, root: int, size: int
-) -> Iterator[str]:
-    """Compare lists with a tensor for each rank with single tensors."""
-    has_root = call in ("gather", "scatter")
-    if not singles or (has_root and len(singles) > 1):
-        count = "a single-element" if has_root else "non-empty"
-        yield f"requires {count} {names[1]} tensor list; it has {len(singles)}"
-    if has_root and rank != root:
-        if any(rows):
-            yield f"requires empty {names[0]} on non-root"
-        return
-    if call == "allgather_coalesced":
-        if len(rows) != size:
-            yield f"output lists should be equal to world size {size}; there are {len(rows)}"
-        if any(len(row) != len(singles) for row in rows):
-            yield f"requires {len(singles)} tensors in each output list, one for each input"
-        rows = list(zip(*rows, strict=True))  # in the list of another call these are the rows
-    if len(rows) != len(singles):
-        same = "input/output tensor lists to have the same length"
-        yield f"requires {f'a single-element {names[0]} list' if has_root else same}; it has {len(rows)}"
-    length = size * len(singles) if call == "allgather" else size
-    for index, (row, single) in enumerate(zip(rows, singles, strict=True)):
-        if len(row) != length:
-            yield (
-                f"invalid {names[0]} tensor list at index {index}. Incorrect {names[0]} list size {len(row)}. "
-                f"{names[0].title()} list size should be {length}"
-            )
-        if call == "allgather":
-            row, single = (*row, single), singles[0]
-        yield from _other_sizes(f"{names[0]} tensor", [row[rank]] if call == "reduce_scatter" else row, single)
+    for index, tensor in enumerate((*ones, *chain.from_iterable(lists))):
+        if not tensor.is_cpu:
+            yield f"shm moves only CPU tensors; use init_process_group('cpu:gloo,{tensor.device.type}:...')"
+        if tensor.layout != layout:
+            yield f"invalid tensor layout at index {index}: unsupported layout {tensor.layout}, expected {layout}"
+    for number, (row, likes) in enumerate(zip(lists, wanted, strict=True)):
+        if len(row) != len(likes):
+            sizes = f"Incorrect {many}list size {len(row)}. {many.capitalize()}list size should be {len(likes)}"
+            yield f"invalid {many}tensor list at index {number}. {sizes}"
+        for index, (tensor, like) in enumerate(zip(row, likes, strict=True)):
+            if tensor.dtype != like.dtype:
+                yield f"invalid tensor type at index {index}: tensors must all have the same type ({like.dtype})"
+            # A flat tensor with a part for each rank may have any shape.
+            has, needs = (tensor.numel(), like.numel() * size) if is_flat else (tuple(tensor.shape), tuple(like.shape))
+            if has != needs and not (call in _ANY_SIZES or (call == "reduce_scatter" and index != rank)):
+                yield f"invalid tensor size: invalid size of {many}tensor at index {index} ({has}, not {needs})"

@@ -195,10 +195,7 @@ def _byte_sizes(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_uint6
 
 
 # How c10d combines several tensors of one rank, in the order of `REDUCTIONS`.
-_LOCAL_REDUCTIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    *(torch.add, torch.add, torch.mul, torch.minimum, torch.maximum),
-    *(torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor),
-)
+_LOCAL_REDUCTIONS = ("add", "add", "mul", "minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor")
 
 
 class ShmOps:
@@ -303,7 +300,7 @@ class ShmOps:
         def action(call: NativeCall) -> None:
             if len(tensors) > 1:
                 number = c.reduction_of(c.operation_of(opts), tensors[0].dtype)
-                tensors[0].copy_(reduce(_LOCAL_REDUCTIONS[number], tensors))
+                tensors[0].copy_(reduce(getattr(torch, _LOCAL_REDUCTIONS[number]), tensors))
             run(call)
             for other in tensors[1:]:
                 other.copy_(tensors[0])
@@ -455,21 +452,17 @@ class ShmOps:
 
     def broadcast(self, tensors: Tensors, opts: Any) -> ShmWork:
         """Overwrite all tensors with number ``opts.rootTensor`` of rank ``opts.rootRank``. Collective: every rank."""
-        tensor = tensors[opts.rootTensor]
+        root, sent = opts.rootRank, tensors[opts.rootTensor]
+        return self._move(
+            Kind.BROADCAST, [self._from_root(sent, root, each) for each in tensors], tensors, opts, root=root, same=True
+        )
 
-        def action(call: NativeCall) -> None:
-            self._exchange(call, Kind.BROADCAST, *self._from_root(tensor, opts.rootRank), root=opts.rootRank, same=True)
-            for other in tensors:
-                if other is not tensor:
-                    other.copy_(tensor)
-
-        return self.submit("broadcast", action, tensors, opts)
-
-    def _from_root(self, tensor: Tensor, root: int) -> _Row:
-        """Return what a broadcast sends and receives here."""
-        if self.rank == root:
-            return [None if rank == root else tensor for rank in range(self.size)], self._nothing
-        return self._nothing, self._only(tensor, root)
+    def _from_root(self, sent: Tensor, root: int, received: Tensor) -> _Row:
+        """Return what a broadcast sends and receives here; the root may receive, too."""
+        if self.rank != root:
+            return self._nothing, self._only(received, root)
+        targets = self._nothing if received is sent else self._only(received, root)
+        return [sent if target is not None or rank != root else None for rank, target in enumerate(targets)], targets
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
         """Fill ``outputs[i]`` with every rank's ``inputs[i]``. Collective: every rank."""
@@ -526,16 +519,14 @@ class ShmOps:
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> ShmWork:
         """Fill rank ``opts.rootRank``'s ``outputs[0]`` with every rank's input. Collective: every rank."""
-        root, targets = opts.rootRank, self._nothing
-        if self.rank == root:
-            targets = list(outputs[0])
+        root = opts.rootRank
+        targets = list(outputs[0]) if self.rank == root else self._nothing
         return self._move(Kind.GATHER, [(self._only(inputs[0], root), targets)], targets, opts, root=root, same=True)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> ShmWork:
         """Fill ``outputs[0]`` with rank ``opts.rootRank``'s ``inputs[0][this rank]``. Collective: every rank."""
-        root, sources = opts.rootRank, self._nothing
-        if self.rank == root:
-            sources = list(inputs[0])
+        root = opts.rootRank
+        sources = inputs[0] if self.rank == root else self._nothing
         return self._move(Kind.SCATTER, [(sources, self._only(outputs[0], root))], outputs, opts, root=root)
 
     def barrier(self, opts: Any = None) -> ShmWork:
@@ -586,7 +577,7 @@ class ShmOps:
 
         def broadcast(offer: bytes) -> bytes:
             data = torch.frombuffer(bytearray(offer), dtype=torch.uint8)
-            sends, receives = self._from_root(data, 0)
+            sends, receives = self._from_root(data, 0, data)
             self._exchange(call, Kind.EMPTY_SHARED, sends, receives, root=0, same=True)
             return data.numpy().tobytes()
 
