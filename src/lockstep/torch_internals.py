@@ -128,18 +128,26 @@ def unwrap(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# How many modes of Python the operations of this thread pass through, of both kinds.
-_num_modes: tuple[Callable[[], int], ...] = tuple(
-    _now(f"torch._C._len_torch_{each}_stack", "replicas do not see modes.", int) for each in ("function", "dispatch")
+# The modes of Python that the operations of this thread pass through, of both kinds.
+_function_modes: Callable[[], Sequence[Any]] = _now(
+    "torch.overrides._get_current_function_mode_stack", "replicas do not see modes.", tuple
 )
+_num_dispatch_modes: Callable[[], int] = _now("torch._C._len_torch_dispatch_stack", "replicas do not see modes.", int)
+_DeviceContext: Any = _now("torch.utils._device.DeviceContext", "replicas run one after the other in it.", tuple)
 _saved_tensors_hooks: Callable[..., Any] = _now(
     "torch._C._autograd._top_saved_tensors_default_hooks", "replicas do not see these hooks.", lambda _: None
 )
 
 
 def has_modes() -> bool:
-    """Return whether this thread has modes or hooks of Python, which other threads do not see."""
-    return any(count() for count in _num_modes) or _saved_tensors_hooks(True) is not None
+    """Return whether this thread has modes or hooks of Python, other than a default device, which others do not see."""
+    is_seen = any(not isinstance(mode, _DeviceContext) for mode in _function_modes())
+    return is_seen or _num_dispatch_modes() > 0 or _saved_tensors_hooks(True) is not None
+
+
+def default_device() -> torch.device | None:
+    """Return the default device that this thread has set, if any."""
+    return next((mode.device for mode in reversed(_function_modes()) if isinstance(mode, _DeviceContext)), None)
 
 
 def has_hooks(weight: Tensor) -> bool:

@@ -39,8 +39,28 @@ def test_compiled_modules(ranks, inside):
     assert ranks(2, warnings="ignore")(train_compiled, inside, timeout=110) == [1, 1]
 
 
+def compiled_whole(world):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    bare = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1)).double()
+    model = torch.compile(lockstep.DistributedDataParallel(bare), backend=counter, fullgraph=True)
+    oracle = copy.deepcopy(bare)
+    batch = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model(batch.chunk(2)[world.rank]).square().mean().backward()
+    oracle(batch).square().mean().backward()
+    assert_gradients_equal(bare, oracle)
+    return counter.frame_count
+
+
+def test_fullgraph(ranks):
+    """Refused with torch's class. A module of torch's own is compiled, too, though the compiler skips its frames."""
+    assert ranks(2, warnings="ignore")(compiled_whole, timeout=110) == [1, 1]
+
+
 class Deep(nn.Sequential):
-    """Layers of more than a MiB each; torch.compile skips a plain ``Sequential`` that it meets first."""
+    """Layers of more than a MiB each."""
 
     def __init__(self):
         super().__init__(*(nn.Linear(400, 400, dtype=torch.float64) for _ in range(3)))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import ConfigurationError, ReplicasDiffer
+from lockstep.errors import ConfigurationError, ModelMismatch, ReplicasDiffer
 from lockstep.train.settings import Settings
 from lockstep.train.strategies.strategy import find_units
 from lockstep.train.task import initialize
@@ -124,6 +124,29 @@ def on_meta():
         model[4].weight = model[2].weight
     model.register_buffer("factor", torch.tensor(0.5))
     return model.double()
+
+
+def train_in_another_order(world):
+    def network():
+        names = ["left", "right"] if world.rank == 0 else ["right", "left"]
+        torch.manual_seed(0)
+        return nn.ModuleDict({name: nn.Linear(6, 4, dtype=torch.float64) for name in names})
+
+    task = make_task(model=network)
+    texts = []
+    for strategy in ("fsdp", "torch-ddp"):
+        with pytest.raises(ModelMismatch) as error:
+            Trainer(task, Settings(), world, strategy=strategy, devices=[torch.device("cpu")])
+        texts.append(str(error.value))
+    return texts
+
+
+def test_layers_in_another_order_are_refused_on_all(ranks):
+    """Their values by position are equal, since they come from the same seed; torch's engines compare no names."""
+    for texts in ranks(2)(train_in_another_order):
+        assert len(texts) == 2
+        for text in texts:
+            assert "left.weight where rank 1 has" in text and "The ranks register their layers in different" in text
 
 
 def train_on_meta(world, strategy="fsdp"):

@@ -1,5 +1,8 @@
 """DataParallel.forward among hooks, modes, subclasses and the functional form."""
 
+import threading
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -162,6 +165,25 @@ def test_modes_and_hooks_of_python_see_the_replicas():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda each: each):
         model(x)
     assert len(saved) >= 2
+
+
+def test_the_default_device_and_context_variables_hold_in_the_replicas_threads():
+    setting, seen = ContextVar("setting", default=0), []
+
+    class Net(nn.Module):
+        def forward(self, x):
+            seen.append((torch.empty(0).device.type, setting.get(), threading.current_thread()))
+            return x
+
+    model = DataParallel(Net(), ["cpu", "cpu"])
+    token = setting.set(3)
+    try:
+        with torch.device("meta"):
+            model(torch.ones(4, 1, device="cpu"))
+    finally:
+        setting.reset(token)
+    assert [each[:2] for each in seen] == [("meta", 3)] * 2
+    assert len({each[2] for each in seen} - {threading.current_thread()}) == 2
 
 
 def test_transforms_of_torch_func():

@@ -10,7 +10,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def leave_uncompiled(function: _Function) -> _Function:
-    """Make torch.compile run ``function`` as it is and compile the frames that it calls."""
+    """Make torch.compile run ``function`` as it is, outside of graphs, and compile the frames that it calls."""
+    end_graph_at(function)
     leave_frames(function, and_callees=False)
     return function
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from operator import is_not
 from typing import Any
 
@@ -52,7 +53,7 @@ def anchor_tensors(value: Any) -> Any:
     return map_tensors(value, anchor, anchor)
 
 
-_get = dict[str, Any].get
+_values = dict[str, Any].values
 
 # Returns the parameters, the buffers or the layers that a layer itself has.
 Own = Callable[[nn.Module], dict[str, Any]]
@@ -71,19 +72,16 @@ class Registered:
         self.note()
 
     def note(self) -> None:
-        """Record where each tensor and each layer is registered, and under which name."""
+        """Record which tensors and layers are registered, and where."""
         kinds = self._own, torch_internals.submodules
         self._homes: list[dict[str, Any]] = [own(layer) for layer in self._module.modules() for own in kinds]
-        self._num_entries = sum(map(len, self._homes))
-        self._home_of = [home for home in self._homes for _ in home]
-        self._names = [name for home in self._homes for name in home]
-        self._entries = [home[name] for home in self._homes for name in home]
+        self._entries = list(chain.from_iterable(map(_values, self._homes)))
 
     def have_changed(self) -> bool:
         """Return whether one was added, removed or replaced since."""
         # No Python loop if nothing has changed, since this runs in every step.
-        entries = map(_get, self._home_of, self._names)
-        return sum(map(len, self._homes)) != self._num_entries or any(map(is_not, entries, self._entries))
+        entries = list(chain.from_iterable(map(_values, self._homes)))
+        return len(entries) != len(self._entries) or any(map(is_not, entries, self._entries))
 
 
 class Wrapper(nn.Module):

@@ -267,7 +267,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             return self._forward_in_transform(*inputs, **kwargs)
         if self.reducer.is_alone and self._begin_alone():
             # `_run_module` takes 20 us more.
-            output = torch_internals.submodules(self)["module"](*inputs, **kwargs)  # type: ignore[misc]
+            output = _call(torch_internals.submodules(self)["module"], inputs, kwargs)
             return output if type(output) is Tensor and output.requires_grad else self._post_forward(output)
         profiling = torch_internals.profiler_enabled()
         with record_function("DistributedDataParallel.forward") if profiling else _NO_RANGE:
@@ -330,13 +330,12 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         # no overlap. torch.compile splits graphs while its own class has an active module, and reads
         # ``bucket_bytes_cap`` of that module. It accepts no value below that of its first bucket.
         module = torch_internals.submodules(self)["module"]  # without `__getattr__`
-        assert module is not None
         if self.bucket_bytes_cap < FIRST_CAP_BYTES or self.process_group.size() == 1:
-            return module(*inputs, **kwargs)
+            return _call(module, inputs, kwargs)
         before = torch_internals.active_ddp_module()
         torch_internals.set_active_ddp_module(self)
         try:
-            return module(*inputs, **kwargs)
+            return _call(module, inputs, kwargs)
         finally:
             torch_internals.set_active_ddp_module(before)
 
@@ -806,6 +805,11 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
 
     _get_data_parallel_params = staticmethod(torch_internals.ddp_parameters)  # for torch's optimizer_overlap_hooks
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_in_ddp)
+
+
+def _call(module: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``module``. A frame that torch.compile does compile, while it skips those of torch's own modules."""
+    return module(*inputs, **kwargs)
 
 
 TorchDistributedDataParallel.register(DistributedDataParallel)  # libraries use isinstance

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -141,9 +142,9 @@ def _stop_all(queues: Sequence[_Tasks]) -> None:
 class CallerModes:
     """The thread-local state of torch, copied from the calling thread to a replica's thread.
 
-    Grad mode, inference mode, autocast, the current device and its stream belong to a thread. Replicas use the caller's
-    current stream, so the work keeps the order that the caller expects. (The default dtype, deterministic mode and the
-    random generators belong to the process and are not copied.)
+    Grad mode, inference mode, autocast, the default device, the current device and its stream belong to a thread.
+    Replicas use the caller's current stream, so the work keeps the order that the caller expects. (The default dtype,
+    anomaly detection, deterministic mode and the random generators belong to the process and are not copied.)
 
     Args:
         device: Of the replica.
@@ -157,6 +158,8 @@ class CallerModes:
             stream = torch.accelerator.current_stream(device)
             self._device = [partial(torch.accelerator.device_index, device.index), lambda: stream]
         self._all = [*self._device]
+        if (default := torch_internals.default_device()) is not None:
+            self._all.append(partial(torch.device, default))
         if torch.is_inference_mode_enabled() and not differentiates:
             self._all.append(torch.inference_mode)
         self._all.append(partial(torch.set_grad_enabled, differentiates or torch.is_grad_enabled()))
@@ -264,7 +267,8 @@ class ReplicaEngine:
             # Modes and hooks of Python belong to the calling thread, and are not made for several threads at once. A
             # single replica also runs there, with all cores.
             if len(guarded) > 1 and not torch_internals.has_modes():
-                outcomes = self._threads.run(guarded)
+                # a context can be entered by one thread at a time
+                outcomes = self._threads.run({each: partial(copy_context().run, guarded[each]) for each in guarded})
             else:
                 outcomes = {index: function() for index, function in guarded.items()}
         except BaseException:  # Ctrl-C: the calls go on, with these replicas
