@@ -8,11 +8,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,33 +30,13 @@ from lockstep.errors import (
     tells_of_a_lost_rank,
 )
 from lockstep.parallel.compile import keep_out_of_graphs
+from lockstep.parallel.ddp.bucket_events import Event, Observer
 from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
 from lockstep.parallel.ddp.updates import Updates, call_before_updates
 from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
 from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
-
-
-class Event(Enum):
-    """The events that observers of a step get, in this order; events with a bucket occur once for each bucket."""
-
-    BACKWARD = "backward"  # a backward that is synchronised has reached the model
-    READY = "ready"  # bucket: all its gradients are there
-    GATHERED = "gathered"  # bucket: this rank's gradients are in it, or in its ``pieces``; it is about to be launched
-    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when the reduction is
-    BACKWARD_END = "backward end"  # this rank's own work is done, except for the buckets still to be launched
-    WAIT = "wait"  # bucket: the host begins to wait for it
-    WAIT_END = "wait end"  # bucket: the wait is over (on CUDA: the stream will wait)
-    REDUCED = "reduced"  # bucket: ``param.grad`` of its parameters has the final value of the step
-    CLOSED = "closed"  # the step is over
-
-
-class Observer(Protocol):
-    """Gets the events of a step. Called under the reducer's lock, so it must start no backward."""
-
-    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Handle the event ``kind`` of ``bucket``."""
 
 
 def _nothing() -> None:
@@ -117,8 +96,8 @@ class Reducer:
     autograd is in the outermost graph task, so a callback queued there runs when the whole backward is over, even if
     reentrant checkpointing starts nested backwards. That callback closes the step. So each backward through an output
     of the wrapper is one synchronised step, however many there are, unless it runs for ``autograd.grad`` and adds to no
-    gradient of ours (`BucketSet.accumulates`). Outputs that we cannot find have no hooks: for
-    these, the forward arms the reducer, and the first gradient opens the step.
+    gradient of ours (`BucketSet.accumulates`). Outputs that we cannot find have no hooks: for these, the forward arms
+    the reducer, and the first gradient opens the step.
 
     [Note: when a bucket is launched]
     A bucket is launched when all its gradients have arrived and all buckets before it are launched. So every rank
@@ -371,10 +350,12 @@ class Reducer:
     def before_update(self, optimizer: Optimizer) -> None:
         """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet."""
         index_of, step = self.bucket_set.index_of, self._step
-        parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
-        indices = list(map(index_of.__getitem__, filter(index_of.__contains__, parameters)))
-        if not indices or self.is_alone:
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        found = (index_of[id(each)] for each in parameters if id(each) in index_of)
+        first = next(found, None)  # in most steps no more are looked at
+        if first is None or self.is_alone:
             return
+        indices = chain((first,), found)
         if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
             finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []
             self._updates.refuse_early(optimizer, indices, finished)
