@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.parallel.ddp.reducer import Event
+from lockstep.parallel.ddp.bucket_events import Event
 from tests.models import assert_gradients_equal, build, global_batch, share, soak, squared_error
 
 

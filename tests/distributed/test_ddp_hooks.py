@@ -8,7 +8,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import LockstepError
-from lockstep.parallel.ddp.reducer import Event, Reducer
+from lockstep.parallel.ddp.bucket_events import Event
+from lockstep.parallel.ddp.reducer import Reducer
 from tests.models import assert_gradients_equal
 
 

@@ -431,18 +431,20 @@ def own_averages(world):
 
 
 def a_step_apart(world):
-    """One rank runs a backward more, or none before its optimizer steps."""
-    for extra in range(2):
+    """One rank runs a backward more, or none before its optimizer steps, or two steps of its optimizer."""
+    for kind in ("no backward", "two backwards", "two updates"):
         model, _ = usual_steps(world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, mine = inputs(world, 0)
         with pytest.raises(lockstep.errors.ConfigurationError, match="The ranks are not in the same step"):
             for step in range(4):
-                for _ in range(1 + (extra and step == 2 and world.rank == 0)):
+                is_odd = step == 2 and world.rank == 0
+                for _ in range(1 + (is_odd and kind == "two backwards")):
                     loss = model(mine).sum()
-                    if step != 2 or extra or world.rank:
+                    if not is_odd or kind != "no backward":
                         loss.backward()
-                optimizer.step()
+                for _ in range(1 + (is_odd and kind == "two updates")):
+                    optimizer.step()
 
 
 def calls_in_join(world):

@@ -23,8 +23,8 @@ from lockstep.comm.network import sent_to
 from lockstep.comm.world import World
 from lockstep.env import usable_cores
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket, ParameterSpec, plan_buckets
-from lockstep.parallel.ddp.reducer import Event
 from lockstep.parallel.ddp.setup import bucket_caps_bytes
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.study import drawing, links

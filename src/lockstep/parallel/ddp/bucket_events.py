@@ -1,9 +1,10 @@
-"""Times of the buckets of a reducer, for the record of a run."""
+"""The events of a step, and the times of its buckets for the record of a run."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from enum import Enum
+from typing import Any, Protocol
 
 import torch
 from torch.futures import Future
@@ -11,8 +12,28 @@ from torch.futures import Future
 from lockstep import activity
 from lockstep.accelerator import is_capturing, mark_on
 from lockstep.parallel.ddp.buckets import Bucket
-from lockstep.parallel.ddp.reducer import Event
 from lockstep.telemetry.step_times import BucketMarks, Mark, Reduction
+
+
+class Event(Enum):
+    """The events that observers of a step get, in this order; events with a bucket occur once for each bucket."""
+
+    BACKWARD = "backward"  # a backward that is synchronised has reached the model
+    READY = "ready"  # bucket: all its gradients are there
+    GATHERED = "gathered"  # bucket: this rank's gradients are in it, or in its ``pieces``; it is about to be launched
+    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when the reduction is
+    BACKWARD_END = "backward end"  # this rank's own work is done, except for the buckets still to be launched
+    WAIT = "wait"  # bucket: the host begins to wait for it
+    WAIT_END = "wait end"  # bucket: the wait is over (on CUDA: the stream will wait)
+    REDUCED = "reduced"  # bucket: ``param.grad`` of its parameters has the final value of the step
+    CLOSED = "closed"  # the step is over
+
+
+class Observer(Protocol):
+    """Gets the events of a step. Called under the reducer's lock, so it must start no backward."""
+
+    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
+        """Handle the event ``kind`` of ``bucket``."""
 
 
 class BucketStamps:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.errors import ConfigurationError
-from lockstep.parallel.ddp.buckets import Bucket
+from lockstep.comm.collectives import Group, all_gather
+from lockstep.errors import ConfigurationError, NonFiniteGradient
+from lockstep.parallel.ddp.bucket_events import Event
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean
-from lockstep.parallel.ddp.reducer import Event, Reducer
+from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.flat import are_finite, combine_norms, flat_norm, list_norms, multiply_, total
 
 
@@ -136,6 +139,27 @@ class LocalGradientMonitor:
         return any(flag[0] for flag in self._flags) or any(not bool(each.isfinite()) for each in self._totals)
 
 
+def refuse_nonfinite(buckets: BucketSet, is_here: bool, *, group: Group) -> NoReturn:
+    """Raise an error that names the first gradient that is NaN or infinite, and ranks. Collective: every rank. Blocks.
+
+    Args:
+        buckets: Of the gradients.
+        is_here: Whether this rank's part was not finite, as far as known.
+        group: The ranks.
+    """
+    named = zip(buckets.names, map(gradients_of, zip(buckets.parameters)), strict=True)
+    first = next(name for name, gradient in named if not are_finite(gradient, torch.tensor(math.nan)))
+    everywhere = all_gather(torch.tensor([int(is_here)], device=buckets.device), group=group)
+    ranks = [rank for rank, each in enumerate(everywhere) if int(each)]
+    where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    raise NonFiniteGradient(
+        f"The gradient is not finite{where}: first that of parameter {first}.\n"
+        "Look at the loss and the samples of this step there. To go on without the step, ask "
+        "gradients_are_finite() and call optimizer.step() only if they are.",
+        ranks=tuple(ranks),
+    )
+
+
 class BucketOptimizer:
     """Steps ``optimizer`` one bucket at a time within backward; an observer of the reducer.
 
@@ -150,10 +174,15 @@ class BucketOptimizer:
         remove: Restores the optimizer's ordinary ``step``.
 
     Raises:
-        ConfigurationError: The optimizer cannot step without being called with a closure.
+        ConfigurationError: The optimizer cannot step without being called with a closure, or divides its work.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise ConfigurationError(
+                "overlap_optimizer() does not work with ZeroRedundancyOptimizer, which divides a step among ranks."
+                "\nCall optimizer.step() after backward."
+            )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigurationError(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 
 from lockstep import torch_internals
@@ -530,6 +531,7 @@ class BucketSet:
 
     Attributes:
         parameters, names: By the index that a bucket uses.
+        index_of: This index, by the parameter's id.
         device: A device whose tensors the ranks can exchange.
         buckets: In the order in which they are launched, the same on every rank. A new list when they are rebuilt.
         position_of: By parameter, the position of its bucket.
@@ -549,6 +551,7 @@ class BucketSet:
         num_slices: int = 1,
     ) -> None:
         self.parameters, self.names = list(parameters.values()), list(parameters)
+        self.index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.is_rebuilt = self.is_uneven = False
         self.on_rebuilt: list[Callable[[Sequence[Bucket]], None]] = []
         self._caps_bytes = tuple(caps_bytes)
@@ -598,6 +601,27 @@ class BucketSet:
     def scratch(self) -> list[Bucket]:
         """Return buckets like these that hold zeros; not collective."""
         return self._make([bucket.spec for bucket in self.buckets], None)
+
+    def accumulates(self, functions: Any) -> bool:
+        """Return whether the running backward may add to a gradient of these parameters: ``autograd.grad`` does not.
+
+        Args:
+            functions: The first nodes that it reaches below an output, with the numbers of their inputs.
+        """
+        reached = dict.fromkeys(functions)
+        queue = list(reached)
+        for node, _ in queue:
+            if node is None:
+                continue
+            if not torch_internals.will_execute(node):  # it runs for ``autograd.grad``, or ``backward(inputs=...)``
+                trained = filter(requires_grad, self.parameters)
+                return any(torch_internals.will_execute(get_gradient_edge(each).node) for each in trained)
+            if id(getattr(node, "variable", None)) in self.index_of:
+                return True
+            new = dict.fromkeys(each for each in node.next_functions if each not in reached)
+            reached |= new
+            queue += new
+        return True  # this rank's part of the model has no parameters, but other ranks' may have some
 
     def _install(self, order: Sequence[int], group: Group | None) -> None:
         self.buckets = self._make(plan_buckets(self._specs, order, self._caps_bytes), group)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.accelerator import is_capturing
@@ -33,33 +30,13 @@ from lockstep.errors import (
     tells_of_a_lost_rank,
 )
 from lockstep.parallel.compile import keep_out_of_graphs
-from lockstep.parallel.ddp.buckets import Bucket, BucketSet, requires_grad
+from lockstep.parallel.ddp.bucket_events import Event, Observer
+from lockstep.parallel.ddp.buckets import Bucket, BucketSet
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.weighting import Weights, all_zero, check_weight
+from lockstep.parallel.ddp.updates import Updates, call_before_updates
+from lockstep.parallel.ddp.weighting import Weights, check_weight
 from lockstep.telemetry import ranges
-from lockstep.telemetry.heartbeat import num_calls
-from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback, will_execute
-
-
-class Event(Enum):
-    """The events that observers of a step get, in this order; events with a bucket occur once for each bucket."""
-
-    BACKWARD = "backward"  # a backward that is synchronised has reached the model
-    READY = "ready"  # bucket: all its gradients are there
-    GATHERED = "gathered"  # bucket: this rank's gradients are in it, or in its ``pieces``; it is about to be launched
-    LAUNCHED = "launched"  # bucket: its reduction is under way, ``bucket.future`` is done when the reduction is
-    BACKWARD_END = "backward end"  # this rank's own work is done, except for the buckets still to be launched
-    WAIT = "wait"  # bucket: the host begins to wait for it
-    WAIT_END = "wait end"  # bucket: the wait is over (on CUDA: the stream will wait)
-    REDUCED = "reduced"  # bucket: ``param.grad`` of its parameters has the final value of the step
-    CLOSED = "closed"  # the step is over
-
-
-class Observer(Protocol):
-    """Gets the events of a step. Called under the reducer's lock, so it must start no backward."""
-
-    def on_event(self, kind: Event, bucket: Bucket | None) -> None:
-        """Handle the event ``kind`` of ``bucket``."""
+from lockstep.torch_internals import current_graph_task_id, in_backward_optimizers, queue_callback
 
 
 def _nothing() -> None:
@@ -99,18 +76,16 @@ class Step:
 
 _missing_in = attrgetter("missing")
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
-_update_hooks: list[Any] = []  # of all optimizers, once in a process
-
-
-@keep_out_of_graphs
-def _before_update(optimizer: Optimizer, *_: Any) -> None:
-    for reducer in live_reducers():
-        reducer.before_update(optimizer)
 
 
 def live_reducers() -> list[Reducer]:
     """Return the reducers of all wrappers in this process."""
     return list(_reducers)
+
+
+def _before_update(optimizer: Optimizer) -> None:
+    for reducer in live_reducers():
+        reducer.before_update(optimizer)
 
 
 class Reducer:
@@ -121,8 +96,8 @@ class Reducer:
     autograd is in the outermost graph task, so a callback queued there runs when the whole backward is over, even if
     reentrant checkpointing starts nested backwards. That callback closes the step. So each backward through an output
     of the wrapper is one synchronised step, however many there are, unless it runs for ``autograd.grad`` and adds to no
-    gradient of ours (`_accumulates`). Outputs that we cannot find have no hooks: for
-    these, the forward arms the reducer, and the first gradient opens the step.
+    gradient of ours (`BucketSet.accumulates`). Outputs that we cannot find have no hooks: for these, the forward arms
+    the reducer, and the first gradient opens the step.
 
     [Note: when a bucket is launched]
     A bucket is launched when all its gradients have arrived and all buckets before it are launched. So every rank
@@ -214,11 +189,7 @@ class Reducer:
         # first gradient does. Otherwise gradients stay on this rank (no_sync, the bare module).
         self._is_armed = False
         self._used: set[int] = set()  # parameters with a gradient since the last synchronised step, in no_sync() too
-        self._num_forwards_updated = 0  # before the last optimizer step
-        self._num_calls = 0  # of collectives, before the last forward without a synchronised backward
-        # Whether a step with gradients of this rank alone is an error: if the script accumulates gradients. Others may
-        # average parameters instead, and are only warned, once.
-        self._accumulates_steps = self._has_warned = False
+        self._updates = Updates(bucket_set, self.weights, group)
         self._finishing_stream: torch.Stream | None = None
         self._cpu_group: Group | None = None  # see [Note: parameters without a gradient]
         self._optimizers_in_backward: list[nn.Parameter] | None = None  # None: before the first forward
@@ -226,13 +197,11 @@ class Reducer:
         self._hook_dicts: list[dict[int, Any]] = []  # by parameter, these and those of others, as torch keeps them
         self._watched: set[int] = set()  # the parameters whose hook is `_on_gradient`
         self._inbox: list[Tensor] = []  # parameters whose gradients have arrived since `_drain`
-        self._index_of = {id(parameter): index for index, parameter in enumerate(bucket_set.parameters)}
         self._may_hook = True
         self._launches_last_early = False
         self._sharers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of some of the same parameters
-        mine = set(map(id, bucket_set.parameters))
         for other in _reducers:
-            if not mine.isdisjoint(map(id, other.bucket_set.parameters)):
+            if not bucket_set.index_of.keys().isdisjoint(other.bucket_set.index_of):
                 self._sharers.add(other)
                 other._sharers.add(self)
         _reducers.add(self)
@@ -274,8 +243,7 @@ class Reducer:
                 self._hook_dicts.append(self._hooks[-1].hooks_dict_ref())
                 parameter.requires_grad_(requires_grad)
             self._watch(range(len(self._hooks)))
-            if not _update_hooks:
-                _update_hooks.append(register_optimizer_step_pre_hook(_before_update))
+            call_before_updates(_before_update)
             weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def _watch(self, indices: Iterable[int]) -> None:
@@ -314,7 +282,7 @@ class Reducer:
         """Return the indices of the parameters in the inbox, and empty it."""
         arrived = self._inbox[:]  # threads of other devices may append at any time
         del self._inbox[: len(arrived)]
-        return list(map(self._index_of.__getitem__, map(id, arrived)))
+        return list(map(self.bucket_set.index_of.__getitem__, map(id, arrived)))
 
     def _rebuild_buckets(self) -> bool:
         return False  # Accelerate and Lightning call it before a forward; ours are rebuilt after the first backward
@@ -335,11 +303,8 @@ class Reducer:
             self._optimizers_in_backward = list(filter(in_backward_optimizers, self.bucket_set.parameters))
             for parameter in self._optimizers_in_backward:
                 _remove(in_backward_hooks(parameter))
-        if will_sync:
-            self.num_forwards += 1
-            self._accumulates_steps |= bool(self._used or self._inbox) and not self._has_warned
-        else:
-            self._num_calls = num_calls()
+        self.num_forwards += will_sync
+        self._updates.begin_forward(will_sync=will_sync, has_gradients=bool(self._used or self._inbox))
 
     def begin_alone(self) -> bool:
         """Record a forward on a single rank; return False, and do nothing, if its gradients are watched."""
@@ -382,59 +347,24 @@ class Reducer:
         if self.weights.window is not None or self.weights.shares_batch:  # else there is nothing to do before gradients
             hook_tensors(output, partial(self._on_output, is_local=True))
 
-    # --- the optimizer ------------------------------------------------------------------------------------------------
-
     def before_update(self, optimizer: Optimizer) -> None:
-        """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet.
-
-        Raises:
-            ConfigurationError: They are not, and it is not likely that the script has averaged them itself.
-        """
-        indices = [
-            self._index_of[id(each)]
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if id(each) in self._index_of
-        ]
-        if not indices or self.is_alone:
+        """Record that ``optimizer`` is about to step; refuse it if gradients of ours are not averaged yet."""
+        index_of, step = self.bucket_set.index_of, self._step
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        found = (index_of[id(each)] for each in parameters if id(each) in index_of)
+        first = next(found, None)  # in most steps no more are looked at
+        if first is None or self.is_alone:
             return
-        step, name = self._step, f"Rank {self._group.rank()}: {type(optimizer).__name__}.step()"
+        indices = chain((first,), found)
         if self.is_collecting or (self._is_armed and current_graph_task_id() != -1):
             finished = [bucket.position for bucket in step.in_flight[: step.num_finished]] if step else []
-            early = [index for index in indices if self.bucket_set.position_of[index] not in finished]
-            if early:
-                raise ConfigurationError(
-                    f"{name} was called within backward, before the gradient of parameter "
-                    f"{self.bucket_set.names[early[0]]} was averaged over the ranks.\n"
-                    "Call it after backward, or leave it to model.overlap_optimizer(optimizer)."
-                )
+            self._updates.refuse_early(optimizer, indices, finished)
         if step is not None:  # an optimizer in backward
             return
         if (self._used or self._inbox) and not self._sharers:  # another wrapper may have averaged them
-            self._refuse_local(indices, name)
-        updates = self.weights.num_updates
-        # Only the first of several optimizers counts.
-        if updates == 0 or (updates is not None and self.num_forwards > self._num_forwards_updated):
-            self.weights.num_updates = updates + 1
-        self._num_forwards_updated = self.num_forwards
-
-    def _refuse_local(self, indices: Iterable[int], name: str) -> None:
-        """Raise an error, or warn, if an optimizer steps with gradients that stayed on this rank."""
-        self._used.update(self._drain())
-        local = {index: self.bucket_set.parameters[index].grad for index in indices if index in self._used}
-        if all_zero(gradient for gradient in local.values() if gradient is not None):
-            return
-        message = (
-            f"{name} uses gradients that were not averaged over the ranks, first that of parameter "
-            f"{self.bucket_set.names[min(local)]}.\nRun the last forward and backward before a step outside of "
-            "no_sync(), and not through .module."
-        )
-        may_be_averaged = num_calls() != self._num_calls  # by the script
-        if self._accumulates_steps and not may_be_averaged:
-            raise ConfigurationError(message)
-        if not self._has_warned and (self._accumulates_steps or not may_be_averaged):
-            self._has_warned = True
-            warnings.warn(message, stacklevel=2)
+            self._used.update(self._drain())
+            self._updates.refuse_local(optimizer, indices, self._used)
+        self._updates.count(optimizer)
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 
@@ -447,7 +377,7 @@ class Reducer:
     def _on_output(self, functions: Any, gradient: Tensor, *, is_local: bool = False) -> Tensor | None:
         window = self.weights.window
         with self._lock:
-            if self.is_collecting or not self._accumulates(functions):
+            if self.is_collecting or not self.bucket_set.accumulates(functions):
                 pass
             elif not is_local:
                 self._open_step()
@@ -456,27 +386,6 @@ class Reducer:
         if torch.is_grad_enabled():  # a backward through its graph may reach no output, and any of the parameters
             self._watch(range(len(self._hooks)))
         return None if window is None else window.masked(gradient)
-
-    def _accumulates(self, functions: Any) -> bool:
-        """Return whether the running backward may add to a gradient of ours: ``autograd.grad`` does not.
-
-        Args:
-            functions: The first nodes that it reaches below an output.
-        """
-        reached = dict.fromkeys(functions)
-        queue = list(reached)
-        for node, _ in queue:
-            if node is None:
-                continue
-            if not will_execute(node):  # it runs for ``autograd.grad``, or ``backward(inputs=...)``
-                trained = filter(requires_grad, self.bucket_set.parameters)
-                return any(will_execute(get_gradient_edge(parameter).node) for parameter in trained)
-            if id(getattr(node, "variable", None)) in self._index_of:
-                return True
-            new = dict.fromkeys(each for each in node.next_functions if each not in reached)
-            reached |= new
-            queue += new
-        return True  # this rank's part of the model has no parameters, but other ranks' may have some
 
     def _open_step(self, arrived: int | None = None) -> None:
         """Begin a synchronised step, in autograd's thread.

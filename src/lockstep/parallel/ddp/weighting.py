@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
-from itertools import product
 from numbers import Real
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from lockstep.accelerator import HostCopy, is_capturing, upload, widest_dtype
 from lockstep.comm.collectives import Group, all_reduce
+from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 from lockstep.torch_internals import version_of
 
-_RANKS_PER_NUMBER = 8
 USUAL_UPDATES = 1  # the optimizer steps between two reductions
 # The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
@@ -60,13 +59,15 @@ def encode_message(
         is_missing: Whether it gave none for some of them.
         num_updates: How many times its optimizer has stepped since the last reduction; None: not known.
     """
-    ranks = [0.0] * (3 * -(-world_size // _RANKS_PER_NUMBER))
-    place, bit = 3 * (rank // _RANKS_PER_NUMBER), rank % _RANKS_PER_NUMBER
-    if is_missing:
-        ranks[place] = float(2**bit)
-    if num_updates is not None:
-        ranks[place + 1 + bit // 4] = float((1 + min(num_updates, 2)) * 4 ** (bit % 4))
+    updates = 0 if num_updates is None else 1 + min(num_updates, 2)
+    ranks = [0.0] * -(-world_size // 2)
+    ranks[rank // 2] = float((is_missing + 2 * updates) * 16 ** (rank % 2))
     return [weight, float(is_weighed), 0.0, *ranks]
+
+
+def _decode_ranks(sums: Sequence[float]) -> list[int]:
+    """Return the state of each rank, from the sums of all messages; see [Note: weight messages]."""
+    return [int(each) >> bits & 15 for each in sums[3:] for bits in (0, 4)]
 
 
 def refuse_apart(sums: Sequence[float]) -> None:
@@ -78,19 +79,16 @@ def refuse_apart(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Since the last reduction, the optimizers of the ranks have stepped unequally often.
     """
-    halves = [int(each) for pair in zip(sums[4::3], sums[5::3], strict=True) for each in pair]
-    ranks: dict[int, list[str]] = {}
-    for place, half in enumerate(halves):
-        for bit in range(4):
-            if known := half >> 2 * bit & 3:
-                ranks.setdefault(known - 1, []).append(str(4 * place + bit))
+    ranks = grouped(range(2 * len(sums[3:])), [state >> 1 for state in _decode_ranks(sums)].__getitem__)
+    ranks.pop(0, None)  # not known
     if len(ranks) > 1:
-        times = ["not at all", "once", "more than once"]
-        who = "; ".join(f"{times[each]} on rank {', '.join(ranks[each])}" for each in sorted(ranks))
+        times = ["", "not at all", "once", "more than once"]
+        who = "; ".join(f"{times[each]} on rank {', '.join(map(str, ranks[each]))}" for each in sorted(ranks))
         raise ConfigurationError(
             "The ranks are not in the same step: since the gradients were averaged last, the optimizer has stepped "
-            f"{who}.\nA rank has run a backward more or less than the others. Every step needs one on every rank, from "
-            "a loss that depends on the output of the model: for a batch without a target, output.sum() * 0."
+            f"{who}.\nA rank has run a backward or optimizer.step() more or less often than the others. Every step "
+            "needs both on every rank, the backward from a loss that depends on the output of the model: for a batch "
+            "without a target, output.sum() * 0."
         )
 
 
@@ -103,10 +101,8 @@ def refuse_missing(sums: Sequence[float]) -> None:
     Raises:
         ConfigurationError: Some ranks gave weights, and some omitted one; names the latter.
     """
-    num_weighed, masks = sums[1], sums[3::3]
-    if num_weighed and any(masks):
-        bits = product(enumerate(masks), range(_RANKS_PER_NUMBER))
-        missing = [str(_RANKS_PER_NUMBER * place + bit) for (place, mask), bit in bits if int(mask) >> bit & 1]
+    missing = [str(rank) for rank, state in enumerate(_decode_ranks(sums)) if state & 1]
+    if sums[1] and missing:
         raise ConfigurationError(
             f"A weight is missing in this step: rank{'s' * (len(missing) > 1)} {', '.join(missing)} ran a backward "
             "without one, but other backwards of the step had theirs.\n"
@@ -336,14 +332,13 @@ class Weights:
     [Note: weight messages]
     A weight message is a few numbers that are summed together with the gradients, at the end of each bucket's tail:
 
-        [weight, 1 if this rank gave one, 1 if it lacks gradients, three numbers for ranks 0-7, three for 8-15, ...]
+        [weight, 1 if this rank gave one, 1 if it lacks gradients, a number for ranks 0 and 1, one for 2 and 3, ...]
 
-    If rank r gave no weight for some of its micro-batches, it adds 2**(r mod 8) to the first number of its eight ranks.
-    The others, for four ranks each, say how far it is: twice or more, once, or not at all did its optimizer step since
-    the last reduction, as 3, 2 or 1 times 4**(r mod 4). Sums below 2**8 are exact in every dtype, including bfloat16,
+    In the number of two ranks, rank r adds its state times 16**(r mod 2): 1 if it gave no weight for some of its
+    micro-batches, plus 6, 4 or 2 if its optimizer stepped more than once, once, or not at all since the last reduction,
+    see [Note: updates] in updates.py. Sums below 2**8 are exact in every dtype, including bfloat16,
     so they identify the ranks. A rank without data (in ``join()``) sends zeros: it neither gave a weight nor omitted
-    one, and its step is not known. For the third number see
-    [Note: parameters without a gradient] in reducer.py.
+    one, and its step is not known. For the third number see [Note: parameters without a gradient] in reducer.py.
 
     Only one tail is read, that of a bucket in the widest dtype, which is the same bucket on all ranks. float16 and
     bfloat16 show whether there are weights, and which ranks lack one, but cannot hold a weight. So if all buckets are

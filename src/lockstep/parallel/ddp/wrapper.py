@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from lockstep.comm.collectives import Group, Join, Joinable, JoinHook, default_g
 from lockstep.comm.process import keep_freed_memory
 from lockstep.comm.world import World
 from lockstep.containers import find_tensors, hook_tensors
-from lockstep.errors import ConfigurationError, NonFiniteGradient
+from lockstep.errors import ConfigurationError
 from lockstep.parallel import module_io
 from lockstep.parallel.compile import leave_all_uncompiled, leave_uncompiled
 from lockstep.parallel.compression import CompressedMean, make_reduction
@@ -636,24 +635,9 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         """
         was_monitored = self._monitor is not None
         saw_nonfinite = self.monitor_local_gradients()
-        if self.gradients_are_finite():
-            return
-        buckets = self.reducer.bucket_set
-        first = next(
-            name
-            for name, parameter in zip(buckets.names, buckets.parameters, strict=True)
-            if not are_finite(bucket_gradients.gradients_of([parameter]), torch.tensor(math.nan))
-        )
-        is_here = torch.tensor([int(was_monitored and saw_nonfinite())], device=self.device)
-        everywhere = collectives.all_gather(is_here, group=self.process_group)
-        ranks = [rank for rank, each in enumerate(everywhere) if int(each)]
-        where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
-        raise NonFiniteGradient(
-            f"The gradient is not finite{where}: first that of parameter {first}.\n"
-            "Look at the loss and the samples of this step there. To go on without the step, ask "
-            "gradients_are_finite() and call optimizer.step() only if they are.",
-            ranks=tuple(ranks),
-        )
+        if not self.gradients_are_finite():
+            is_here = was_monitored and saw_nonfinite()
+            bucket_gradients.refuse_nonfinite(self.reducer.bucket_set, is_here, group=self.process_group)
 
     def monitor_local_gradients(self) -> Callable[[], bool]:
         """For `fit`: check each bucket when it is launched, from now on.
@@ -709,11 +693,6 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             ConfigurationError: The optimizer cannot step without a closure, or divides its work among the ranks.
         """
         reducer = self.reducer
-        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-            raise ConfigurationError(
-                "overlap_optimizer() does not work with ZeroRedundancyOptimizer, which divides a step among ranks."
-                "\nCall optimizer.step() after backward."
-            )
         stepping = bucket_gradients.BucketOptimizer(optimizer)
         reducer.set_reduction(reducer.reduction)  # a single rank begins to watch its gradients
         reducer.observers.append(stepping)

@@ -19,9 +19,10 @@ from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, Work
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import has_compiled, keep_out_of_graphs
+from lockstep.parallel.ddp.bucket_events import Event
 from lockstep.parallel.ddp.buckets import Bucket
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean, BucketReduction
-from lockstep.parallel.ddp.reducer import Event, Reducer, live_reducers
+from lockstep.parallel.ddp.reducer import Reducer, live_reducers
 
 
 class Mode(Enum):

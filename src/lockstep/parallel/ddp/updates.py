@@ -1,0 +1,112 @@
+"""Refuses optimizer steps on gradients that were not averaged, and steps of ranks that are not in the same one."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lockstep.comm.collectives import Group
+from lockstep.errors import ConfigurationError
+from lockstep.parallel.compile import keep_out_of_graphs
+from lockstep.parallel.ddp.buckets import BucketSet
+from lockstep.parallel.ddp.weighting import Weights, all_zero
+from lockstep.telemetry.heartbeat import num_calls
+
+_hooks: list[Any] = []  # of all optimizers, once in a process
+
+
+def call_before_updates(function: Callable[[Optimizer], None]) -> None:
+    """Call ``function`` before each step of each optimizer in this process, from the first call on."""
+
+    @keep_out_of_graphs
+    def before_update(optimizer: Optimizer, *_: Any) -> None:
+        function(optimizer)
+
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(before_update))
+
+
+class Updates:
+    """The optimizer steps over the parameters of one reducer.
+
+    [Note: updates]
+    An optimizer may step within backward, before a gradient is averaged, or with gradients that stayed on this rank:
+    the last backward of a step ran in ``no_sync()``, or through the bare module. The reducer knows these parameters, so
+    nothing is read unless there are some. Gradients that are all zero are in order, as in the first step of an
+    optimizer that creates its state. If the script has called collectives since the last forward, it may have averaged
+    the gradients itself, or it averages parameters (local SGD). So an error needs a script that accumulates gradients
+    and has called none; one of the two is a warning, once.
+
+    The reducer also counts the steps between two reductions, and the ranks compare the numbers in their weight
+    messages: a rank that ran a backward less than the others has stepped once more since its last reduction, and one
+    that left out or repeated a step no longer has the same parameters.
+
+    Args:
+        bucket_set: The parameters.
+        weights: They send the number of steps.
+        group: The ranks.
+    """
+
+    def __init__(self, bucket_set: BucketSet, weights: Weights, group: Group) -> None:
+        self._bucket_set, self._weights, self._group = bucket_set, weights, group
+        self._num_forwards = self._num_forwards_updated = 0  # with a synchronised backward; before the last step
+        self._stepped: set[int] = set()  # the optimizers since that forward, or since the last reduction
+        self._num_calls = 0  # of collectives, before the last forward without a synchronised backward
+        self._accumulates = self._has_warned = False
+
+    def begin_forward(self, *, will_sync: bool, has_gradients: bool) -> None:
+        """Record a forward, and whether there are gradients of this rank alone."""
+        if will_sync:
+            self._num_forwards += 1
+            self._accumulates |= has_gradients and not self._has_warned
+        else:
+            self._num_calls = num_calls()
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a step. Of several optimizers that step after one forward, only the first counts."""
+        updates, is_first = self._weights.num_updates, self._num_forwards > self._num_forwards_updated
+        if updates == 0 or is_first:
+            self._stepped.clear()
+        if updates is not None and (not self._stepped or id(optimizer) in self._stepped):
+            self._weights.num_updates = updates + 1
+        self._stepped.add(id(optimizer))
+        self._num_forwards_updated = self._num_forwards
+
+    def refuse_early(self, optimizer: Optimizer, indices: Iterable[int], finished: Sequence[int]) -> None:
+        """Refuse a step within backward over parameters that are not in a bucket of ``finished``.
+
+        Raises:
+            ConfigurationError: There is such a parameter.
+        """
+        for index in indices:
+            if self._bucket_set.position_of[index] not in finished:
+                raise ConfigurationError(
+                    f"{self._name(optimizer)} was called within backward, before the gradient of parameter "
+                    f"{self._bucket_set.names[index]} was averaged over the ranks.\n"
+                    "Call it after backward, or leave it to model.overlap_optimizer(optimizer)."
+                )
+
+    def refuse_local(self, optimizer: Optimizer, indices: Iterable[int], used: Set[int]) -> None:
+        """Refuse a step over parameters with gradients that stayed on this rank, or warn; see [Note: updates].
+
+        Raises:
+            ConfigurationError: It is not likely that the script has averaged them itself.
+        """
+        local = {index: self._bucket_set.parameters[index].grad for index in indices if index in used}
+        if all_zero(gradient for gradient in local.values() if gradient is not None):
+            return
+        message = (
+            f"{self._name(optimizer)} uses gradients that were not averaged over the ranks, first that of parameter "
+            f"{self._bucket_set.names[min(local)]}.\nRun the last forward and backward before a step outside of "
+            "no_sync(), and not through .module."
+        )
+        may_be_averaged = num_calls() != self._num_calls  # by the script
+        if self._accumulates and not may_be_averaged:
+            raise ConfigurationError(message)
+        if not self._has_warned and (self._accumulates or not may_be_averaged):
+            self._has_warned = True
+            warnings.warn(message, stacklevel=2)
+
+    def _name(self, optimizer: Optimizer) -> str:
+        return f"Rank {self._group.rank()}: {type(optimizer).__name__}.step()"
