@@ -436,6 +436,9 @@ device-side assert | illegal memory access
 attribute '_cuda_ | not compiled with CUDA | no NVIDIA driver | No CUDA GPUs | no GPUs found | is_available() is False
     The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.
     Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver.
+--local_rank | --local-rank
+    The script takes its local rank as an argument. Launchers set the variable LOCAL_RANK instead, as torchrun does.
+    Give the argument that default: parser.add_argument("--local_rank", type=int, default=os.environ["LOCAL_RANK"])
 Too many open files
     This process may not open more files: mostly many DataLoader workers that share tensors.
     Raise the limit with `ulimit -n 65536`, or use fewer workers.
