@@ -29,7 +29,7 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from lockstep import activity
-from lockstep.env import meeting_place
+from lockstep.comm.shm import register_when_needed
 from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler, tells_of_a_lost_rank
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
         heartbeat.start()
         keep_sockets_in(run_dir)
         # New interpreters that `multiprocessing` starts import Lockstep with this, so `meeting_place` applies there.
-        current_process()._config["lockstep"] = meeting_place  # type: ignore[attr-defined]
+        current_process()._config["lockstep"] = register_when_needed  # type: ignore[attr-defined]
         for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
             resolve_name(name)(*arguments)
         {"script": run_script, "module": run_module, "call": run_call}[mode](target)
