@@ -151,7 +151,8 @@ def test_ranks_that_choose_different_ports_are_refused(launched, served):
             meeting_place("localhost", 12355 + int(rank), int(rank), 2)
     assert str(caught.value) == (
         "Rank 1 meets the other ranks at port 12356, but rank 0 at port 12355.\n"
-        "Set the same MASTER_PORT or init_method on every rank; or remove the lines that set them, as the launcher has set MASTER_ADDR and MASTER_PORT."
+        "Set the same MASTER_PORT or init_method on every rank; or remove the lines that set them, as the "
+        "launcher has set MASTER_ADDR and MASTER_PORT."
     )
 
 

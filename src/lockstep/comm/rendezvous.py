@@ -184,7 +184,8 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
             "without mp.spawn, with RANK and WORLD_SIZE from the environment."
         )
         # The rank that started this process may not look at how it ends, and would then end normally.
-        record = FailureRecord(f"{type(error).__name__}: {error}", type(error).__name__, time_ns=time.time_ns())
+        text = f"{type(error).__name__}: {error}"
+        record = FailureRecord(text, type(error).__name__, trace=text, time_ns=time.time_ns())
         record.write(env[RUN_DIR], own_name())
         os.kill(parent.pid or 0, signal.SIGTERM)
         raise error
@@ -215,8 +216,8 @@ def meet(rendezvous: Callable[..., Any], url: str, rank: int = -1, world_size: i
     """Call torch's ``rendezvous`` for a process group, at the `meeting_place`."""
     parts, env = urlsplit(url), os.environ
     known = env | {name.upper(): value for name, value in parse_qsl(parts.query)}
-    numbers = [int(known.get("RANK", -1)) if rank < 0 else rank]
-    numbers += [int(known.get("WORLD_SIZE", -1)) if world_size < 0 else world_size]
+    given = {"RANK": rank, "WORLD_SIZE": world_size}
+    numbers = [int(known.get(name, -1)) if value < 0 else value for name, value in given.items()]
     meeting_place(parts.hostname or env.get("MASTER_ADDR"), parts.port or int(env.get("MASTER_PORT", 0)), *numbers)
     if parts.scheme == "tcp" and env.get(AGENT_STORE) == "True":
         url = f"env://?{parts.query}"

@@ -30,7 +30,7 @@ from typing import NoReturn
 
 from lockstep import activity
 from lockstep.comm.shm import register_when_needed
-from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler, tells_of_a_lost_rank
+from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
@@ -292,7 +292,7 @@ def run_recorded(program: Callable[[], None]) -> None:
 
 def _end_after(error: BaseException) -> NoReturn:
     """Record an exception and end as the interpreter would. The handler of a signal may raise meanwhile."""
-    if tells_of_a_lost_rank(error) and callable(signal.getsignal(signal.SIGCHLD)):
+    if isinstance(error, OSError | EOFError) and callable(signal.getsignal(signal.SIGCHLD)):
         # DataLoader's handler knows more about a connection to a process that was killed.
         time.sleep(_SIGNAL_DELAY_S)
     code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
