@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
 import multiprocessing.util
 import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 from zlib import crc32
 
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import RUN_DIR, FailureRecord, own_name
 
 # --- SLURM's compressed notations: ``gpu[003-005,9],login`` for hosts and ``4(x2),1`` for tasks on each node
 
@@ -303,71 +297,10 @@ def _port(env: Mapping[str, str]) -> int | None:
     return port
 
 
-# --- Where the ranks of a group meet
-
 # The variable with the address of the launcher's store, if torch's process groups shall meet there.
 LAUNCHER_STORE = "LOCKSTEP_LAUNCHER_STORE"
 # torchrun's own: whether the launcher serves a store at MASTER_ADDR, else rank zero does.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-
-
-def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tuple[str | None, int]:
-    """Return where this process meets the other ranks of a group, given where its program says they do.
-
-    Scripts written to start their ranks themselves set MASTER_ADDR and MASTER_PORT, or an ``init_method``. At another
-    port than the launcher's, rank zero has to serve the store, so torch's variable is set accordingly.
-
-    Raises:
-        ConfigurationError: The other ranks cannot be there; or this is a process that a rank has started.
-    """
-    env = os.environ
-    if LAUNCHER_STORE not in env:
-        return host, port
-    launcher_host, _, launcher_port = env[LAUNCHER_STORE].rpartition(":")
-    is_launchers, size = str(port) == launcher_port, env.get("WORLD_SIZE", "1")
-    is_rank = is_launchers and (str(rank), str(world_size)) == (env.get("RANK"), size)
-    parent = multiprocessing.parent_process()
-    if parent is not None and size != "1" and not is_rank:
-        error = ConfigurationError(
-            f"The script starts its own processes (this is number {rank} of {world_size}), and `lockstep run` has "
-            f"already started {size} ranks, each of which runs the whole script.\n"
-            "Run such a script with `python`, or with --devices 1; or let each rank call its training function itself, "
-            "without mp.spawn, with RANK and WORLD_SIZE from the environment."
-        )
-        # The rank that started this process may not look at how it ends, and would then end normally.
-        record = FailureRecord(f"{type(error).__name__}: {error}", type(error).__name__, time_ns=time.time_ns())
-        record.write(env[RUN_DIR], own_name())
-        os.kill(parent.pid or 0, signal.SIGTERM)
-        raise error
-    if not is_launchers and is_loopback(host or "") and env.get("LOCAL_WORLD_SIZE", size) != size:
-        raise ConfigurationError(
-            f"Rank {rank}: the script changed the address at which the ranks meet from {env[LAUNCHER_STORE]} to "
-            f"{host}:{port}, where the ranks of the other machines cannot come.\n"
-            "Remove the lines that set MASTER_ADDR and MASTER_PORT, or the init_method: the launcher has set them."
-        )
-    env[AGENT_STORE] = str(is_launchers)
-    if is_launchers:
-        host = env["MASTER_ADDR"] = launcher_host
-        env["MASTER_PORT"] = launcher_port
-    return host, port
-
-
-def meeting_there(rendezvous: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's ``rendezvous`` for a process group, at the `meeting_place`."""
-
-    @functools.wraps(rendezvous)
-    def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
-        parts, env = urlsplit(url), os.environ
-        given = {"rank": rank, "world_size": world_size}
-        known = env | {name.upper(): value for name, value in parse_qsl(parts.query)}
-        numbers = [int(known.get(name.upper(), -1)) if value < 0 else value for name, value in given.items()]
-        port = parts.port or int(env.get("MASTER_PORT", 0))
-        meeting_place(parts.hostname or env.get("MASTER_ADDR"), port, *numbers)
-        if parts.scheme == "tcp" and env.get(AGENT_STORE) == "True":
-            url = f"env://?{parts.query}"
-        return rendezvous(url, rank, world_size, **kwargs)
-
-    return meet
 
 
 # --- Control groups, of both versions

@@ -19,18 +19,14 @@ _OF_LOST_RANKS = (
 )
 
 
-def may_tell_of_a_lost_rank(error: BaseException | str) -> bool:
-    """Return whether an error, or its type and message, may be the consequence of what another rank did."""
-    return any(mark in _typed(error) for mark in (*OF_COLLECTIVES, *OF_LINKS))
+def tells_of_others(error: BaseException | str) -> int:
+    """Return what an error, or its type and message, tells of other ranks.
 
-
-def tells_of_a_lost_rank(error: BaseException | str) -> bool:
-    """Return whether an error, or its type and message, only report that another rank is gone."""
-    return any(mark in _typed(error) for mark in _OF_LOST_RANKS)
-
-
-def _typed(error: BaseException | str) -> str:
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    0: nothing. 1: it may be the consequence of what another rank did. 2: it only reports that another rank is gone.
+    """
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    may_be_consequence = any(mark in text for mark in (*OF_COLLECTIVES, *OF_LINKS))
+    return may_be_consequence + (may_be_consequence and any(mark in text for mark in _OF_LOST_RANKS))
 
 
 def is_of_signal_handler(error: BaseException) -> bool:

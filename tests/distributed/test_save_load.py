@@ -285,3 +285,13 @@ def test_no_rank_holds_more_than_its_part_while_it_saves_and_loads(ranks, tmp_pa
         assert copied < share + slack
         assert exported < 44, "not the model"
         assert loaded < 96 / 3 + slack, "the model is there already"
+
+
+def test_a_file_of_torch_save_is_no_checkpoint(ranks, tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "x.pt")
+
+    def load(world):
+        with pytest.raises(CheckpointError, match=r"x.pt is a file, and no checkpoint.*\n.*with torch.load, and give"):
+            lockstep.load(tmp_path / "x.pt")
+
+    ranks(2)(load)

@@ -1,15 +1,11 @@
 """RankEnv: who we are, from what each launcher writes into the environment."""
 
-import multiprocessing
-import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from lockstep import run_folder
-from lockstep.env import AGENT_STORE, LAUNCHER_STORE, Launcher, RankEnv, is_loopback, meeting_place, meeting_there
+from lockstep.env import Launcher, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError
 
 TORCHRUN = {
@@ -275,59 +271,3 @@ def test_a_display_without_standard_output_prints_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.delenv("CI", raising=False)
     Display("auto", silent=False).log("a line")
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The environment of rank 1 of 2 under our launcher."""
-    numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5001", LAUNCHER_STORE: "127.0.0.1:5001", AGENT_STORE: "True"}
-    for name, value in (numbers | store).items():
-        monkeypatch.setenv(name, value)
-    return monkeypatch
-
-
-@pytest.mark.parametrize(
-    ("variables", "url", "sent", "is_launchers"),
-    [
-        ({}, "env://", "env://", "True"),
-        ({"MASTER_PORT": "12355", "MASTER_ADDR": "localhost"}, "env://", "env://", "False"),
-        ({"MASTER_ADDR": "other-name"}, "env://", "env://", "True"),
-        ({}, "tcp://localhost:23456", "tcp://localhost:23456", "False"),
-        ({}, "tcp://other-name:5001?rank=1&world_size=2", "env://?rank=1&world_size=2", "True"),
-    ],
-)
-def test_ranks_meet_where_the_script_says_and_the_launcher_serves_only_its_own_port(
-    launched, variables, url, sent, is_launchers
-):
-    for name, value in variables.items():
-        launched.setenv(name, value)
-    assert meeting_there(lambda *given: (given, os.environ[AGENT_STORE]))(url, 1, 2) == ((sent, 1, 2), is_launchers)
-    assert is_launchers == "False" or os.environ["MASTER_ADDR"] == "127.0.0.1"
-
-
-def test_an_address_of_one_machine_is_refused_where_ranks_are_on_several(launched):
-    launched.setenv("WORLD_SIZE", "4")
-    with pytest.raises(
-        ConfigurationError, match=r"from 127.0.0.1:5001 to localhost:12355, where the ranks of the other"
-    ):
-        meeting_place("localhost", 12355, 1, 4)
-    assert meeting_place("localhost", 5001, 1, 4) == ("127.0.0.1", 5001)
-
-
-def test_a_process_that_a_rank_started_joins_as_that_rank_or_alone_only(launched, tmp_path):
-    ended = []
-    launched.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=77))
-    launched.setattr(os, "kill", lambda pid, _number: ended.append(pid))
-    launched.setattr(run_folder, "_own_name", "1")
-    launched.setenv(run_folder.RUN_DIR, str(tmp_path))
-    assert meeting_place("127.0.0.1", 5001, 1, 2) == ("127.0.0.1", 5001)
-    for port, rank in ((12355, 1), (5001, 0)):
-        with pytest.raises(ConfigurationError, match="Run such a script with `python`, or with --devices 1"):
-            meeting_place("127.0.0.1", port, rank, 2)
-    assert ended == [77, 77]
-    assert "starts its own processes" in run_folder.FailureRecord.read_all(tmp_path)[1].message
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        launched.setenv(name, "1")
-    assert meeting_place("localhost", 12355, 1, 2) == ("localhost", 12355)
-    assert os.environ[AGENT_STORE] == "False"

@@ -1,5 +1,6 @@
 """Which rank failed first, and how the report reads."""
 
+import argparse
 import json
 import signal
 import socket
@@ -11,9 +12,10 @@ from functools import partial
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lockstep import run_folder
+from lockstep import activity, run_folder
 from lockstep.comm.collectives import wait_for
 from lockstep.errors import RankFailed
+from lockstep.launcher import bootstrap
 from lockstep.launcher.bootstrap import record_end
 from lockstep.launcher.failure_report import (
     ERROR_HINTS,
@@ -426,3 +428,51 @@ def test_the_exception_behind_an_exit_is_recorded_unless_the_program_hides_it(tm
     (record,) = FailureRecord.read_all(tmp_path).values()
     assert record.message == ("ValueError: bad label 7 in row 12" if shows else "SystemExit: 1")
     assert record.where.startswith(__file__)
+
+
+def test_a_signal_handler_that_raises_while_a_lost_connection_is_recorded_tells_the_cause(tmp_path, monkeypatch):
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(run_folder, "_own_name", "1")
+    monkeypatch.setattr(bootstrap, "_exit_codes", [])
+    monkeypatch.setattr(bootstrap.atexit, "register", lambda _function: None)
+    monkeypatch.setattr(bootstrap.time, "sleep", lambda _delay_s: signal.raise_signal(signal.SIGCHLD))
+    monkeypatch.setattr(activity.now, "on_failure", record_end)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    killed = [7]
+
+    def handler(_number, _frame):
+        if killed:
+            raise RuntimeError(f"DataLoader worker (pid {killed.pop()}) is killed by signal: Killed.")
+
+    def program():
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with pytest.raises(SystemExit) as left:
+            bootstrap.run_recorded(program)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    (record,) = FailureRecord.read_all(tmp_path).values()
+    assert (left.value.code, record.error_type) == (1, "RuntimeError")
+    assert record.message == "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."
+    assert "in program\n" in record.trace and record.where.startswith(__file__)
+
+
+@pytest.mark.parametrize("flag", ["--local_rank", "--local-rank"])
+def test_what_argparse_misses_is_in_the_report_with_the_variable_for_the_local_rank(tmp_path, monkeypatch, flag):
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(run_folder, "_own_name", "0")
+    parser = argparse.ArgumentParser()
+    parser.add_argument(flag, type=int, required=True)
+    with pytest.raises(SystemExit) as left:
+        parser.parse_args([])
+    record_end(left.value)
+    (record,) = FailureRecord.read_all(tmp_path).values()
+    assert record.message == f"SystemExit: the following arguments are required: {flag}"
+    report = failure_report([RankExit(0, 2, record)], range(1))
+    assert report.startswith(
+        f"Rank 0 left with exit code 2 (SystemExit: the following arguments are required: {flag} at"
+    )
+    assert 'default=os.environ["LOCAL_RANK"]' in report

@@ -36,7 +36,7 @@ def recovery(tmp_path):
     for pid in (11, 12, 13):
         run_folder.announce_recovery(tmp_path, pid)
     ranks = {11: 0, 12: 1, 13: 2}
-    return Recovery(tmp_path, ranks, 4, lambda rank, *_: Started(21 + rank), Started, lambda *_: None)
+    return Recovery(tmp_path, ranks, 4, lambda rank, *_: Started(21 + rank), Started)
 
 
 def test_a_killed_rank_is_replaced(recovery, tmp_path, capsys, killed):

@@ -1,14 +1,20 @@
 """Where the ranks meet, and what is said when nobody is there."""
 
+import multiprocessing
 import os
 import socket
+from contextlib import nullcontext
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 import lockstep
-from lockstep.comm.rendezvous import join_rendezvous
-from lockstep.env import Launcher, RankEnv
+from lockstep import run_folder
+from lockstep.comm import rendezvous
+from lockstep.comm.rendezvous import join_rendezvous, meet, meeting_place
+from lockstep.env import AGENT_STORE, LAUNCHER_STORE, Launcher, RankEnv
 from lockstep.errors import ConfigurationError, WorldSizeMismatch
 
 
@@ -86,3 +92,83 @@ def test_there_must_be_a_group_to_describe():
     assert str(raised.value) == (
         "This process has no process group.\nCall lockstep.init(), which makes one."
     )  # fmt: skip
+
+
+@pytest.fixture
+def served():
+    """The port of the launcher's store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+@pytest.fixture
+def launched(monkeypatch, served):
+    """The environment of rank 1 of 2 under our launcher."""
+    numbers = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(served), LAUNCHER_STORE: f"127.0.0.1:{served}"}
+    for name, value in (numbers | place | {AGENT_STORE: "True"}).items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "sent", "is_launchers"),
+    [
+        ({}, "env://", "env://", "True"),
+        ({"MASTER_PORT": "12355", "MASTER_ADDR": "localhost"}, "env://", "env://", "False"),
+        ({"MASTER_ADDR": "other-name"}, "env://", "env://", "True"),
+        ({}, "tcp://localhost:23456", "tcp://localhost:23456", "False"),
+        ({}, "tcp://other-name:{port}?rank=1&world_size=2", "env://?rank=1&world_size=2", "True"),
+    ],
+)
+def test_ranks_meet_where_the_script_says_and_the_launcher_serves_only_its_own_port(
+    launched, served, variables, url, sent, is_launchers
+):
+    for name, value in variables.items():
+        launched.setenv(name, value)
+    url = url.format(port=served)
+    assert meet(lambda *given: (given, os.environ[AGENT_STORE]), url, 1, 2) == ((sent, 1, 2), is_launchers)
+    assert is_launchers == "False" or os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_an_address_of_one_machine_is_refused_where_ranks_are_on_several(launched, served):
+    launched.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        ConfigurationError, match=rf"from 127.0.0.1:{served} to localhost:12355, where the ranks of the other"
+    ):
+        meeting_place("localhost", 12355, 1, 4)
+    assert meeting_place("localhost", served, 1, 4) == ("127.0.0.1", served)
+
+
+def test_ranks_that_choose_different_ports_are_refused(launched, served):
+    for rank in ("0", "1"):
+        launched.setenv("RANK", rank)
+        launched.setattr(rendezvous, "_num_meetings", count())
+        assert meeting_place("localhost", served, int(rank), 2) == ("127.0.0.1", served)
+        assert meeting_place("localhost", 12355, int(rank), 2) == ("localhost", 12355)
+        with pytest.raises(ConfigurationError) if rank == "1" else nullcontext() as caught:
+            meeting_place("localhost", 12355 + int(rank), int(rank), 2)
+    assert str(caught.value) == (
+        "Rank 1 meets the other ranks at port 12356, but rank 0 at port 12355.\n"
+        "Set the same MASTER_PORT or init_method on every rank; or remove the lines that set them, as the "
+        "launcher has set MASTER_ADDR and MASTER_PORT."
+    )
+
+
+def test_a_process_that_a_rank_started_joins_as_that_rank_or_alone_only(launched, served, tmp_path):
+    ended = []
+    launched.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=77))
+    launched.setattr(os, "kill", lambda pid, _number: ended.append(pid))
+    launched.setattr(run_folder, "_own_name", "1")
+    launched.setenv(run_folder.RUN_DIR, str(tmp_path))
+    assert meeting_place("127.0.0.1", served, 1, 2) == ("127.0.0.1", served)
+    for port, rank in ((12355, 1), (served, 0)):
+        with pytest.raises(ConfigurationError, match="Run such a script with `python`, or with --devices 1"):
+            meeting_place("127.0.0.1", port, rank, 2)
+    assert ended == [77, 77]
+    assert "starts its own processes" in run_folder.FailureRecord.read_all(tmp_path)[1].message
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        launched.setenv(name, "1")
+    assert meeting_place("localhost", 12355, 1, 2) == ("localhost", 12355)
+    assert os.environ[AGENT_STORE] == "False"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -13,15 +15,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
-from lockstep.env import AGENT_STORE, RankEnv, is_loopback, meeting_place
+from lockstep.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
+from lockstep.run_folder import RUN_DIR, FailureRecord, own_name
 
 _RETRY_S = 0.1
 
@@ -148,6 +152,76 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     thread.start()
     thread.join(timeout_s)
     return found[0] if found else None
+
+
+# --- Where the ranks of a group meet
+
+# Counts the groups of all ranks that this process has met them for.
+_num_meetings = count()
+
+
+def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tuple[str | None, int]:
+    """Return where this process meets the other ranks of a group, given where its program says they do.
+
+    Scripts written to start their ranks themselves set MASTER_ADDR and MASTER_PORT, or an ``init_method``. At another
+    port than the launcher's, rank zero has to serve the store, so torch's variable is set accordingly.
+
+    Raises:
+        ConfigurationError: The other ranks cannot be there, or meet at another port; or this is a process that a rank
+            has started.
+    """
+    env = os.environ
+    if LAUNCHER_STORE not in env:
+        return host, port
+    launcher_host, _, launcher_port = env[LAUNCHER_STORE].rpartition(":")
+    is_launchers, size = str(port) == launcher_port, env.get("WORLD_SIZE", "1")
+    is_rank, parent = (str(rank), str(world_size)) == (env.get("RANK"), size), multiprocessing.parent_process()
+    if parent is not None and size != "1" and not (is_rank and is_launchers):
+        error = ConfigurationError(
+            f"The script starts its own processes (this is number {rank} of {world_size}), and `lockstep run` has "
+            f"already started {size} ranks, each of which runs the whole script.\n"
+            "Run such a script with `python`, or with --devices 1; or let each rank call its training function itself, "
+            "without mp.spawn, with RANK and WORLD_SIZE from the environment."
+        )
+        # The rank that started this process may not look at how it ends, and would then end normally.
+        text = f"{type(error).__name__}: {error}"
+        record = FailureRecord(text, type(error).__name__, trace=text, time_ns=time.time_ns())
+        record.write(env[RUN_DIR], own_name())
+        os.kill(parent.pid or 0, signal.SIGTERM)
+        raise error
+    if not is_launchers and is_loopback(host or "") and env.get("LOCAL_WORLD_SIZE", size) != size:
+        raise ConfigurationError(
+            f"Rank {rank}: the script changed the address at which the ranks meet from {env[LAUNCHER_STORE]} to "
+            f"{host}:{port}, where the ranks of the other machines cannot come.\n"
+            "Remove the lines that set MASTER_ADDR and MASTER_PORT, or the init_method: the launcher has set them."
+        )
+    if is_rank and parent is None and size != "1" and JOINS not in env:
+        store = TCPStore(launcher_host, int(launcher_port), is_master=False, use_libuv=USE_LIBUV)
+        key = f"lockstep/ports/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_num_meetings)}"
+        first_rank, first_port = store.compare_set(key, "", f"{rank} {port}").decode().split()
+        if first_port != str(port):
+            raise ConfigurationError(
+                f"Rank {rank} meets the other ranks at port {port}, but rank {first_rank} at port {first_port}.\n"
+                "Set the same MASTER_PORT or init_method on every rank; or remove the lines that set them, as the "
+                "launcher has set MASTER_ADDR and MASTER_PORT."
+            )
+    env[AGENT_STORE] = str(is_launchers)
+    if is_launchers:
+        host = env["MASTER_ADDR"] = launcher_host
+        env["MASTER_PORT"] = launcher_port
+    return host, port
+
+
+def meet(rendezvous: Callable[..., Any], url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+    """Call torch's ``rendezvous`` for a process group, at the `meeting_place`."""
+    parts, env = urlsplit(url), os.environ
+    known = env | {name.upper(): value for name, value in parse_qsl(parts.query)}
+    given = {"RANK": rank, "WORLD_SIZE": world_size}
+    numbers = [int(known.get(name, -1)) if value < 0 else value for name, value in given.items()]
+    meeting_place(parts.hostname or env.get("MASTER_ADDR"), parts.port or int(env.get("MASTER_PORT", 0)), *numbers)
+    if parts.scheme == "tcp" and env.get(AGENT_STORE) == "True":
+        url = f"env://?{parts.query}"
+    return rendezvous(url, rank, world_size, **kwargs)
 
 
 # --- The membership check

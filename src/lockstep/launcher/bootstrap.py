@@ -26,10 +26,11 @@ from importlib.machinery import SourceFileLoader
 from multiprocessing import current_process
 from pkgutil import resolve_name
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 from lockstep import activity
-from lockstep.env import meeting_place
-from lockstep.errors import RESUME_EXIT_CODE, LockstepError
+from lockstep.comm.shm import register_when_needed
+from lockstep.errors import RESUME_EXIT_CODE, LockstepError, is_of_signal_handler
 from lockstep.run_folder import CRASH, ERROR, RESULT, RUN_DIR, SPARE, FailureRecord, keep_name, own_name, rank_file
 from lockstep.telemetry.heartbeat import Heartbeat, has_joined
 
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> None:
         heartbeat.start()
         keep_sockets_in(run_dir)
         # New interpreters that `multiprocessing` starts import Lockstep with this, so `meeting_place` applies there.
-        current_process()._config["lockstep"] = meeting_place  # type: ignore[attr-defined]
+        current_process()._config["lockstep"] = register_when_needed  # type: ignore[attr-defined]
         for name, *arguments in json.loads(os.environ.pop(RANK_SETUP, "[]")):  # not for programs that this one starts
             resolve_name(name)(*arguments)
         {"script": run_script, "module": run_module, "call": run_call}[mode](target)
@@ -262,6 +263,9 @@ def _replace_first_path(path: str) -> None:
 _recorded: dict[int, tuple[BaseException, int]] = {}
 _exit_codes: list[int] = []
 
+# A process closes its connections a moment before its parent gets SIGCHLD.
+_SIGNAL_DELAY_S = 0.1
+
 # In the names of files that are not the user's; and those of the frames that start the program.
 _STARTERS = (os.path.dirname(os.path.abspath(__file__)), runpy.__file__, "<frozen runpy>")
 _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), os.path.dirname(_STARTERS[0]), "<frozen")
@@ -277,30 +281,48 @@ def run_recorded(program: Callable[[], None]) -> None:
         program()
         record_end(None)
     except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        if code in (None, 0):
-            record_end(error, is_failure=False)
-            raise
-        trace = error.__traceback__ = own_frames_removed(error.__traceback__)
-        if code == RESUME_EXIT_CODE:
-            record_end(error)  # not failed: it has stopped when it was asked to, and nobody waits for it
-        else:
-            activity.now.fail(error)  # calls `record_end`
-        _exit_codes.append(code & 0xFF if isinstance(code, int) else 1)
-        if isinstance(error, SystemExit):
-            raise  # the interpreter prints and exits as usual
-        # As the interpreter would: exit handlers read it to see that the program failed.
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        sys.excepthook(type(error), error, trace)
-        sys.exit(code)
+        try:
+            _end_after(error)
+        except Exception as cause:
+            if not is_of_signal_handler(cause):
+                raise
+            cause.__suppress_context__ = True
+            _end_after(cause.with_traceback(error.__traceback__))
+
+
+def _end_after(error: BaseException) -> NoReturn:
+    """Record an exception and end as the interpreter would. The handler of a signal may raise meanwhile."""
+    if isinstance(error, OSError | EOFError) and callable(signal.getsignal(signal.SIGCHLD)):
+        # DataLoader's handler knows more about a connection to a process that was killed.
+        time.sleep(_SIGNAL_DELAY_S)
+    code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    if code in (None, 0):
+        record_end(error, is_failure=False)
+        raise error
+    trace = error.__traceback__ = own_frames_removed(error.__traceback__)
+    if code == RESUME_EXIT_CODE:
+        record_end(error)  # not failed: it has stopped when it was asked to, and nobody waits for it
+    else:
+        activity.now.fail(error)  # calls `record_end`
+    _exit_codes.append(code & 0xFF if isinstance(code, int) else 1)
+    if isinstance(error, SystemExit):
+        raise error  # the interpreter prints and exits as usual
+    # As the interpreter would: exit handlers read it to see that the program failed.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.excepthook(type(error), error, trace)
+    sys.exit(code)
 
 
 def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
     """Write where the program ended, and by which exception, into the run's folder, for the launcher's report."""
-    # hydra, click and many scripts print an exception and call sys.exit: that exception counts.
-    hidden = error.__cause__ or (None if error.__suppress_context__ else error.__context__) if error else None
-    if isinstance(error, SystemExit) and error.code != RESUME_EXIT_CODE and isinstance(hidden, Exception):
-        error = hidden
+    usage = None
+    if isinstance(error, SystemExit) and error.code != RESUME_EXIT_CODE:
+        # argparse has printed why it does not accept the arguments.
+        last = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "error"]
+        usage = last[-1].f_locals.get("message") if last else None
+        # hydra, click and many scripts print an exception and call sys.exit: that exception counts.
+        hidden = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = hidden if isinstance(hidden, Exception) and usage is None else error
     # The user's traceback begins with the user's file.
     trace = None if error is None else own_frames_removed(error.__traceback__)
     ended = FailureRecord(
@@ -317,7 +339,7 @@ def record_end(error: BaseException | None, *, is_failure: bool = True) -> None:
         _, raised_at_ns = _recorded.setdefault(id(error), (error, ended.time_ns))
         ended = replace(
             ended,
-            message=f"{type(error).__name__}: {text}" if (text := activity.text_of(error)) else type(error).__name__,
+            message=": ".join(filter(None, (type(error).__name__, usage or activity.text_of(error)))),
             error_type=type(error).__name__,
             trace="".join(traceback.format_exception(type(error), error, trace)),
             time_ns=raised_at_ns,

@@ -18,14 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lockstep.activity import format_ranks
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore
-from lockstep.errors import (
-    OF_COLLECTIVES,
-    JobHangs,
-    LockstepError,
-    RankFailed,
-    may_tell_of_a_lost_rank,
-    tells_of_a_lost_rank,
-)
+from lockstep.errors import OF_COLLECTIVES, JobHangs, LockstepError, RankFailed, tells_of_others
 from lockstep.run_folder import CRASH, ENDED, HEARTBEAT, FailureRecord, rank_file, read_object
 from lockstep.telemetry.heartbeat import read_step_counter
 from lockstep.telemetry.rank_state import user_frame
@@ -100,7 +93,7 @@ def job_error(
     """
     first = first_failure(exits)
     text = "\n".join([headline(first, exits), first.place])
-    mine = NodeFailure(first.rank, is_consequence(first), text, hang, first.is_normal)
+    mine = NodeFailure(first.rank, _of_others(first) > 0, text, hang, first.is_normal)
     cause = mine if store is None else find_cause(store, mine, num_nodes=num_nodes)
     if cause.hang:
         return JobHangs(cause.hang)
@@ -206,7 +199,7 @@ def _blame(exit: RankExit) -> tuple[int, int, int]:
     long before it has released the memory and reports the end.
     """
     # The launcher kills a rank that ignores SIGTERM; a rank with a message failed between the poll and the signal.
-    likely = 3 if _was_only_stopped(exit) else is_consequence(exit) + noticed_an_end(exit)
+    likely = 3 if _was_only_stopped(exit) else _of_others(exit)
     return likely, exit.record.time_ns, exit.rank
 
 
@@ -214,14 +207,10 @@ def _was_only_stopped(exit: RankExit) -> bool:
     return exit.was_stopped and not exit.record.message and exit.exit_code in (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def is_consequence(exit: RankExit) -> bool:
-    """Return whether a rank's error may be the consequence of what another rank did."""
-    return may_tell_of_a_lost_rank(_typed_message(exit))
-
-
-def noticed_an_end(exit: RankExit) -> bool:
-    """Return whether a rank's error only reports that another rank is gone."""
-    return is_consequence(exit) and (tells_of_a_lost_rank(_typed_message(exit)) or not exit.record.message)
+def _of_others(exit: RankExit) -> int:
+    """Return what the error of a rank tells of others, as `tells_of_others`."""
+    told = tells_of_others(_typed_message(exit))
+    return 2 if told and not exit.record.message else told
 
 
 def _typed_message(exit: RankExit) -> str:
@@ -295,7 +284,7 @@ def failure_report(exits: list[RankExit], ranks: range, *, num_nodes: int = 1, n
         top.append("The program caught the exception and ended normally, while other ranks waited for this one.")
     # If the cause is not known here, a hint about the consequence would mislead.
     hint, elsewhere = hint_for(record.message), ""
-    if noticed_an_end(first):
+    if _of_others(first) == 2:
         failed = {exit.rank for exit in exits if not exit.is_normal}
         finished = [rank for rank in ranks if rank not in failed]
         where = [f"{format_ranks(finished)} finished while others waited"] if finished else []
@@ -436,6 +425,9 @@ device-side assert | illegal memory access
 attribute '_cuda_ | not compiled with CUDA | no NVIDIA driver | No CUDA GPUs | no GPUs found | is_available() is False
     The script uses CUDA, and this machine has no GPU, or this torch was built without CUDA.
     Use world.device of lockstep.init() in place of a CUDA device, or look at `lockstep doctor` for the driver.
+--local_rank | --local-rank
+    The script takes its local rank as an argument. Launchers set the variable LOCAL_RANK instead, as torchrun does.
+    Give the argument that default: parser.add_argument("--local_rank", type=int, default=os.environ["LOCAL_RANK"])
 Too many open files
     This process may not open more files: mostly many DataLoader workers that share tensors.
     Raise the limit with `ulimit -n 65536`, or use fewer workers.

@@ -21,6 +21,7 @@ and would run it alone.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import time
@@ -29,9 +30,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lockstep import run_folder
+from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.activity import format_ranks
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended
@@ -64,7 +67,6 @@ class Recovery:
         start: Starts a process for the place of a rank on this machine, as a part of a running job; with its index
             there, and how many ranks the machine then has.
         start_spare: Starts the spare with this number.
-        hide: Called when a rank is left out, with its number and how many ranks there were before.
         num_spares: How many spares there are to be.
         most: How many ranks may be replaced.
         exceptions: Whether a rank that raised an exception is replaced.
@@ -83,7 +85,6 @@ class Recovery:
     most: int
     start: Callable[[int, int, int], SubprocessHandler]
     start_spare: Callable[[int], SubprocessHandler]
-    hide: Callable[[int, int], None]
     num_spares: int = 0
     exceptions: bool = False
     min_ranks: int | None = None
@@ -177,7 +178,7 @@ class Recovery:
         # Ranks in excess of the spares, the last ones first, so that the numbers of few change.
         for exit in sorted(lost, key=lambda exit: -exit.rank)[len(ready) :]:
             if exit.exit_code < 0 and len(places) > (self.min_ranks or math.inf):
-                self.hide(exit.rank, len(places))
+                hide_device(exit.rank, len(places))
                 places[exit.rank] = places[max(places)]
                 del places[max(places)]
         moved = {self.ranks[pid]: rank for rank, pid in places.items() if pid is not None and self.ranks[pid] != rank}
@@ -266,3 +267,23 @@ def _steps_of(lost: list[RankExit]) -> set[int]:
 
 def _print(text: str) -> None:
     print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+# Devices of lost ranks.
+
+
+def hide_device(index: int, num_ranks: int) -> None:
+    """Hide the GPU of a lost rank from ranks that start later. The last rank, with its GPU, has that number then."""
+    if (found := visible_devices(num_ranks)) is not None:
+        variable, visible = found
+        visible[index] = visible[num_ranks - 1]
+        os.environ[variable] = ",".join(visible[: num_ranks - 1] + visible[num_ranks:])
+
+
+def visible_devices(num_ranks: int) -> tuple[str, list[str]] | None:
+    """Return the variable that hides devices from ranks that start later, and the devices that it does not hide."""
+    accelerator, num_gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    if accelerator is None or num_gpus < num_ranks or accelerator.type not in VISIBLE_DEVICES:
+        return None  # the ranks are on the CPU, or a device cannot be hidden from them
+    variable = VISIBLE_DEVICES[accelerator.type]
+    return variable, os.environ.get(variable, ",".join(map(str, range(num_gpus)))).split(",")

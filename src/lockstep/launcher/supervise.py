@@ -19,7 +19,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -30,7 +29,6 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.numa.binding import NumaOptions
 
 from lockstep import run_folder, torch_internals
-from lockstep.accelerator import VISIBLE_DEVICES
 from lockstep.activity import format_ranks, one_line
 from lockstep.comm.network import allow_open_files, set_keepalive
 from lockstep.comm.rendezvous import JOINS, poll_until
@@ -52,7 +50,7 @@ from lockstep.launcher.node_rendezvous import RendezvousPerRestart, rendezvous_o
 from lockstep.launcher.output import LogTail
 from lockstep.launcher.quorum import Lighthouse, Machines, has_begun, running_job
 from lockstep.launcher.reaper import Reaper, kill_sessions
-from lockstep.launcher.recovery import NAME_OF_SPARE, Recovery
+from lockstep.launcher.recovery import NAME_OF_SPARE, Recovery, hide_device, visible_devices
 from lockstep.telemetry.rank_state import process_state
 from lockstep.telemetry.resources import Resources
 from lockstep.telemetry.watchdog import Verdict, Watchdog
@@ -498,7 +496,6 @@ class _Agent(LocalElasticAgent):
                 self.job.num_restarts_left,
                 start=ranks.start_late,
                 start_spare=ranks.start_spare,
-                hide=_hide_device,
                 num_spares=self.job.num_spares,
                 exceptions=self.job.recover == "exceptions",
                 min_ranks=self.job.min_ranks,
@@ -661,7 +658,7 @@ class _Agent(LocalElasticAgent):
             restart = f"restart {self.num_failures} of {spec.max_restarts}"
             # A rank that raised would raise again on any number of devices; one that was killed may have lost its own.
             if first.exit_code < 0 and spec.local_world_size > (self.job.min_ranks or math.inf):
-                _hide_device(failures[first.rank].local_rank, spec.local_world_size)
+                hide_device(failures[first.rank].local_rank, spec.local_world_size)
                 spec.local_world_size -= 1
                 restart += f" with {spec.local_world_size} rank{'s' * (spec.local_world_size != 1)}"
             text = restart_report(first, restart)
@@ -739,7 +736,7 @@ class _RankProcesses(SubprocessContext):
         """Start a spare, which prepares as if it were the last rank, with a device of its own."""
         last = len(self.subprocess_handlers) - 1
         env = self.envs[last] | {JOINS: "1", run_folder.SPARE: NAME_OF_SPARE.format(number)}
-        if (found := _visible_devices(last + 1 + number)) is not None:
+        if (found := visible_devices(last + 1 + number)) is not None:
             variable, visible = found
             visible[last] = visible[last + number]
             env[variable] = ",".join(visible)
@@ -779,20 +776,3 @@ class _RankProcesses(SubprocessContext):
         self.spares.clear()
         if self.watcher is not None:
             self.watcher.join(_POLL_S)  # no rank is left; its last records may be a moment late
-
-
-def _hide_device(index: int, num_ranks: int) -> None:
-    """Hide the GPU of a lost rank from ranks that start later. The last rank, with its GPU, has that number then."""
-    if (found := _visible_devices(num_ranks)) is not None:
-        variable, visible = found
-        visible[index] = visible[num_ranks - 1]
-        os.environ[variable] = ",".join(visible[: num_ranks - 1] + visible[num_ranks:])
-
-
-def _visible_devices(num_ranks: int) -> tuple[str, list[str]] | None:
-    """Return the variable that hides devices from ranks that start later, and the devices that it does not hide."""
-    accelerator, num_gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-    if accelerator is None or num_gpus < num_ranks or accelerator.type not in VISIBLE_DEVICES:
-        return None  # the ranks are on the CPU, or a device cannot be hidden from them
-    variable = VISIBLE_DEVICES[accelerator.type]
-    return variable, os.environ.get(variable, ",".join(map(str, range(num_gpus)))).split(",")

@@ -44,7 +44,7 @@ from lockstep.comm.collectives import (
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
-from lockstep.errors import CollectiveError, ConfigurationError, may_tell_of_a_lost_rank
+from lockstep.errors import CollectiveError, ConfigurationError, tells_of_others
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
 from lockstep.run_folder import Arrival, Generation, RecoveryReport, current_run_folder, withdraw_recovery
@@ -220,7 +220,7 @@ class Recovery:
         """Return whether a generation is there that makes up for a lost rank; wait for it if the error tells of one."""
         if self._membership is None:
             return False
-        if self._membership.newer() is None and not may_tell_of_a_lost_rank(error):
+        if self._membership.newer() is None and not tells_of_others(error):
             return False
         return self._membership.await_newer() is not None
 

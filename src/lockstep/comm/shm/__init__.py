@@ -1,10 +1,11 @@
 """The backend ``shm``. This module registers it with torch.distributed, without importing torch before it is needed.
 
-It also makes torch's process groups meet where `lockstep.env.meeting_place` says.
+It also makes torch's process groups meet where `lockstep.comm.rendezvous.meeting_place` says.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -27,9 +28,13 @@ def _register(c10d: Any) -> None:
     """Register ``shm`` as a c10d backend for CPU tensors; again has no effect."""
     if "shm" not in c10d.Backend.backend_list:
         c10d.Backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
-        from lockstep.env import meeting_there
+        c10d.rendezvous = functools.partial(_meet, c10d.rendezvous)
 
-        c10d.rendezvous = meeting_there(c10d.rendezvous)
+
+def _meet(*args: Any, **kwargs: Any) -> Any:
+    from lockstep.comm.rendezvous import meet
+
+    return meet(*args, **kwargs)
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:

@@ -27,7 +27,7 @@ from lockstep.errors import (
     ConfigurationError,
     LockstepError,
     is_of_signal_handler,
-    tells_of_a_lost_rank,
+    tells_of_others,
 )
 from lockstep.parallel.compile import keep_out_of_graphs
 from lockstep.parallel.ddp.bucket_events import Event, Observer
@@ -652,7 +652,7 @@ class Reducer:
                 f"Rank {self._group.rank()}: the gradient reduction of bucket {bucket.position} "
                 f"({bucket.names[0]} ... {bucket.names[-1]}) failed: {error}"
                 + "\nAnother rank probably ended or ran no backward; look at the first error of the job."
-                * tells_of_a_lost_rank(error)
+                * (tells_of_others(error) == 2)
             ) from error
         finally:
             activity.now.bucket = None

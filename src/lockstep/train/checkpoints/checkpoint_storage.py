@@ -418,6 +418,10 @@ def _reading(path: Place) -> Iterator[None]:
             text = f"There is no checkpoint {path.parent}.\nName a folder that every rank can read."
             raise CheckpointError(text) from None
         raise _damaged(path, "is missing") from None
+    except NotADirectoryError:
+        text = f"{path.parent} is a file, and no checkpoint of Lockstep, which is a folder."
+        advice = "Read a file of torch.save with torch.load, and give it to load_state_dict of model and optimizer."
+        raise CheckpointError(f"{text}\n{advice}") from None
     except Exception as error:
         why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
         if isinstance(error, _OTHER_FORM) or (isinstance(path, Path) and isinstance(error, OSError)):
