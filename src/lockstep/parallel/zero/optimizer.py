@@ -95,6 +95,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Attributes:
         has_state: Whether this rank holds its shard of the run's state, and not only that of a new run.
         is_elementwise: Whether ranks have slices of parameters; otherwise each parameter is on one rank.
+        has_hooks: Whether the optimizer that a task has made had hooks of its steps, on any rank; None: there is no task.
         overlaps: Whether `step` returns while parameters of other ranks are still being received. If set, call `wait`
             before reading a parameter.
 
@@ -133,6 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group: Group = collectives.default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
+        self.has_hooks: bool | None = None
         self._class, self._arguments, self._attributes = optimizer_class, defaults, dict[str, Any]()
         self._shard_gradients = shard_gradients
         self._has_gradients = False
@@ -194,6 +196,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> float | None:
+        hooks = any(optimizer_hooks(self, "step").values())
+        if hooks and self.has_hooks is False:
+            raise ConfigurationError(
+                f"A hook was registered at {self._class.__name__} after the training began, but this rank has a part "
+                "of the gradients only.\nRegister it in Task.optimizer, or use strategy ddp."
+            )
         self.wait()  # the parameters of the last step must have arrived before they change again
         loss = None
         if closure is not None:
@@ -217,7 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
             # The loaded state has been used: from now on the optimizer has its own.
             self._loaded = None
-            if not self.overlaps or any(optimizer_hooks(self, "step").values()):
+            if hooks or not self.overlaps:
                 self.wait()
         except Exception as error:
             if self._copy is None:
@@ -738,11 +746,13 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     accepted = optimizer.defaults if takes_any else {each.name for each in named}
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     device = optimizer.param_groups[0]["params"][0].device
-    # Hooks before a step read and change whole gradients.
-    shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device)
-    shards = shards and not any(optimizer_hooks(optimizer, "step").values())
+    # Hooks read and change whole gradients; maybe on one rank only, for a log.
+    has_hooks = torch.tensor([any(optimizer_hooks(optimizer, "step").values())], dtype=torch.int32, device=device)
+    collectives.all_reduce(has_hooks, group=group, op="max")
+    shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device) and not int(has_hooks)
     sharded = ZeroRedundancyOptimizer(
         optimizer.param_groups, kind, process_group=group, shard_gradients=shards, **defaults
     )
+    sharded.has_hooks = bool(has_hooks)
     sharded.take_attached(optimizer)
     return sharded
