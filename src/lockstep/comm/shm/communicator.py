@@ -115,8 +115,8 @@ _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": 
 
 # What a call may be, if another rank makes another.
 _HINTS = {
-    "broadcast of uint8": "that of a model's buffers, which begins a forward of its wrapper: for a forward on one rank, "
-    "call model.module.",
+    "broadcast of uint8": "that of a model's buffers, which begins a forward of its wrapper: for a forward on one "
+    "rank, call model.module.",
     "all_gather of int64": "lockstep.save, lockstep.load, consolidate_state_dict or another exchange of values of "
     "different sizes: call these on every rank, not behind `if rank == 0`.",
 }

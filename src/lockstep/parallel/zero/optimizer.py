@@ -95,7 +95,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Attributes:
         has_state: Whether this rank holds its shard of the run's state, and not only that of a new run.
         is_elementwise: Whether ranks have slices of parameters; otherwise each parameter is on one rank.
-        has_hooks: Whether the optimizer that a task has made had hooks of its steps, on any rank; None: there is no task.
+        has_hooks: Whether an optimizer that it replaces had hooks of its steps, on any rank; None: it replaces none.
         overlaps: Whether `step` returns while parameters of other ranks are still being received. If set, call `wait`
             before reading a parameter.
 
