@@ -426,8 +426,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: It belongs to other parameters.
         """
-        read = partition.read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise)
-        self.load_shards(read, state_dict["param_groups"])
+        taken: dict[str, Any] = {}
+
+        def take(_optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            taken.update(given)
+            return {**given, "state": {}}
+
+        with self.register_load_state_dict_pre_hook(take):  # after those of the script, which get the whole state
+            self._load_options(dict(state_dict))
+        self._load(partition.read_from_full(taken["state"], self._parameters, flat=self.is_elementwise))
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
         """Return this rank's state, by elements of a parameter, see `load_shards`. Copies nothing."""
@@ -450,15 +457,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: They belong to other parameters.
         """
-        self._take_back()
+        self._load_options({"state": {}, "param_groups": list(param_groups)})
+        self._load(read)
+
+    def _load_options(self, state_dict: dict[str, Any]) -> None:
         groups = self.param_groups
-        super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
+        super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # the same objects, which the script may hold
-        # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
-        self._loaded = read if self._reducer is not None else None
-        self._load(read)
 
     def _take_back(self) -> None:
         # model.to(), or a script that sets ``param.data``, gives parameters other memory, and elements another order.
@@ -466,6 +473,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             buffer.take_back()
 
     def _load(self, read: Read) -> None:
+        self._take_back()
+        # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
+        self._loaded = read if self._reducer is not None else None
         for each in self._shards:
             each.load(read, options_of(self.param_groups))
 
