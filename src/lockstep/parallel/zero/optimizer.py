@@ -488,9 +488,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # The same objects: hooks and schedulers may hold ``optimizer``.
         self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
         state_hooks = {**optimizer_hooks(optimizer, "state_dict"), **optimizer_hooks(optimizer, "load_state_dict")}
-        step_hooks, state = optimizer_hooks(optimizer, "step"), optimizer.state
+        step_hooks = optimizer_hooks(optimizer, "step")
         why = "has hooks of its state_dict, which no rank has as a whole" * any(state_hooks.values())
-        if not all(isinstance(key, Tensor) for key in state):
+        if not all(isinstance(key, Tensor) for key in optimizer.state):
             why = "has state that belongs to no parameter"
         for name, value in vars(optimizer).items():
             if name in (*state_hooks, *step_hooks, "param_groups", "state") or is_counted_step(value):
@@ -508,7 +508,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         vars(self).update({name: value for name, value in self._attributes.items() if not hasattr(self, name)})
         for each in self._shards:
             vars(each.optimizer).update(self._attributes)
-        if state:
+        if optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
