@@ -62,7 +62,7 @@ def test_what_one_rank_calls_alone_is_said_to_be_collective(ranks, tmp_path):
                     else:
                         torch.distributed.all_reduce(torch.ones(1), group=group)
             except CollectiveError as error:
-                texts.append(str(error).splitlines()[0])
+                texts.append(str(error).splitlines()[0] if world.rank == 0 else str(error))
             world.barrier()
         return texts
 
@@ -73,7 +73,8 @@ def test_what_one_rank_calls_alone_is_said_to_be_collective(ranks, tmp_path):
         alone,
         "consolidate_state_dict is collective: call it on every rank, not behind `if rank == 0`.",
     ]
-    assert len(others) == 3
+    hint = "This all_gather of int64 may be lockstep.save, lockstep.load, consolidate_state_dict or another exchange of"
+    assert [hint in text for text in others] == [True] * 3
 
 
 def test_ranks_that_read_different_folders_are_told_apart(ranks, tmp_path):

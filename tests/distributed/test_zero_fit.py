@@ -1,6 +1,7 @@
 """Strategy ddp-zero1 trains as the others do, and goes on from any of their checkpoints."""
 
 import contextlib
+import inspect
 from functools import partial
 
 import pytest
@@ -167,7 +168,9 @@ class Halving(torch.optim.SGD):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.grad.mul_(0.5)
-        return super().step(closure)
+        # Once any SGD was made in this process, the hooks would run in super().step(), too.
+        with torch.no_grad():
+            return inspect.unwrap(torch.optim.SGD.step)(self, closure)
 
     def zero_grad(self, set_to_none=True):
         self.num_resets[0] += 1
@@ -208,6 +211,49 @@ def test_what_is_attached_to_the_optimizer_is_kept(ranks, settings):
         for name in ("gradient", "weights"):
             assert (mine[name] - seen[name]).norm() < 1e-12 * seen[name].norm()
         assert mine["others"] == seen["others"] == (True, 3, "all", 3)
+
+
+def test_a_hook_on_one_rank_is_kept(ranks):
+    def run(world, strategy):
+        seen = []
+
+        def make(params):
+            optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+            if world is None or world.rank == 1:
+                optimizer.register_step_post_hook(lambda *_: seen.append([float(each.grad.norm()) for each in params]))
+            return optimizer
+
+        return seen, train(world, make_task(optimizer=make), 3, strategy, clip=0.05)[0]
+
+    seen, weights = run(None, "single")
+    (none, first), (got, second) = ranks(2)(run, "ddp-zero1")
+    assert none == []
+    assert got == [pytest.approx(each, rel=1e-12) for each in seen]
+    assert relative_error(first, weights) < 1e-12
+    assert relative_error(second, weights) < 1e-12
+
+
+def test_a_hook_that_the_loss_registers_is_refused(ranks):
+    def run(world):
+        made = []
+
+        def make(params):
+            made.append(torch.optim.SGD(params, lr=0.1))
+            return made[0]
+
+        def loss(model, batch):
+            made[0].register_step_pre_hook(lambda *_: None)
+            return mean_loss(model, batch)
+
+        with pytest.raises(ConfigurationError) as error:
+            train(world, make_task(optimizer=make, loss=loss), 1)
+        return str(error.value)
+
+    text = (
+        "A hook was registered at SGD after the training began, but this rank has a part of the gradients only.\n"
+        "Register it in Task.optimizer, or use strategy ddp."
+    )
+    assert ranks(2)(run) == [text, text]
 
 
 def replace_step(optimizer):

@@ -106,3 +106,20 @@ def test_a_state_of_other_parameters_is_refused(ranks):
             ours.load_state_dict(state)
 
     ranks(2)(run)
+
+
+def test_hooks_of_the_state_get_all_of_it(ranks):
+    def run(world):
+        wrapped, optimizer = make(world, torch.optim.Adam, net(), lr=0.01)
+        train(world, wrapped, optimizer, [0])
+        seen = []
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "numbers": sorted(state["state"])})
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state: seen.append((state["numbers"], len(state["state"])))
+        )
+        optimizer.consolidate_state_dict(to=None)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return seen
+
+    numbers = sorted(bare(torch.optim.Adam, 1, lr=0.01)[1].state_dict()["state"])
+    assert ranks(2)(run) == [[(numbers, len(numbers))]] * 2

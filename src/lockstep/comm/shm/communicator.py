@@ -113,6 +113,14 @@ EXCHANGED_DTYPE = 2**8
 # For bool tensors: a sum says whether any element is set. They have no mean.
 _LOGICAL = {"sum": "max", "product": "min", "band": "min", "bor": "max", "min": "min", "max": "max", "bxor": "bxor"}
 
+# What a call may be, if another rank makes another.
+_HINTS = {
+    "broadcast of uint8": "that of a model's buffers, which begins a forward of its wrapper: for a forward on one "
+    "rank, call model.module.",
+    "all_gather of int64": "lockstep.save, lockstep.load, consolidate_state_dict or another exchange of values of "
+    "different sizes: call these on every rank, not behind `if rank == 0`.",
+}
+
 
 def describe(call: CallRecord) -> str:
     """Return the text for a call, such as ``all_reduce(sum) of 10 float32``."""
@@ -279,12 +287,11 @@ class Communicator:
                 f"{where}: rank {rank} sends a number of bytes that does not match this rank's buffer.\n"
                 "The tensors must have the same shapes and dtypes on all ranks."
             )
-        advice = ""
-        if any(each.startswith("broadcast of uint8") for each in (mine, theirs)):
-            advice = (
-                "\nThis broadcast of uint8 may be that of a model's buffers, which begins a forward of its wrapper: "
-                "for a forward on one rank, call model.module."
-            )
+        advice = "".join(
+            f"\nThis {call} may be {hint}"
+            for call, hint in _HINTS.items()
+            if any(each.startswith(call) for each in (mine, theirs))
+        )
         return CollectiveError(
             f"{where}: the ranks call different collectives. This rank calls {mine}; rank {rank} calls {theirs}.\n"
             f"All ranks must call the same collectives in the same order, with the same shapes and dtypes.{advice}"

@@ -95,6 +95,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     Attributes:
         has_state: Whether this rank holds its shard of the run's state, and not only that of a new run.
         is_elementwise: Whether ranks have slices of parameters; otherwise each parameter is on one rank.
+        has_hooks: Whether an optimizer that it replaces had hooks of its steps, on any rank; None: it replaces none.
         overlaps: Whether `step` returns while parameters of other ranks are still being received. If set, call `wait`
             before reading a parameter.
 
@@ -133,6 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.process_group: Group = collectives.default_group() if process_group is None else process_group
         self.world_size, self.rank = self.process_group.size(), self.process_group.rank()
         self.parameters_as_bucket_view, self.overlaps = parameters_as_bucket_view, False
+        self.has_hooks: bool | None = None
         self._class, self._arguments, self._attributes = optimizer_class, defaults, dict[str, Any]()
         self._shard_gradients = shard_gradients
         self._has_gradients = False
@@ -194,6 +196,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None, kwargs: Mapping[str, Any]) -> float | None:
+        hooks = any(optimizer_hooks(self, "step").values())
+        if hooks and self.has_hooks is False:
+            raise ConfigurationError(
+                f"A hook was registered at {self._class.__name__} after the training began, but this rank has a part "
+                "of the gradients only.\nRegister it in Task.optimizer, or use strategy ddp."
+            )
         self.wait()  # the parameters of the last step must have arrived before they change again
         loss = None
         if closure is not None:
@@ -217,7 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gathers = partition.start_parameter_gather(in_order, self.process_group, alone=not self.overlaps)
             # The loaded state has been used: from now on the optimizer has its own.
             self._loaded = None
-            if not self.overlaps or any(optimizer_hooks(self, "step").values()):
+            if hooks or not self.overlaps:
                 self.wait()
         except Exception as error:
             if self._copy is None:
@@ -418,8 +426,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: It belongs to other parameters.
         """
-        read = partition.read_from_full(state_dict["state"], self._parameters, flat=self.is_elementwise)
-        self.load_shards(read, state_dict["param_groups"])
+        taken: dict[str, Any] = {}
+
+        def take(_optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            taken.update(given)
+            return {**given, "state": {}}
+
+        with self.register_load_state_dict_pre_hook(take):  # after those of the script, which get the whole state
+            self._load_options(dict(state_dict))
+        self._load(partition.read_from_full(taken["state"], self._parameters, flat=self.is_elementwise))
 
     def local_shards(self) -> list[tuple[ShardRange, Entries]]:
         """Return this rank's state, by elements of a parameter, see `load_shards`. Copies nothing."""
@@ -442,15 +457,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: They belong to other parameters.
         """
-        self._take_back()
+        self._load_options({"state": {}, "param_groups": list(param_groups)})
+        self._load(read)
+
+    def _load_options(self, state_dict: dict[str, Any]) -> None:
         groups = self.param_groups
-        super().load_state_dict({"state": {}, "param_groups": list(param_groups)})
+        super().load_state_dict(state_dict)
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # the same objects, which the script may hold
-        # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
-        self._loaded = read if self._reducer is not None else None
-        self._load(read)
 
     def _take_back(self) -> None:
         # model.to(), or a script that sets ``param.data``, gives parameters other memory, and elements another order.
@@ -458,6 +473,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             buffer.take_back()
 
     def _load(self, read: Read) -> None:
+        self._take_back()
+        # With buckets the buffers may be rebuilt before the first step, and then the state is read a second time.
+        self._loaded = read if self._reducer is not None else None
         for each in self._shards:
             each.load(read, options_of(self.param_groups))
 
@@ -470,9 +488,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # The same objects: hooks and schedulers may hold ``optimizer``.
         self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
         state_hooks = {**optimizer_hooks(optimizer, "state_dict"), **optimizer_hooks(optimizer, "load_state_dict")}
-        step_hooks, state = optimizer_hooks(optimizer, "step"), optimizer.state
+        step_hooks = optimizer_hooks(optimizer, "step")
         why = "has hooks of its state_dict, which no rank has as a whole" * any(state_hooks.values())
-        if not all(isinstance(key, Tensor) for key in state):
+        if not all(isinstance(key, Tensor) for key in optimizer.state):
             why = "has state that belongs to no parameter"
         for name, value in vars(optimizer).items():
             if name in (*state_hooks, *step_hooks, "param_groups", "state") or is_counted_step(value):
@@ -490,7 +508,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         vars(self).update({name: value for name, value in self._attributes.items() if not hasattr(self, name)})
         for each in self._shards:
             vars(each.optimizer).update(self._attributes)
-        if state:
+        if optimizer.state:
             self.load_state_dict(optimizer.state_dict())
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
@@ -738,11 +756,13 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     accepted = optimizer.defaults if takes_any else {each.name for each in named}
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     device = optimizer.param_groups[0]["params"][0].device
-    # Hooks before a step read and change whole gradients.
-    shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device)
-    shards = shards and not any(optimizer_hooks(optimizer, "step").values())
+    # Hooks read and change whole gradients; maybe on one rank only, for a log.
+    has_hooks = torch.tensor([any(optimizer_hooks(optimizer, "step").values())], dtype=torch.int32, device=device)
+    collectives.all_reduce(has_hooks, group=group, op="max")
+    shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device) and not int(has_hooks)
     sharded = ZeroRedundancyOptimizer(
         optimizer.param_groups, kind, process_group=group, shard_gradients=shards, **defaults
     )
+    sharded.has_hooks = bool(has_hooks)
     sharded.take_attached(optimizer)
     return sharded

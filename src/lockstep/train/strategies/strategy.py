@@ -34,7 +34,6 @@ from lockstep.parallel.local_sgd import DiLoCo, LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer, shard_optimizer
 from lockstep.telemetry.recorder import StepTimer
 from lockstep.telemetry.step_times import Mark
-from lockstep.torch_internals import optimizer_hooks
 from lockstep.train.checkpoints.model_state import load_state_dict, plain_names, read_tensors, unwrap
 from lockstep.train.plan import PER_PROCESS
 from lockstep.train.settings import Settings, StrategyName
@@ -300,7 +299,7 @@ class Distributed(Strategy):
             optimizer = self._sharded
             # In shared memory a copy occupies a core, so overlapping it gains nothing.
             self._sharded.overlaps = reduces_on_its_own(self.group, self._device)
-            if not any(optimizer_hooks(optimizer, "step").values()):  # which get whole gradients, clipped
+            if not self._sharded.has_hooks:  # which get whole gradients, clipped
                 like = self._sharded.param_groups[0]["params"][0]
                 self.gradients = GradientList(self._sharded.local_gradients, like, self.group)
         return optimizer
