@@ -258,13 +258,12 @@ def verify(
       lockstep verify train.py --devices 2 --strategy diloco
           a run that differs by design: do its rules hold?
     """
-    from lockstep.study.verify.diagnose import verify as run_verification
-    from lockstep.study.verify.exchanges import verify_exchanges
+    from lockstep.study.verify import diagnose
 
     check_writable(json_file)
     given = Settings(**settings)
     check_engine(strategy, given)
-    run = run_verification if strategy == "ddp" else partial(verify_exchanges, strategy=strategy)
+    run = diagnose.verify if strategy == "ddp" else partial(diagnose.verify_exchanges, strategy=strategy)
     found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
     console().print(found)
     write("findings", json_file, found.to_json())
