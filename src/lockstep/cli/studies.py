@@ -99,8 +99,7 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
           two strategies, more rounds: a narrower spread
     """
-    from lockstep.study.compare import benchmark, verdict
-    from lockstep.study.compare.comparison import render_page
+    from lockstep.study.compare import benchmark, comparison
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
@@ -109,18 +108,18 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
     if html_file is not None:
         import_matplotlib()
     how["devices"] = _num_devices(how["devices"])
-    comparison = benchmark.compare(
+    measured = benchmark.compare(
         task_file,
         strategies=_words(strategies, benchmark.STRATEGIES),
         settings=_take_settings(how, *_COMPARED),
         **how,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
-    console().print(comparison)
+    console().print(measured)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
-    write("figures", json_file, to_json(verdict.to_record(comparison, found)))
+    write("figures", json_file, to_json(comparison.to_record(measured, found)))
     if html_file is not None:
-        write("page", html_file, render_page(comparison, found))
+        write("page", html_file, comparison.render_page(measured, found))
 
 
 @command()

@@ -25,8 +25,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
-from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup
-from lockstep.study.compare.verdict import judge
+from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup, judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
 from lockstep.telemetry.step_times import combine
