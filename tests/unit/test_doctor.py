@@ -333,7 +333,7 @@ def test_a_model_is_built_without_memory_or_torchs_compiler(tmp_path):
     (tmp_path / "t.py").write_text(TASK.replace("torch.nn.BatchNorm1d(2)", "torch.nn.Embedding(2**20, 2**20)"))
     code = """
 import sys
-from lockstep.study.doctor.task import _model_facts
+from lockstep.study.doctor.machine import _model_facts
 from lockstep.train.task import load_task
 print(_model_facts(load_task("t.py"))["weight_bytes"], "torch._dynamo" in sys.modules)
 """
