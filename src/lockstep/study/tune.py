@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
-from typing_extensions import override
 
 from lockstep.accelerator import check_count, default_device
 from lockstep.comm.collectives import broadcast_object
@@ -309,7 +308,6 @@ class Sweep(Shown):
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 
-    @override
     def __rich__(self) -> RenderableType:
         """Lay out the table, the remarks and the conclusion: at most 100 columns."""
         began = in_words({"strategy": self.start.strategy, **differences(FitSettings(), self.start)})

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
-from typing_extensions import override
 
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Spread, Table, grid, paired_ratio
@@ -179,7 +178,6 @@ class Comparison(Shown):
     left_out: tuple[dict[str, str], ...]
     verdict: Verdict = Verdict("", ())
 
-    @override
     def __rich__(self) -> RenderableType:
         """Lay out tables, footnotes and verdict for a terminal."""
         notes = (Text(note, style="dim") for note in footnotes(self))

@@ -12,7 +12,6 @@ from typing import Any
 import cloudpickle
 from rich.console import Group, RenderableType
 from rich.text import Text
-from typing_extensions import override
 
 from lockstep.accelerator import check_count
 from lockstep.comm.world import World
@@ -318,7 +317,6 @@ class Verification(Shown):
         """The task's file, if it came from one."""
         return Path(self.subject.task).name if isinstance(self.subject.task, str) else "task"
 
-    @override
     def __rich__(self) -> RenderableType:
         """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
         subject, comparison = self.subject, self.comparison
@@ -467,7 +465,6 @@ class Rules(Shown):
         """Whether all rules hold: the run is as it should be."""
         return all(rule.holds for rule in self.rules)
 
-    @override
     def __rich__(self) -> RenderableType:
         verdict = f"The run differs by design: with {self.strategy}, ranks train independently between exchanges. "
         verdict += "All rules hold." if self.same else "Not all rules hold."
