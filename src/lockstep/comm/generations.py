@@ -20,8 +20,6 @@ never wait for a new rank, N is then posted without it, and N + 1 with it when i
 too slow is left out of a generation in the same way.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

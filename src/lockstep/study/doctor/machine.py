@@ -1,7 +1,5 @@
 """The machine and the task: GPUs, cores, memory, limits, checkpoint folder, debugging switches; batch, data, model."""
 
-from __future__ import annotations
-
 import csv
 import os
 import resource
