@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.accelerator import check_count, default_device, synchronize
+from lockstep.accelerator import default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError
-from lockstep.study.common import load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
+from lockstep.study.common import check_numbers, load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
 from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup, judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
@@ -97,10 +97,7 @@ def compare(
     loaded = load(task)
     device_type = default_device().type
     taking_part, left_out = choose(strategies, cuda=device_type == "cuda")
-    for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
-    check_count(devices)
+    check_numbers(devices, rounds=num_rounds, warmup=num_warmup, steps=num_steps)
     check_batch(loaded, settings, devices)
     # The schedule, if the task has one, covers the longest possible run.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))

@@ -13,10 +13,9 @@ import cloudpickle
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lockstep.accelerator import check_count
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
-from lockstep.study.common import Shown, Table, load, log, run_ranks, to_json
+from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
 from lockstep.study.verify import causes
 from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Row, Runs, attempt, tolerance_of
 from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComparison, compare
@@ -54,10 +53,7 @@ def verify(
         LaunchTimeout: The processes did not finish in time.
     """
     settings = settings or Settings()
-    for name, value in (("devices", devices), ("steps", steps)):
-        if value < 1:
-            raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
-    check_count(devices)
+    check_numbers(devices, steps=steps)
     try:
         check_batch(load(task), settings, devices)
     except ConfigurationError as error:
@@ -503,7 +499,7 @@ def verify_exchanges(
     Raises:
         ConfigurationError: The task, the settings or the devices cannot be used.
     """
-    check_count(devices)
+    check_numbers(devices, steps=steps)
     check_engine(strategy, settings)
     loaded = load(task)
     check_batch(loaded, settings, devices)
