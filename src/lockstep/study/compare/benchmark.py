@@ -268,11 +268,12 @@ class Entrant:
 
     def turn(self, run: Callable[[Trainer], T]) -> T | None:
         """Wait for all ranks, then call ``run`` on those that compute and return its result; None on the others."""
-        if self._num_steps_ahead and self._start() and self.trainer is not None:
+        start = partial(start_together, self._strategy, self.num_threads, self._world)
+        if self._num_steps_ahead and start() and self.trainer is not None:
             # Consume the batches that loader processes loaded while others were measured.
             with self.trainer.without_sync():
                 time_steps(self.trainer, self._num_steps_ahead)
-        if not self._start() or self.trainer is None:
+        if not start() or self.trainer is None:
             return None
         try:
             found = run(self.trainer)
@@ -281,9 +282,6 @@ class Entrant:
             raise
         _stop_loading(self.trainer)
         return found
-
-    def _start(self) -> bool:
-        return start_together(self._strategy, self.num_threads, self._world)
 
 
 def _stop_loading(trainer: Trainer) -> None:
