@@ -3,8 +3,6 @@
 It also makes torch's process groups meet where `lockstep.env.meeting_place` says.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """Times of the buckets of a reducer, for the record of a run."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
