@@ -30,8 +30,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from bench.predict import limit, machines, run_job
-from lockstep.study.report.advice import View
-from lockstep.study.report.view import view_run
+from lockstep.study.report.view import View, view_run
 from lockstep.telemetry.provenance import gather
 
 # --- the tasks --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ task = lockstep.Task(
 )
 if __name__ == "__main__":
     from lockstep.cli import main
-    from lockstep.study.doctor.task import read_task
+    from lockstep.study.doctor.machine import read_task
 
     read_task.__kwdefaults__["limit_s"] = 0.5
     sys.exit(main(["doctor", sys.argv[0], "--devices", "1", "--json"]))

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
-from lockstep.study.verify import exchanges
-from lockstep.study.verify.exchanges import verify_exchanges
+from lockstep.study.verify import diagnose
+from lockstep.study.verify.diagnose import verify_exchanges
 from lockstep.train.fit import Run
 from lockstep.train.settings import Settings
 from lockstep.train.trainer import Trainer
@@ -324,7 +324,7 @@ def test_synchronised_layers_are_refused(ranks):
 
 def test_verify_reports_another_run_by_design(ranks, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(exchanges, "run_ranks", processes_of(ranks))
+    monkeypatch.setattr(diagnose, "run_ranks", processes_of(ranks))
     flags = ["--devices", "2", "--strategy", "diloco", "--fragments", "2"]
     assert main(["verify", str(FAULTS / "sound.py"), *flags]) == 0
     words = " ".join(capsys.readouterr().out.split())
@@ -335,7 +335,7 @@ def test_verify_reports_another_run_by_design(ranks, monkeypatch, capsys):
 
 def test_verify_finds_what_does_not_hold(ranks, monkeypatch):
     """A data set that depends on the rank: samples are trained on twice, and others not at all."""
-    monkeypatch.setattr(exchanges, "run_ranks", processes_of(ranks))
+    monkeypatch.setattr(diagnose, "run_ranks", processes_of(ranks))
     found = verify_exchanges(str(FAULTS / "data_order.py"), "local-sgd", settings=Settings())
     assert [rule.holds for rule in found.rules] == [True, True, False]
     assert found.rules[2].found.startswith("step 0: ")

@@ -29,8 +29,7 @@ from lockstep.study.compare.benchmark import (
     split_layers,
     threads_of,
 )
-from lockstep.study.compare.comparison import footnotes, number, typical_step
-from lockstep.study.compare.verdict import judge, to_record
+from lockstep.study.compare.comparison import footnotes, judge, number, to_record, typical_step
 from lockstep.telemetry.provenance import Provenance, commit_of, gather
 from lockstep.telemetry.step_times import StepTimes
 from tests.training import make_task

@@ -7,8 +7,7 @@ import pytest
 
 from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
-from lockstep.study.compare.comparison import render_page
-from lockstep.study.compare.verdict import judge
+from lockstep.study.compare.comparison import judge, render_page
 from lockstep.telemetry.provenance import Provenance
 from tests.unit.compare_planted import MIB, comparison, contender
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.study.compare.comparison import Comparison
-from lockstep.study.compare.verdict import judge
+from lockstep.study.compare.comparison import Comparison, judge
 from tests.unit.compare_planted import comparison, contender
 
 AGREE = (

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.cli.studies import report
 from lockstep.errors import ConfigurationError
 from lockstep.study.compare.benchmark import merge
-from lockstep.study.compare.verdict import judge
+from lockstep.study.compare.comparison import judge
 from lockstep.study.report.figures import find_costs
 from lockstep.telemetry import resources
 from lockstep.telemetry.cost import Price, Usage

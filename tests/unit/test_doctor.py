@@ -16,7 +16,7 @@ from rich.console import Console
 from lockstep.cli import main
 from lockstep.errors import ConfigurationError
 from lockstep.study.common import MIB
-from lockstep.study.doctor import examine, machine, network, task
+from lockstep.study.doctor import examine, machine, network
 from lockstep.study.doctor.findings import CHECKS, NotChecked, Plan, Report, Severity, judge
 from lockstep.study.links import Link
 
@@ -55,7 +55,7 @@ SOUND = {
         disk_problem="",
         filesystem="ext4",
         free_bytes=100 * GIB,
-        task=task.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
+        task=machine.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
         environ={"NCCL_DEBUG": "WARN", "PATH": "/usr/bin"},
     ),
     "network": network.Network(
@@ -70,7 +70,7 @@ SOUND = {
         port_problem="",
     ),
     "job": network.Job(PLAN, (VERSIONS, VERSIONS), Link(1.1e9)),
-    "task": task.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
+    "task": machine.TaskFacts("net", 64, 4, 1000, False, (), 4 * MIB, 4 * MIB),
 }
 CPU_HEAVY = replace(SOUND["task"], weight_bytes=8 * GIB, trained_bytes=8 * GIB)
 GPU_PLAN = replace(ALONE, on_gpus=True)
@@ -321,7 +321,7 @@ task = lockstep.Task(
 
 def test_a_task_is_read_without_being_trained(tmp_path, capfd):
     (tmp_path / "t.py").write_text(TASK)
-    facts, missed = task.read_task(str(tmp_path / "t.py"), Plan(2))
+    facts, missed = machine.read_task(str(tmp_path / "t.py"), Plan(2))
     assert missed == []
     assert (facts.num_samples, facts.batchnorms) == (10, ["1"])
     assert facts.trained_bytes == 4 * (8 + 2 + 2 + 2)
@@ -333,7 +333,7 @@ def test_a_model_is_built_without_memory_or_torchs_compiler(tmp_path):
     (tmp_path / "t.py").write_text(TASK.replace("torch.nn.BatchNorm1d(2)", "torch.nn.Embedding(2**20, 2**20)"))
     code = """
 import sys
-from lockstep.study.doctor.task import _model_facts
+from lockstep.study.doctor.machine import _model_facts
 from lockstep.train.task import load_task
 print(_model_facts(load_task("t.py"))["weight_bytes"], "torch._dynamo" in sys.modules)
 """
@@ -345,20 +345,20 @@ def test_a_task_that_fails_or_takes_long_is_reported(tmp_path):
     file = tmp_path / "t.py"
     file.write_text("1 / 0\n")
     with pytest.raises(ConfigurationError, match="ZeroDivisionError"):
-        task.read_task(str(file), Plan(2))
+        machine.read_task(str(file), Plan(2))
     file.write_text(TASK.replace("lambda: torch.nn.Seq", "lambda: __import__('time').sleep(60) or torch.nn.Seq"))
     began = time.monotonic()
-    facts, missed = task.read_task(str(file), Plan(2), limit_s=1.0)
+    facts, missed = machine.read_task(str(file), Plan(2), limit_s=1.0)
     assert time.monotonic() - began < 5
     assert facts.weight_bytes == 0
     assert [one.because for one in missed] == ["it took too long"] * 2
     file.write_text(TASK.replace("torch.zeros(10, 4)", "None"))
-    facts, (missed,) = task.read_task(str(file), Plan(2))
+    facts, (missed,) = machine.read_task(str(file), Plan(2))
     assert (facts.num_samples, facts.batchnorms) == (None, ["1"])
     assert missed == NotChecked("the data set of the task", "AttributeError: 'NoneType' object has no attribute 'size'")
     file.write_text("x = 1\n")
     with pytest.raises(ConfigurationError):
-        task.read_task(str(file), Plan(2))
+        machine.read_task(str(file), Plan(2))
 
 
 REPORT = Report(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.study.report.advice import View
 from lockstep.study.report.figures import Cores
+from lockstep.study.report.view import View
 from lockstep.telemetry.figures import Figures, Straggler
 from lockstep.telemetry.record import Event, RankRecord, Recorded
 from lockstep.telemetry.step_times import PARTS, StepTimes

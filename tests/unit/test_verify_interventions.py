@@ -10,8 +10,7 @@ from sklearn.utils import check_random_state
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.study.verify.interventions import Given, NoBatchStatistics, Watch
-from lockstep.study.verify.sandbox import RecordedSamples, SampleRecorder, digest
+from lockstep.study.verify.interventions import Given, NoBatchStatistics, RecordedSamples, SampleRecorder, Watch, digest
 
 PRIVATE = torch.Generator().manual_seed(0)
 DRAWS = {

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from lockstep.study.verify import causes
 from lockstep.study.verify.causes import Cause, Findings, Row
+from lockstep.study.verify.diagnose import Verification, sentences
 from lockstep.study.verify.fingerprint import Difference, TraceComparison
 from lockstep.study.verify.interventions import Subject
-from lockstep.study.verify.verify_table import Verification, sentences
 from lockstep.train.settings import Settings
 
 FIRST = Difference("gradient", 1, "0.weight", (1,), 0.25, "off by 2.5e-01 of its size")

@@ -1,7 +1,5 @@
 """The command ``lockstep``: finds the subcommand, and ends every error the same way."""
 
-from __future__ import annotations
-
 import atexit
 import difflib
 import errno

@@ -99,8 +99,7 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
       lockstep compare examples/gpt.py --devices 2 --strategies torch-ddp,ddp --rounds 20
           two strategies, more rounds: a narrower spread
     """
-    from lockstep.study.compare import benchmark, verdict
-    from lockstep.study.compare.comparison import render_page
+    from lockstep.study.compare import benchmark, comparison
     from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
@@ -109,18 +108,18 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
     if html_file is not None:
         import_matplotlib()
     how["devices"] = _num_devices(how["devices"])
-    comparison = benchmark.compare(
+    measured = benchmark.compare(
         task_file,
         strategies=_words(strategies, benchmark.STRATEGIES),
         settings=_take_settings(how, *_COMPARED),
         **how,
         command=hide_secrets(["lockstep", *sys.argv[1:]]),
     )
-    console().print(comparison)
+    console().print(measured)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
-    write("figures", json_file, to_json(verdict.to_record(comparison, found)))
+    write("figures", json_file, to_json(comparison.to_record(measured, found)))
     if html_file is not None:
-        write("page", html_file, render_page(comparison, found))
+        write("page", html_file, comparison.render_page(measured, found))
 
 
 @command()
@@ -258,13 +257,12 @@ def verify(
       lockstep verify train.py --devices 2 --strategy diloco
           a run that differs by design: do its rules hold?
     """
-    from lockstep.study.verify.diagnose import verify as run_verification
-    from lockstep.study.verify.exchanges import verify_exchanges
+    from lockstep.study.verify import diagnose
 
     check_writable(json_file)
     given = Settings(**settings)
     check_engine(strategy, given)
-    run = run_verification if strategy == "ddp" else partial(verify_exchanges, strategy=strategy)
+    run = diagnose.verify if strategy == "ddp" else partial(diagnose.verify_exchanges, strategy=strategy)
     found = run(task_file, devices=_num_devices(devices), steps=steps, settings=given)
     console().print(found)
     write("findings", json_file, found.to_json())

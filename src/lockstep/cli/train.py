@@ -1,7 +1,5 @@
 """``lockstep train``: flags from the declared settings, then find the task, start the ranks if need be, and train."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

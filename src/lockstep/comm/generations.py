@@ -20,8 +20,6 @@ never wait for a new rank, N is then posted without it, and N + 1 with it when i
 too slow is left out of a generation in the same way.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -34,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from lockstep import activity
+from lockstep import activity, run_folder
 from lockstep.comm import rendezvous
 from lockstep.comm.network import cut_links
 from lockstep.comm.rendezvous import JOINS
@@ -43,16 +41,7 @@ from lockstep.comm.store import USE_LIBUV
 from lockstep.comm.world import BARRIER_TIMEOUT_S, World, destroy_default_group, form_group
 from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
-from lockstep.run_folder import (
-    SPARE,
-    Arrival,
-    Generation,
-    announce_recovery,
-    current_run_folder,
-    own_name,
-    report_broken,
-    withdraw_recovery,
-)
+from lockstep.run_folder import SPARE, Arrival, Generation
 from lockstep.torch_internals import backend_of, process_groups, restart_group_names
 
 # How often a rank looks for a new generation; and how long after an error in a collective it waits for one. The
@@ -82,7 +71,7 @@ class Membership:
     is_used = False
 
     def __init__(self, world: World, arrival: Arrival | None = None) -> None:
-        folder = current_run_folder()
+        folder = run_folder.current_run_folder()
         assert folder is not None, "only processes of our launcher have one"
         self._world, self._folder, self._arrival = world, folder, arrival
         self.number = 0
@@ -97,12 +86,12 @@ class Membership:
     def close(self, is_complete: bool = True) -> None:
         """Stop to follow the generations; ``is_complete``: as this rank has completed its part of the job."""
         self._ends.set()
-        withdraw_recovery(self._folder, os.getpid(), is_complete=is_complete)
+        run_folder.withdraw_recovery(self._folder, os.getpid(), is_complete=is_complete)
 
     def _announce(self, generation: int = -1) -> None:
         if self._arrival is not None:
             self._arrival = replace(self._arrival, generation=generation, time_ns=time.time_ns())
-        announce_recovery(self._folder, os.getpid(), self._arrival)
+        run_folder.announce_recovery(self._folder, os.getpid(), self._arrival)
         self._has_announced = True
 
     def arrive(self, number: int) -> None:
@@ -140,7 +129,7 @@ class Membership:
             limit_s = max(_PATIENCE_S, 2 * machine_timeout_s())
         # A new process, or a spare, has no generation yet that could be broken.
         if self.newer() is None and (self.number > 0 or JOINS not in os.environ):
-            report_broken(self._folder, os.getpid(), self.number)
+            run_folder.report_broken(self._folder, os.getpid(), self.number)
             if self._world.local_world_size < self._world.world_size:
                 # So that the ranks of other machines, which may wait for this one, notice it, too.
                 interrupt_groups()
@@ -248,7 +237,7 @@ class Membership:
 
 def _take_number(env: RankEnv) -> None:
     """Make the variables, files and title of this process those of its rank, which may be another one than before."""
-    before, os.environ["WORLD_SIZE"] = own_name(), str(env.world_size)
+    before, os.environ["WORLD_SIZE"] = run_folder.own_name(), str(env.world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(env.local_world_size)
     if before == str(env.rank):
         return

@@ -10,8 +10,6 @@ are gathered in shared memory. If machines have different numbers of ranks, Gloo
 The carriers of a slice sum it once, and the other ranks copy the sum, so all ranks get the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Changes to a rank's own process: safe forks, keeping freed memory, and appearing as the only process."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

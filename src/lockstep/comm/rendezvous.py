@@ -1,7 +1,5 @@
 """Rendezvous of the ranks: a connection to the store of their job, and the membership check at the start."""
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The key-value store through which ranks and machines find each other: its server, and the status notes in it."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

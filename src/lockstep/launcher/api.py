@@ -1,7 +1,5 @@
 """`launch`: run a function on every device, from a plain script or a notebook."""
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import os

@@ -5,8 +5,6 @@ script pays for its imports. The program then runs as under ``python -u TARGET A
 spawned children find it under that name, and it has its own ``sys.argv`` and ``sys.path[0]``.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """How a rank's exception or exit status becomes the launcher's message; see `job_error`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -16,8 +16,6 @@ string hashes, and /proc/PID/environ shows the launcher's variables: their title
 any interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -22,8 +22,6 @@ and store. A launcher that an answer does not reach is left out: its next reques
 Source: torchft (https://github.com/meta-pytorch/torchft), whose managers use the lighthouse in the same way.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import math

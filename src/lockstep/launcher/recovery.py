@@ -18,8 +18,6 @@ Spares are started when all ranks have said that they can go on: of a program th
 and would run it alone.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -18,8 +18,6 @@ is further, and the other one takes its outer parameters. A rank that has come t
 optimizer and the number of steps of another, and has trained on nothing: its weight in this exchange is 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

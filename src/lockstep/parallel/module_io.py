@@ -1,7 +1,5 @@
 """How wrappers access their module: the tensors in inputs and outputs, and the names of its state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from operator import is_not

@@ -21,6 +21,8 @@ from rich import table as rich_table
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from lockstep.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from lockstep.train.task import Task
 
@@ -52,6 +54,20 @@ def run_ranks(
 
     with raising_task_errors():
         return launch(_in_world, function, args, backend, devices=devices, timeout_s=timeout_s)
+
+
+def check_numbers(devices: int, **others: int | None) -> None:
+    """Refuse a number below 1 that the user gave by this name, and more devices than there are.
+
+    Raises:
+        ConfigurationError: A number is not allowed; says which are.
+    """
+    from lockstep.accelerator import check_count  # torch, see above
+
+    for name, value in {"devices": devices, **others}.items():
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
+    check_count(devices)
 
 
 def _in_world(function: Callable[..., Any], args: Sequence[Any], backend: str | None) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -292,7 +293,7 @@ def _reduced_backward_s(alone_s: float, trips: Sequence[_Trip], profile: Profile
 
 # --- the bandwidth from which more machines are worthwhile ------------------------------------------------------------
 
-_SLOWEST, _FASTEST = 1e2, 1e12  # bytes per second
+_RATES = [100.0 * 1.001**step for step in range(23_040)]  # bytes per second, from 100 to 1e12
 
 
 def break_even(rate_over: Callable[[float], float], target: float) -> float | None:
@@ -302,13 +303,8 @@ def break_even(rate_over: Callable[[float], float], target: float) -> float | No
         rate_over: Returns the samples per second for the rate of a link; monotonic.
         target: Samples per second.
     """
-    low, high = _SLOWEST, _FASTEST
-    if rate_over(high) <= target:
-        return None
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if rate_over(middle) > target else (middle, high)
-    return high
+    place = bisect(_RATES, target, key=rate_over)
+    return _RATES[place] if place < len(_RATES) else None
 
 
 # --- measuring a link -------------------------------------------------------------------------------------------------

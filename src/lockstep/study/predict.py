@@ -1,7 +1,5 @@
 """`predict`: is a task faster on several machines over a network, and which options help?"""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
-from typing_extensions import override
 
-from lockstep.accelerator import check_count, default_device
+from lockstep.accelerator import default_device
 from lockstep.comm.collectives import broadcast_object
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError, LockstepError
-from lockstep.study.common import Shown, Spread, Table, load, log, paired_ratio, run_ranks
+from lockstep.study.common import Shown, Spread, Table, check_numbers, load, log, paired_ratio, run_ranks
 from lockstep.study.compare import benchmark
 from lockstep.study.compare.benchmark import Entrant
 from lockstep.train.plan import PER_PROCESS, check_batch
@@ -232,14 +231,12 @@ def tune(
         ConfigurationError: Task, settings and devices do not fit together; says what to change.
         LockstepError: The task cannot be trained with the initial settings.
     """
-    if devices < 1:
-        raise ConfigurationError(f"devices={devices} is not allowed.\nGive a whole number of at least 1.")
     if not 0 < minutes < 10_000:
         raise ConfigurationError(f"minutes={minutes:g} is not allowed.\nGive a number above 0.")
     settings = FitSettings(**{**(start or {}), "devices": None})
     for name in {*strategies, settings.strategy} - {*POSSIBLE}:
         raise ConfigurationError(f"There is no strategy {name!r} to tune.\nChoose from: {', '.join(POSSIBLE)}.")
-    check_count(devices)
+    check_numbers(devices)
     found = load(task, prepares=True)
     check_batch(found, settings, num_shares(settings.strategy, devices))
     name = Path(task).name if isinstance(task, str) else found.name
@@ -309,7 +306,6 @@ class Sweep(Shown):
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 
-    @override
     def __rich__(self) -> RenderableType:
         """Lay out the table, the remarks and the conclusion: at most 100 columns."""
         began = in_words({"strategy": self.start.strategy, **differences(FitSettings(), self.start)})

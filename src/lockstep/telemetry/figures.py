@@ -9,8 +9,6 @@ determines the time of the step. Its sum over the steps, each with its own last 
 different machines are not compared.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

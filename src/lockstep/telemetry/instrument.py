@@ -23,13 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from lockstep.torch_internals import (
-    COMPILED_CALL,
-    BaseDataLoaderIter,
-    comm_hooks_of,
-    current_graph_task_id,
-    queue_callback,
-)
+from lockstep import torch_internals
 
 Listener = Callable[..., object]
 Fail = Callable[[Exception], None]
@@ -134,7 +128,7 @@ class Instrument(ExitStack):
                 behind(model, args, kwargs, output)
                 return output
 
-            self.replace(model, COMPILED_CALL, call)
+            self.replace(model, torch_internals.COMPILED_CALL, call)
         else:
             self.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             self.callback(model.register_forward_hook(behind, with_kwargs=True).remove)
@@ -168,18 +162,18 @@ class Instrument(ExitStack):
 
         def finish() -> None:
             own_work_done()
-            queue_callback(at_end)
+            torch_internals.queue_callback(at_end)
 
         at_own_end = self._hook(finish)
 
         def first_gradient(_: Tensor) -> None:
             nonlocal task
-            current = current_graph_task_id()
+            current = torch_internals.current_graph_task_id()
             if current in (-1, task) or not is_watching():
                 return
             task = current
             begins()
-            queue_callback(at_own_end)
+            torch_internals.queue_callback(at_own_end)
 
         return self._hook(first_gradient)
 
@@ -214,7 +208,7 @@ class Instrument(ExitStack):
             return around(lambda: original(iterator), sizes.get(iterator))
 
         self.wrap(DataLoader, "__iter__", start)
-        self.wrap(BaseDataLoaderIter, "__next__", fetch)
+        self.wrap(torch_internals.BaseDataLoaderIter, "__next__", fetch)
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +239,7 @@ class Instrument(ExitStack):
             # By name, as --adopt puts our class in the place of torch's.
             kind = type(module)
             is_torchs = kind.__module__.startswith("torch.") and kind.__name__ == "DistributedDataParallel"
-            if is_torchs and not comm_hooks_of(module):
+            if is_torchs and not torch_internals.comm_hooks_of(module):
                 module.register_comm_hook(module.process_group, stock_comm_hooks().allreduce_hook)  # type: ignore[operator]
 
         self.callback(register_module_forward_pre_hook(self._hook(hook_torchs)).remove)
@@ -253,9 +247,9 @@ class Instrument(ExitStack):
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward, which may recompute forwards."""
-    return current_graph_task_id() != -1
+    return torch_internals.current_graph_task_id() != -1
 
 
 def compiled_call(module: nn.Module) -> Any:
     """Return the function set by ``module.compile()``, which calls module and hooks; None if there is none."""
-    return getattr(module, COMPILED_CALL, None)
+    return getattr(module, torch_internals.COMPILED_CALL, None)

@@ -1,7 +1,5 @@
 """Who gets the figures of a run: subscribers, and the sinks of ``log_to``: TensorBoard, Prometheus, W&B, MLflow."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

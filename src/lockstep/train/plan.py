@@ -1,7 +1,5 @@
 """The plan of a run, computed before it starts: devices, steps, shares, virtual shards, learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Profiling of some steps with torch.profiler, one Chrome trace per rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path

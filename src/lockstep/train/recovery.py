@@ -17,8 +17,6 @@ buffers of rank zero are sent to all ranks, as rank zero may be lost after it. O
 are aborted, and leave anything in the gradients: so before an update the host waits for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

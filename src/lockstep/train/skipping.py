@@ -1,7 +1,5 @@
 """What a run stops at, or skips and counts: samples that cannot be read, and steps whose gradient is not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """One training step, read from top to bottom; `fit` and `compare` both drive it, a step at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

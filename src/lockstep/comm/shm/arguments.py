@@ -1,7 +1,5 @@
 """The arguments of c10d's calls: all overloads of torch in one form, and what one rank alone can refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any

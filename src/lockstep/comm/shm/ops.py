@@ -1,7 +1,5 @@
 """The collectives of c10d on a shared segment, for tensors on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

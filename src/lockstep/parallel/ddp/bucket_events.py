@@ -1,7 +1,5 @@
 """The events of a step, and the times of its buckets for the record of a run."""
 
-from __future__ import annotations
-
 import time
 from enum import Enum
 from typing import Any, Protocol

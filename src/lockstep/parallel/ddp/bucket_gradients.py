@@ -1,7 +1,5 @@
 """What works on the gradients of whole buckets: their norms, checks of their values, an optimizer in backward."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Uneven inputs: how a rank without more data takes part while others still train. Design: docs/design/ddp.md."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum
 from typing import Any

@@ -1,7 +1,5 @@
 """Run each replica in its own persistent thread: forward for outputs, forward and backward for gradients."""
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

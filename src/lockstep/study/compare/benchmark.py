@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lockstep.accelerator import check_count, default_device, synchronize
+from lockstep.accelerator import default_device, synchronize
 from lockstep.comm.collectives import all_reduce, broadcast_object
 from lockstep.comm.world import World
 from lockstep.data.loader import LoadOptions
 from lockstep.errors import ConfigurationError
-from lockstep.study.common import load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
-from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup
-from lockstep.study.compare.verdict import judge
+from lockstep.study.common import check_numbers, load, log, measure_busy_cores, peak_bytes, reset_peak, run_ranks
+from lockstep.study.compare.comparison import SINGLE, Candidate, Comparison, Measurement, Setup, judge
 from lockstep.telemetry.cost import Price
 from lockstep.telemetry.resources import UsageMeter
 from lockstep.telemetry.step_times import combine
@@ -98,10 +97,7 @@ def compare(
     loaded = load(task, prepares=True)
     device_type = default_device().type
     taking_part, left_out = choose(strategies, cuda=device_type == "cuda")
-    for name, value in (("devices", devices), ("rounds", num_rounds), ("warmup", num_warmup), ("steps", num_steps)):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
-    check_count(devices)
+    check_numbers(devices, rounds=num_rounds, warmup=num_warmup, steps=num_steps)
     check_batch(loaded, settings, devices)
     # The schedule, if the task has one, covers the longest possible run.
     settings = replace(settings, epochs=None, steps=num_warmup + num_rounds * (num_steps or MOST_STEPS))
@@ -272,11 +268,12 @@ class Entrant:
 
     def turn(self, run: Callable[[Trainer], T]) -> T | None:
         """Wait for all ranks, then call ``run`` on those that compute and return its result; None on the others."""
-        if self._num_steps_ahead and self._start() and self.trainer is not None:
+        start = partial(start_together, self._strategy, self.num_threads, self._world)
+        if self._num_steps_ahead and start() and self.trainer is not None:
             # Consume the batches that loader processes loaded while others were measured.
             with self.trainer.without_sync():
                 time_steps(self.trainer, self._num_steps_ahead)
-        if not self._start() or self.trainer is None:
+        if not start() or self.trainer is None:
             return None
         try:
             found = run(self.trainer)
@@ -285,9 +282,6 @@ class Entrant:
             raise
         _stop_loading(self.trainer)
         return found
-
-    def _start(self) -> bool:
-        return start_together(self._strategy, self.num_threads, self._world)
 
 
 def _stop_loading(trainer: Trainer) -> None:

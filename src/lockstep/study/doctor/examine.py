@@ -19,9 +19,8 @@ from lockstep.errors import EXIT_CODE, ConfigurationError, LockstepError
 from lockstep.launcher.api import num_cores
 from lockstep.study.common import grid
 from lockstep.study.doctor.findings import WORDS, Finding, NotChecked, Plan, Report, Severity, judge, worst_first
-from lockstep.study.doctor.machine import read_machine
+from lockstep.study.doctor.machine import read_machine, read_task
 from lockstep.study.doctor.network import Job, read_network, read_versions
-from lockstep.study.doctor.task import read_task
 from lockstep.study.links import probe_link
 from lockstep.study.rehearse.runner import is_task
 

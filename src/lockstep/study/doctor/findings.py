@@ -1,7 +1,5 @@
 """The table of checks: each is one function, with its texts above it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The rules of faults to inject, written ``kind:key=value,key=value``, and the notes that ranks leave of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Inject faults inside a rank: kill, hang, slow down, run out of memory or disk, cut the network, corrupt numbers."""
 
-from __future__ import annotations
-
 import builtins
 import fcntl
 import io

@@ -1,7 +1,5 @@
 """Run a job with faults, read what it logs, and judge whether each fault was noticed."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

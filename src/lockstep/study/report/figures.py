@@ -1,7 +1,5 @@
 """What else a report derives from a record: network, costs, cores and timelines; pure functions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -19,9 +19,8 @@ from lockstep.errors import ConfigurationError
 from lockstep.study import drawing
 from lockstep.study.common import MIB, Shown, Table
 from lockstep.study.drawing import html_page, html_table, items
-from lockstep.study.report.advice import View
 from lockstep.study.report.figures import bars_of, find_costs, find_window
-from lockstep.study.report.view import BaselineComparison, compare_with_baseline, sentences, view_run
+from lockstep.study.report.view import BaselineComparison, View, compare_with_baseline, sentences, view_run
 from lockstep.telemetry.record import StepLine, Timeline
 from lockstep.telemetry.step_times import PARTS
 

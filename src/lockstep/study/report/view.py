@@ -1,21 +1,288 @@
-"""A recorded run with its figures and advice, a comparison with another run, the summary, and a Chrome trace."""
+"""A recorded run: its figures, advice with predicted gains, a comparison, the summary, and a Chrome trace."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.study.links import format_megabytes
-from lockstep.study.report.advice import View, who_has_the_cores
-from lockstep.study.report.figures import bars_of, find_cores, find_network
-from lockstep.telemetry.figures import find_figures
+from lockstep.study.common import MIB
+from lockstep.study.links import Cost, Method, format_megabytes, predict_step
+from lockstep.study.report.figures import Cores, Network, bars_of, find_cores, find_network, num_machines
+from lockstep.telemetry.figures import Figures, find_figures
 from lockstep.telemetry.live_view import rate
 from lockstep.telemetry.record import Recorded, kind_of, read_run
 from lockstep.telemetry.step_times import PARTS, milliseconds
+
+# A gain below this is not worth a sentence.
+WORTH = 1.03
+_WORTH_WORKERS_ON_CPU = 1.3
+
+
+@dataclass(frozen=True)
+class View:
+    """A recorded run, and what follows from its record.
+
+    Attributes:
+        figures: Of its steps.
+        network: The traffic between machines; None for one machine, or if it was not recorded.
+        cores: The use of the cores; None if unknown.
+        task: The name of the task.
+        device: The type of the devices, such as ``cpu`` or ``cuda``.
+        num_devices: The number of devices on which it trained.
+    """
+
+    run: Recorded
+    figures: Figures
+    network: Network | None
+    cores: Cores | None
+    task: str
+    device: str
+    num_devices: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that trained."""
+        return len(self.figures.by_rank)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the largest part of a step is waiting for a core."""
+        return self.part("core_wait") == max(self.figures.critical.parts().values(), default=0.0) > 0
+
+    @property
+    def advice(self) -> list[Advice]:
+        """Changes that are worthwhile, largest gain first. Those that change the results of training come last.
+
+        The gain is the ratio of the present time of a step to the predicted one. Without a prediction there is none.
+        """
+        if self.part("total") <= 0:
+            return []
+        # The other times of a run that mostly waits for cores do not show what could be gained.
+        rules = [_cores] if self.is_starved else _RULES
+        found = [advice for rule in rules for advice in rule(self) if advice.gain >= WORTH]
+        return sorted(found, key=lambda advice: (not advice.keeps_run, -advice.gain))
+
+    def part(self, *names: str) -> float:
+        """Return the seconds of parts of a step on the critical path; see `StepTimes.part`."""
+        return self.figures.critical.part(*names)
+
+    def number(self, name: str) -> int | None:
+        """Return a whole number of the session or its settings, such as the global batch size; None if unknown."""
+        found = self.run.config.get(name)
+        return found if type(found) is int else None
+
+    def gain(self, saved_s: float) -> float:
+        """Return the ratio of the throughput if a step were so much shorter to the present one."""
+        return self.part("total") / (self.part("total") - min(saved_s, 0.95 * self.part("total")))
+
+    def share(self, *parts: str) -> str:
+        """Return the share of parts of a step in words."""
+        return f"{self.part(*parts) / self.part('total'):.0%}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change.
+
+    Args:
+        cause: What was measured.
+        change: What to do.
+        gain: Predicted ratio of the new throughput to the present one.
+        keeps_run: Whether the change keeps the results of training; a larger batch does not.
+        bound: ``about``, or ``at most`` or ``at least`` if only a bound of the gain is known.
+    """
+
+    cause: str
+    change: str
+    gain: float
+    keeps_run: bool = True
+    bound: str = "about"
+
+    @property
+    def text(self) -> str:
+        """The advice as a sentence."""
+        return f"{self.cause}: {self.change} would give {self.bound} {self.gain:.2f} times the throughput."
+
+
+# Rules about what devices do: load, compute, update, stand still; and how many of them there should be.
+
+# From so many bytes on it is they that take long, not each message's own delay.
+LARGE_BYTES = 4 * MIB
+
+# How many times as large a batch is advised, and how much more rarely gradients are exchanged.
+_MOST_WORKERS = 16
+_TIMES = 4
+
+# From this part of a step on that does not grow with the batch, a larger one is worth a sentence.
+_OVERHEAD = 0.25
+
+# ZeRO-1 must save this share of a step. What it saves below that, its second exchange takes (bench/results/advice.txt).
+_DIVIDED_SHARE = 0.2
+
+# What a process waits for a micro-batch of a loader process at least: it comes through a pipe and shared memory.
+_HANDOVER_S = 0.0003
+
+
+def who_has_the_cores(cores: Cores | None) -> tuple[str, str]:
+    """Return why ranks waited for cores, and what to do about it; empty if there is nothing to do."""
+    if cores is None or not cores.total:
+        return "other programs use the cores", "stopping other programs, or a higher quota,"
+    most, least = max(cores.others, cores.stolen, cores.throttled), 0.1 * cores.total
+    if most < least:
+        return _crowded(cores)
+    # Other programs keep nobody from cores that are idle.
+    idle = cores.total - cores.ranks - cores.others - cores.stolen
+    if cores.throttled == most or min(cores.throttled, idle) > least:
+        return "the quota of the control group stops the ranks", "a higher quota (cpu.max)"
+    if cores.others == most:
+        who, change = "other programs use", "stopping them, or reserving cores for the run (taskset),"
+    else:
+        who, change = "the hypervisor keeps", "a machine that nobody else uses"
+    return f"{who} {most:.1f} of {cores.total:g} cores", change
+
+
+def _crowded(cores: Cores) -> tuple[str, str]:
+    """Return the same for ranks that have the cores to themselves."""
+    num, threads = cores.num_ranks, cores.threads
+    if num * threads <= cores.total:
+        return f"loaders and other threads of the ranks use the {cores.total:g} cores, too", ""
+    ways = [f"fewer ranks (--devices {fitting})"] if 0 < (fitting := int(cores.total // threads)) < num else []
+    ways += [f"fewer threads (--threads {max(1, int(cores.total // num))})"] if threads != 1 else []
+    return f"the ranks have more threads than the {cores.total:g} cores", ", or ".join(ways)
+
+
+def _cores(view: View) -> Iterator[Advice]:
+    # At most, as ranks that run at the same time compete for memory.
+    why, change = who_has_the_cores(view.cores)
+    if change:
+        cause = f"The ranks wait for a core during {view.share('core_wait')} of the step, as {why}"
+        yield Advice(cause, change, view.gain(view.part("core_wait")), bound="at most")
+
+
+def _loading(view: View) -> Iterator[Advice]:
+    # If a single rank loads slowly, `_slow_rank` applies: more workers on all ranks would not help.
+    slow, present = view.figures.straggler, view.number("workers")
+    if present is None or (slow is not None and slow.part == "data_wait"):
+        return
+    total_s, wait_s = view.part("total"), view.part("data_wait")
+    # Without workers, all loading is waiting. With workers, these are always busy, and still too slow.
+    loading_s = wait_s if present == 0 else present * total_s
+    # So many that they load the samples of a step during its other work.
+    needed = math.ceil(loading_s / max(total_s - wait_s, 1e-9) - 1e-9)
+    workers = min(_MOST_WORKERS, max(present + 1, needed))
+    step_s = max(total_s - wait_s, loading_s / workers) + (view.number("accumulate") or 1) * _HANDOVER_S
+    if view.cores is not None and view.cores.total and view.device == "cpu":
+        # Loading is only moved to other cores: the total work of the cores stays the same.
+        step_s = max(step_s, min(1.0, (view.cores.ranks + view.cores.others) / view.cores.total) * total_s)
+    # On CPUs, loaders also take time from the ranks: in bench/advice.py, a run became slower where less was predicted.
+    if view.device == "cpu" and total_s / step_s < _WORTH_WORKERS_ON_CPU:
+        return
+    cause = f"Data wait is {view.share('data_wait')} of the step"
+    change = f"{workers} loader worker{'s' * (workers > 1)} per rank instead of {present} (--workers {workers})"
+    yield Advice(cause, change, total_s / step_s, bound="at most" if view.device == "cpu" else "about")
+
+
+def _slow_rank(view: View) -> Iterator[Advice]:
+    if (slow := view.figures.straggler) is not None:
+        # All others wait for it, so all lose this time.
+        change = f"making rank {slow.rank} as fast as the others (check its machine, its data and other programs there)"
+        yield Advice(str(slow).capitalize(), change, view.gain(slow.lost_s))
+
+
+def _too_small(view: View) -> Iterator[Advice]:
+    if view.num_ranks < 2 or view.figures.straggler is not None:  # which is why the others wait
+        return
+    # One device computes all shares one after the other, without an exchange. On CPUs the process could also use the
+    # cores of the other ranks. As its use of them is unknown, the prediction does not include it, and is a lower bound.
+    divided_s = view.part("data_wait", "forward", "backward")
+    alone_s = view.num_ranks * divided_s + view.part("optimizer", "other", "core_wait")
+    is_large = (view.number("gradient_bytes") or 0) >= LARGE_BYTES
+    why = "Exchanging gradients costs more than it saves" if is_large else "The model is too small for several devices"
+    cause = f"{why}: computing is {view.share('forward', 'backward')} of the step on {view.num_ranks} devices"
+    # With several threads, those of small operations wait for each other.
+    alone, bound = ("--devices 1 --threads 1", "at least") if view.device == "cpu" else ("--devices 1", "about")
+    yield Advice(cause, f"one device ({alone})", view.part("total") / alone_s, bound=bound)
+
+
+def _optimizer(view: View) -> Iterator[Advice]:
+    # Over links between machines, ZeRO-1 exchanges in two halves that nothing hides: that takes longer than it saves.
+    saved_s = view.part("optimizer") * (1 - 1 / view.num_ranks)
+    is_plain = view.run.config.get("strategy", "ddp") == "ddp" and num_machines(view.run) == 1
+    if not is_plain or saved_s < _DIVIDED_SHARE * view.part("total"):
+        return
+    cause = f"The optimizer is {view.share('optimizer')} of the step, the same on every rank"
+    yield Advice(cause, "dividing it among the ranks (--strategy ddp-zero1)", view.gain(saved_s))
+
+
+def _larger_batch(view: View) -> Iterator[Advice]:
+    # The time that does not depend on the number of samples is then spent less often.
+    rarer, batch = 1 - 1 / _TIMES, view.number("global_batch_size")
+    if view.num_ranks > 1 and all(alone.gain < WORTH for alone in _too_small(view)):
+        # Accumulation needs no more memory. The update is less frequent, too.
+        if view.gain(rarer * view.part("wire")) < WORTH:
+            return
+        fixed_s, pieces = view.part("wire", "optimizer"), _TIMES * (view.number("accumulate") or 1)
+        cause = f"Exposed communication is {view.share('wire')} of the step"
+        flags = f"--accumulate {pieces} with a global batch {_TIMES} times as large"
+        change = f"exchanging gradients once for {pieces} micro-batches ({flags})"
+    else:
+        fixed_s = view.part("wire", "optimizer", "other")
+        if fixed_s < _OVERHEAD * view.part("total"):
+            return
+        size = f" {_TIMES * batch}" if batch else ""
+        cause = f"{view.share('wire', 'optimizer', 'other')} of the step does not depend on the number of samples"
+        change = f"a global batch {_TIMES} times as large (--global-batch-size{size})"
+    yield Advice(cause, change, view.gain(rarer * fixed_s), keeps_run=False)
+
+
+def _pauses(view: View) -> Iterator[Advice]:
+    for event, flag in (("evaluation", "--eval-every"), ("checkpoint", "--checkpoint-every")):
+        paused_s = sum(each.seconds or 0.0 for each in view.run.events if each.event == event)
+        share = paused_s / (view.figures.total_s or math.inf)
+        cause = f"Training pauses for {event}s during {share:.0%} of the run"
+        yield Advice(cause, f"half as many of them ({flag} STEPS)", 1 / (1 - min(share, 0.99) / 2))
+
+
+# Ways to exchange gradients, with whether they keep the results of training. Those that compress have a ratio.
+_METHODS = {
+    "rounding gradients for the exchange (--compression bf16)": (Method("bf16", cost=Cost(0.5)), True),
+    "rounding gradients to 8 bits, with error feedback (--compression int8)": (Method("int8", cost=Cost(0.25)), True),
+    "exchanging parameters every 8 steps (--strategy local-sgd)": (Method("local-sgd", sync_every=8), False),
+}
+
+
+def _exchange(view: View) -> Iterator[Advice]:
+    network, cause = view.network, f"Exposed communication is {view.share('wire')} of the step"
+    if view.run.config.get("strategy", "ddp") != "ddp":
+        return
+    for change, (method, keeps_run) in _METHODS.items():
+        is_rounding = method.name == "bf16"
+        if keeps_run and view.run.config.get("compression") is not None:
+            continue
+        if is_rounding and (view.number("gradient_bytes") or 0) < LARGE_BYTES:
+            continue
+        if network is not None and network.link is not None:
+            sent = f"{format_megabytes(network.sent_bytes)} from each of {network.num_machines} machines"
+            where = f"{cause} ({sent} at {network.link.bytes_per_s / 1e6:.3g} MB/s)"
+            ways = (Method("ddp"), method)
+            now, then = (predict_step(network.profile, way, network.link, network.num_machines) for way in ways)
+            # At most, as the record does not contain the time of encoding, which `lockstep predict` measures.
+            bound = "at most" if view.device == "cpu" else "about"
+            yield Advice(where, change, now.seconds / then.seconds, keeps_run, bound)
+        elif is_rounding and (view.device != "cpu" or num_machines(view.run) > 1):
+            # Half the bytes take half the time, unless most of it is latency. In shared memory, rounding takes as long
+            # as adding.
+            yield Advice(cause, change, view.gain(view.part("wire") / 2))
+
+
+_RULES = (_cores, _loading, _slow_rank, _exchange, _optimizer, _too_small, _larger_batch, _pauses)
+
+
+# Reading a run.
 
 
 def view_run(folder: Path) -> View:

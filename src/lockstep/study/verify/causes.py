@@ -1,7 +1,5 @@
 """Why two runs differ: experiments on determinism, on the division of a batch, and on the ranks' state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum

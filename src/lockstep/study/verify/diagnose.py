@@ -1,26 +1,28 @@
-"""`verify`: train as one process and as ranks, compare the traces, and run the experiments that find the cause."""
+"""`verify`: train as one process and as ranks, compare the traces, run the experiments that find the cause, report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from lockstep.accelerator import check_count
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch
-from lockstep.study.common import load, log, run_ranks
+from lockstep.errors import ConfigurationError, LaunchTimeout, ModelMismatch, ReplicasDiffer
+from lockstep.study.common import Shown, Table, check_numbers, load, log, run_ranks, to_json
 from lockstep.study.verify import causes
-from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Runs, attempt, tolerance_of
-from lockstep.study.verify.fingerprint import EXACT, Trace, TraceComparison, compare
+from lockstep.study.verify.causes import FIXES, Cause, Diagnosis, Findings, Outcome, Row, Runs, attempt, tolerance_of
+from lockstep.study.verify.fingerprint import EXACT, Tolerance, Trace, TraceComparison, compare
 from lockstep.study.verify.interventions import Division, Experiment, Given, Off, Subject
 from lockstep.study.verify.reference_loop import perform, perform_and_keep
-from lockstep.study.verify.verify_table import Verification
 from lockstep.train.plan import check_batch, plural
-from lockstep.train.settings import Settings
+from lockstep.train.settings import Settings, StrategyName, check_engine
 from lockstep.train.task import Task
 
 # How long the processes may take for each part. Ranks that wait for each other are reported much earlier.
@@ -51,10 +53,7 @@ def verify(
         LaunchTimeout: The processes did not finish in time.
     """
     settings = settings or Settings()
-    for name, value in (("devices", devices), ("steps", steps)):
-        if value < 1:
-            raise ConfigurationError(f"{name}={value} is not allowed.\nGive a whole number of at least 1.")
-    check_count(devices)
+    check_numbers(devices, steps=steps)
     try:
         check_batch(load(task, prepares=True), settings, devices)
     except ConfigurationError as error:
@@ -276,3 +275,270 @@ def run_on_ranks(study: AloneStudy, world: World) -> Runs:
     """Run the same experiments on the ranks. Collective: every rank of ``world``."""
     subject, given = study.division.subject, study.given
     return {name: attempt(perform, subject, study.experiment(name, "ranks"), given, world) for name in study.runs}
+
+
+# The result: in sentences, as tables for a terminal and as JSON.
+
+PLURALS = {"size": "sizes of data set and batch", "sample": "samples", "loss": "losses"}
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """What `verify` found.
+
+    Attributes:
+        subject: What was examined.
+        same: Whether it is the same run.
+        comparison: One process against the ranks; None where the ranks could not start.
+        repeatable: Whether one process is the same run twice, to the bit.
+        findings: The causes, if it is not the same run.
+        rows: The experiments that led to them.
+        explained: Whether the runs are the same with all causes turned off.
+        why_single: Why fp32 and not float64; empty for float64.
+        remark: Anything else to report; may be empty.
+    """
+
+    subject: Subject
+    same: bool
+    comparison: TraceComparison | None
+    repeatable: bool
+    findings: tuple[Diagnosis, ...] = ()
+    rows: tuple[Row, ...] = ()
+    explained: bool = True
+    why_single: str = ""
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The task's file, if it came from one."""
+        return Path(self.subject.task).name if isinstance(self.subject.task, str) else "task"
+
+    def __rich__(self) -> RenderableType:
+        """Lay out verdict, what was compared, and each experiment; the verdict comes first."""
+        subject, comparison = self.subject, self.comparison
+        heading = f"{self.name}: one process and {plural(subject.num_devices, 'rank')}, {_steps(subject.steps)}"
+        parts: list[RenderableType] = [Text(heading, style="bold"), Text()]
+        parts += [Text(sentence) for sentence in sentences(self)]
+        if comparison is not None:
+            rows: list[list[str | Text]] = []
+            for kind, worst in comparison.worst.items():
+                first = next((difference for difference in comparison.differences if difference.kind == kind), "")
+                largest = "none" if worst == 0 else f"{worst:.1e}" if isfinite(worst) else "-"
+                rows.append([PLURALS.get(kind, f"{kind}s"), largest, str(first)])
+            parts += [Text(), Table("What was compared", ["", "largest difference", "first difference"], rows).rich()]
+        if self.rows:
+            experiments: list[list[str | Text]] = [
+                [row.turned_off, row.compared, Text(row.outcome, style="" if row.same else "bold")] for row in self.rows
+            ]
+            parts.append(Table("Experiments", ["turned off", "runs", "outcome"], experiments).rich())
+        notes = (
+            f"Computed in {_exactness(self)}.",
+            self.why_single and f"Not computed in float64, because the task fails there: {self.why_single}",
+            self.remark,
+            "" if self.repeatable else "Two runs of one process differ.",
+        )
+        parts += [Text(note, style="dim") for note in notes if note]
+        return Group(*parts)
+
+    def to_json(self) -> str:
+        """Return everything for other programs; docs/verify.md describes the names, which stay."""
+        subject, comparison = self.subject, self.comparison
+        first = comparison.first if comparison else None
+        record = {
+            "version": 1,  # grows when a name or a meaning changes; new names leave it as it is
+            "task": self.name,
+            "same": self.same,
+            "setup": {
+                "num_devices": subject.num_devices,
+                "engine": "ddp",
+                "steps": list(subject.steps),
+                "seed": subject.settings.seed,
+                "reproducible": subject.settings.reproducible,
+                "precision": "float64" if subject.double else "fp32",
+                "exactness": _exactness(self),
+                "why_not_float64": self.why_single or None,
+            },
+            "repeatable": self.repeatable,
+            "first_difference": asdict(first) if first else None,
+            "largest_differences": comparison.worst if comparison else None,
+            "causes": [asdict(finding) for finding in self.findings],
+            "remark": self.remark or None,
+            "explained": self.explained,
+            "experiments": [asdict(row) for row in self.rows],
+            "verdict": sentences(self),
+        }
+        return to_json(record)
+
+
+def sentences(verification: Verification) -> list[str]:
+    """Return the verdict, a paragraph each: what is, then cause and fix for each cause."""
+    found = [_headline(verification)]
+    num = len(verification.findings)
+    for number, finding in enumerate(verification.findings, 1):
+        which = f"Cause {number} of {num}" if num > 1 else "Cause"
+        found.append(f"{which}: {finding.cause}. {finding.evidence}")
+        found.append(f"Fix: {finding.fix} {finding.tried}".rstrip())
+    failed = [row for row in verification.rows if row.error]
+    if not verification.same and not verification.findings:
+        found.append(
+            "No cause was found: turning off each of the features below did not make the runs the same. "
+            "Check how the first tensor that differs is computed, and whether that can depend on the rank."
+        )
+    elif not verification.same and not verification.explained:
+        found.append("There may be more causes: run verify again after fixing these.")
+    if failed and not verification.explained:
+        found.append(
+            f"{len(failed)} of {len(verification.rows)} experiments failed, and exclude no cause: {failed[0].error}"
+        )
+    return found
+
+
+def _headline(verification: Verification) -> str:
+    subject, comparison = verification.subject, verification.comparison
+    who = plural(subject.num_devices, "rank")
+    if verification.same:
+        verb = "train" if subject.num_devices > 1 else "trains"
+        return (
+            f"The same training run: {who} {verb} as one process does, over {_steps(subject.steps)} "
+            f"({_exactness(verification)})."
+        )
+    if comparison is None:
+        return f"Not the same training run: the {who} cannot train together."
+    if comparison.first is None:
+        return f"Not reproducible: one process and {who} agree, but no two runs are equal to the bit."
+    return (
+        f"Not the same training run: {who} differ{'s' * (subject.num_devices == 1)} from one process, first in the "
+        f"{comparison.first}."
+    )
+
+
+def _exactness(verification: Verification) -> str:
+    """Return in what precision the runs were compared, and how closely."""
+    subject = verification.subject
+    closely = f"{tolerance_of(subject).relative:.0e} of each tensor's size"
+    return f"{'float64' if subject.double else 'fp32'}, to {'the bit' if subject.settings.reproducible else closely}"
+
+
+def _steps(numbers: tuple[int, ...]) -> str:
+    """Return which steps were trained, such as ``steps 0 to 2 and 5``."""
+    if len(numbers) == 1:
+        return f"step {numbers[0]}"
+    if numbers[-1] == numbers[-2] + 1:
+        return f"steps {numbers[0]} to {numbers[-1]}"
+    first = f"steps {numbers[0]} to {numbers[-2]}" if len(numbers) > 2 else f"steps {numbers[0]}"
+    return f"{first} and {numbers[-1]}, the epoch's last"
+
+
+# Runs with ``local-sgd`` and ``diloco`` differ by design, but three rules must hold.
+
+_SAME_RUN = "With SGD, an exchange in every step and an outer rate of 1, the run is the same as with ddp."
+_SAME_BITS = "After each exchange all ranks hold the same bits."
+_EACH_SAMPLE = "Each sample of a global batch is trained on once, on one rank."
+
+# By how much parameters may differ in rounding, relative to their norm.
+_DOUBLE, _SINGLE = 1e-12, 1e-5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, whether it holds, and what was found."""
+
+    text: str
+    holds: bool
+    found: str
+
+
+@dataclass(frozen=True, repr=False)
+class Rules(Shown):
+    """The rules for a task that is trained with a strategy."""
+
+    task: str
+    strategy: str
+    rules: tuple[Rule, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether all rules hold: the run is as it should be."""
+        return all(rule.holds for rule in self.rules)
+
+    def __rich__(self) -> RenderableType:
+        verdict = f"The run differs by design: with {self.strategy}, ranks train independently between exchanges. "
+        verdict += "All rules hold." if self.same else "Not all rules hold."
+        rows: list[list[str | Text]] = [
+            [rule.text, Text("holds") if rule.holds else Text("does not hold", style="bold"), rule.found]
+            for rule in self.rules
+        ]
+        table = Table("Rules", ["", "outcome", "found"], rows).rich()
+        return Group(Text(self.task, style="bold"), Text(), Text(verdict), Text(), table)
+
+    def to_json(self) -> str:
+        """Return the same for other programs; docs/verify.md describes the names."""
+        return to_json({"version": 1, **asdict(self), "by_design": True, "holds": self.same})
+
+
+def verify_exchanges(
+    task: Task | str,
+    strategy: StrategyName,
+    *,
+    devices: int = 2,
+    steps: int = 4,
+    settings: Settings,
+) -> Rules:
+    """Train some steps of ``task`` on ranks that exchange parameters now and then, and check the rules.
+
+    Starts its own processes and blocks until they end. If these steps contained fewer than two exchanges, ranks
+    exchange more often.
+
+    Args:
+        task: A task, or where to find it: ``FILE.py`` or ``FILE.py:NAME``.
+        strategy: ``local-sgd`` or ``diloco``.
+        devices: Ranks.
+        steps: Steps to train.
+        settings: How to train.
+
+    Raises:
+        ConfigurationError: The task, the settings or the devices cannot be used.
+    """
+    check_numbers(devices, steps=steps)
+    check_engine(strategy, settings)
+    loaded = load(task, prepares=True)
+    check_batch(loaded, settings, devices)
+    name = Path(task).name if isinstance(task, str) else loaded.name
+    start = partial(run_ranks, timeout_s=TIMEOUT_S)
+    every = min(settings.sync_every or 50, max(1, steps // 2))
+    settings = replace(settings, steps=steps, epochs=None, check_replicas=1)
+    often = replace(settings, sync_every=every, sync_delay=min(settings.sync_delay or 0, every - 1))
+    none: dict[str, Any] = dict.fromkeys(("sync_every", "fragments", "sync_delay", "outer_lr", "outer_momentum"))
+    plain = replace(settings, **none)
+    pickled = task if isinstance(task, str) else cloudpickle.dumps(task)
+    subject = Subject(pickled, plain, devices, steps, steps=tuple(range(steps)))
+    alone: Alone = start(run_alone, subject, devices=1)[0]
+    subject, on_ranks = alone.subject, Experiment("ranks", watched=False, strategy=strategy)
+    runs: list[list[Trace] | str] = start(train_apart, replace(subject, settings=often), on_ranks, devices=devices)
+    ddp = start(perform, subject, replace(on_ranks, strategy="ddp", is_sgd=True), Given(), devices=devices)
+    in_each_step = replace(subject, settings=replace(plain, sync_every=1))
+    as_ddp = replace(on_ranks, strategy="local-sgd", is_sgd=True)
+    equal = start(perform, in_each_step, as_ddp, Given(), devices=devices)
+
+    limit, kind = (_DOUBLE, "float64") if subject.double else (_SINGLE, "float32")
+    worst = compare([one for (one,) in ddp], [one for (one,) in equal], Tolerance(limit, 0.0)).worst["parameter"]
+    words = f"parameters differ by {worst:.1e} of their norm in {kind}; allowed: {limit:.0e}"
+    rules = [Rule(_SAME_RUN, worst <= limit, words)]
+    if problems := [run for run in runs if isinstance(run, str)]:
+        return Rules(name, strategy, (*rules, Rule(_SAME_BITS, False, problems[0])))
+    traces = [trace for run in runs for trace in run if isinstance(trace, Trace)]
+    ends = [{name: each.digest for name, each in run.steps[-1].tensors["parameter"].items()} for run in traces]
+    others = [rank for rank, end in enumerate(ends) if end != ends[0]]
+    words = f"checked with an exchange every {every} steps"
+    rules.append(Rule(_SAME_BITS, not others, f"not on rank {others[0]} and rank 0 at the end" if others else words))
+    wrong, words = compare(alone.traces, traces, EXACT).of_kind("sample"), f"those of one process in {steps} steps"
+    rules.append(Rule(_EACH_SAMPLE, not wrong, f"step {wrong.step}: {wrong.words} of one process" if wrong else words))
+    return Rules(name, strategy, tuple(rules))
+
+
+def train_apart(subject: Subject, experiment: Experiment, world: World) -> list[Trace] | str:
+    """Train the steps; return the reason if replicas differ. Collective: every rank of ``world``."""
+    try:
+        return perform(subject, experiment, Given(), world)
+    except ReplicasDiffer as error:  # on every rank
+        return str(error).partition("\n")[0]

@@ -1,7 +1,5 @@
 """Fingerprints of tensors, the trace of a run that consists of them, and the differences between two traces."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

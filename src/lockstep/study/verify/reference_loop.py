@@ -14,8 +14,7 @@ from lockstep.containers import map_tensors
 from lockstep.data.order import cut, mix, seed_cpu
 from lockstep.errors import ConfigurationError
 from lockstep.study.verify.fingerprint import StepTrace, Trace, fingerprint, fingerprint_model, read_rates
-from lockstep.study.verify.interventions import Experiment, Given, Off, Subject, is_batch_norm
-from lockstep.study.verify.sandbox import Sandbox, open_sandbox
+from lockstep.study.verify.interventions import Experiment, Given, Off, Sandbox, Subject, is_batch_norm, open_sandbox
 from lockstep.train.settings import StrategyName
 from lockstep.train.step import INIT, LossModule, Objective, Part
 from lockstep.train.task import build_model, build_optimizer

@@ -4,8 +4,6 @@ A strategy runs forward and backward of a micro-batch. Then ``param.grad`` of th
 all devices of ``grad(value * weight) * scale``. Everything else in the training step is the same for all strategies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from abc import ABC, abstractmethod
