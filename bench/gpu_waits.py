@@ -146,7 +146,6 @@ def run_of(world: Any, setting: dict[str, Any], waits: Waits) -> Any:
     changes = dict(setting)
     loss_of = changes.pop("loss", mean)
     count = SAMPLES * world.world_size
-    samples = TensorDataset(torch.randn(4 * count, 16), torch.randint(10, (4 * count,)))
 
     def loss(model: Any, batch: Any) -> Any:
         waits.part = FORWARD
@@ -161,7 +160,7 @@ def run_of(world: Any, setting: dict[str, Any], waits: Waits) -> Any:
 
     task = lockstep.Task(
         model=changes.pop("model", partial(tiny_layers, 20)),
-        dataset=lambda: samples,
+        dataset=lambda: TensorDataset(torch.randn(4 * count, 16), torch.randint(10, (4 * count,))),
         loss=loss,
         optimizer=optimizer,
         global_batch_size=count,

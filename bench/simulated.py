@@ -100,8 +100,10 @@ def train(contender: str, name: str, device: torch.device, window: Window) -> No
 
 def train_by_fit(name: str, window: Window) -> None:
     """Train by `lockstep.fit` on as many samples a step as `train` has."""
-    batches: list[Batch] = [MODELS[name].batch() for _ in range(NUM_RANKS * (WARM_UP + STEPS + 2))]
-    samples = torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+
+    def samples() -> torch.utils.data.TensorDataset:
+        batches: list[Batch] = [MODELS[name].batch() for _ in range(NUM_RANKS * (WARM_UP + STEPS + 2))]
+        return torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         window()
@@ -109,7 +111,7 @@ def train_by_fit(name: str, window: Window) -> None:
 
     task = lockstep.Task(
         model=MODELS[name].model,
-        dataset=lambda: samples,
+        dataset=samples,
         loss=loss,
         optimizer=torch.optim.AdamW,
         global_batch_size=NUM_RANKS * len(batches[0][0]),

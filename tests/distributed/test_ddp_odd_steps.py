@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -431,8 +432,8 @@ def own_averages(world):
 
 
 def a_step_apart(world):
-    """One rank runs a backward more, or none before its optimizer steps, or two steps of its optimizer."""
-    for kind in ("no backward", "two backwards", "two updates"):
+    """One rank runs a backward more, or none before its optimizer steps."""
+    for kind in ("no backward", "two backwards"):
         model, _ = usual_steps(world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         _, mine = inputs(world, 0)
@@ -443,8 +444,28 @@ def a_step_apart(world):
                     loss = model(mine).sum()
                     if not is_odd or kind != "no backward":
                         loss.backward()
-                for _ in range(1 + (is_odd and kind == "two updates")):
-                    optimizer.step()
+                optimizer.step()
+
+
+class Nested(torch.optim.SGD):
+    """Steps as many subclasses do: torch calls hooks of ``super().step()``, too, once plain SGD was created."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def hooks_called_unequally(world):
+    """It is no difference between ranks which optimizers they have created before, or that hooks are not called."""
+    model, oracle = usual_steps(world)
+    if world.rank == 0:
+        torch.optim.SGD(oracle.parameters(), lr=0.1)
+    optimizers = [Nested(each.parameters(), lr=0.1) for each in (model, oracle)]
+    if world.rank == 1:
+        optimizers[0].step = partial(type(optimizers[0]).step.__wrapped__, optimizers[0])  # as without torch's wrapper
+    for step in range(3):
+        one_step(world, model, oracle, step)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def calls_in_join(world):
@@ -459,6 +480,6 @@ def calls_in_join(world):
     assert model.module[1].num_batches_tracked == 8  # of the last rank that had data
 
 
-@pytest.mark.parametrize("scenario", [own_averages, calls_in_join, refused_steps, a_step_apart])
+@pytest.mark.parametrize("scenario", [own_averages, calls_in_join, refused_steps, a_step_apart, hooks_called_unequally])
 def test_steps_of_optimizers_and_ranks_without_data(ranks, scenario):
     ranks(2)(scenario)

@@ -82,7 +82,7 @@ def test_one_sample_for_batch_norm_is_explained():
         lockstep.fit(make_task(model=model, dataset=lambda: samples(25)), strategy="single", quiet=True)
     assert str(error.value) == (
         "A batch of 1 samples leaves this rank one in step 2, on which batch norm cannot train: Expected more than 1 "
-        "value per channel when training, got input size torch.Size([1, 6]).\nOmit an incomplete last batch "
+        "value per channel when training, got input size torch.Size([1, 6])\nOmit an incomplete last batch "
         "(drop_last=True in the task), choose another global_batch_size, or use nn.SyncBatchNorm."
     )
 

@@ -337,14 +337,14 @@ def two_backwards(model, data):
         ),
         (
             two_backwards,
-            "Rank 0: a second backward through SyncBatchNorm 4, or one after another forward, while other ranks have "
-            "no batch.\nThey can follow the SyncBatchNorm layers of one forward and one backward only.",
+            "Rank 0: a second synchronised backward after one forward in join(), while other ranks have no data.\n"
+            "Run all forwards and one backward, of the sum of the losses, in each step.",
         ),
     ],
 )
 def test_what_cannot_be_followed_is_an_error(ranks, work, text):
     first = ranks(2).each(joined_on_rank_1(work), timeout=10.0)[0].error
-    assert type(first) is LockstepError and str(first) == text
+    assert isinstance(first, LockstepError) and str(first) == text
 
 
 def test_a_backward_that_is_never_run_ends_in_an_error(ranks):

@@ -90,8 +90,9 @@ def test_five_faults_at_once_are_all_found_though_a_rank_cannot_train_on_the_las
     ]
     assert verification.subject.steps == (0, 1, 2)
     assert verification.remark == (
-        "Without the epoch's last batch, on which the ranks fail (Expected more than 1 value per channel when "
-        "training, got input size torch.Size([1, 16])): consider Task.drop_last."
+        "Without the epoch's last batch, on which the ranks fail (A batch of 3 samples leaves this rank one in step "
+        "8, on which batch norm cannot train: Expected more than 1 value per channel when training, got input size "
+        "torch.Size([1, 16])): consider Task.drop_last."
     )
 
 

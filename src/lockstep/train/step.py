@@ -376,8 +376,8 @@ def explain_one_sample(error: BaseException, micro: MicroBatch) -> None:
     if "Expected more than 1 value per channel" in str(error) and min(micro.sizes) == 1:
         raise ConfigurationError(
             f"A batch of {micro.num_global} samples leaves this rank one in step {micro.step + 1}, on which batch norm "
-            f"cannot train: {error}.\nOmit an incomplete last batch (drop_last=True in the "
-            "task), choose another global_batch_size, or use nn.SyncBatchNorm."
+            f"cannot train: {error}\nOmit an incomplete last batch (drop_last=True in the task), choose another "
+            "global_batch_size, or use nn.SyncBatchNorm."
         ) from error
 
 

@@ -364,7 +364,7 @@ class Reducer:
         if (self._used or self._inbox) and not self._sharers:  # another wrapper may have averaged them
             self._used.update(self._drain())
             self._updates.refuse_local(optimizer, indices, self._used)
-        self._updates.count(optimizer)
+        self._updates.count()
 
     # --- a step opens -----------------------------------------------------------------------------------------------
 
@@ -556,7 +556,7 @@ class Reducer:
                     if step.is_opened_by_output and self.weights.window is None:
                         self._watch_last(step.arrived)
                 self._used = set()
-                self.weights.num_updates = 0
+                self._updates.begin_count()
                 self.num_buckets_reduced = len(step.in_flight)
                 self._notify(Event.CLOSED)
                 self._drop_step()

@@ -40,7 +40,10 @@ class Updates:
 
     The reducer also counts the steps between two reductions, and the ranks compare the numbers in their weight
     messages: a rank that ran a backward less than the others has stepped once more since its last reduction, and one
-    that left out or repeated a step no longer has the same parameters.
+    that ran a backward more, or left out a step, once less. Some optimizers call this hook twice a step (a subclass
+    that calls ``super().step()``, a wrapper around another optimizer), depending on what the process has created
+    before, and some never. So only the first step after a forward counts, and a number is known only if a step was
+    counted before it.
 
     Args:
         bucket_set: The parameters.
@@ -51,9 +54,8 @@ class Updates:
     def __init__(self, bucket_set: BucketSet, weights: Weights, group: Group) -> None:
         self._bucket_set, self._weights, self._group = bucket_set, weights, group
         self._num_forwards = self._num_forwards_updated = 0  # with a synchronised backward; before the last step
-        self._stepped: set[int] = set()  # the optimizers since that forward, or since the last reduction
         self._num_calls = 0  # of collectives, before the last forward without a synchronised backward
-        self._accumulates = self._has_warned = False
+        self._accumulates = self._has_warned = self._has_counted = False
 
     def begin_forward(self, *, will_sync: bool, has_gradients: bool) -> None:
         """Record a forward, and whether there are gradients of this rank alone."""
@@ -63,15 +65,17 @@ class Updates:
         else:
             self._num_calls = num_calls()
 
-    def count(self, optimizer: Optimizer) -> None:
-        """Count a step. Of several optimizers that step after one forward, only the first counts."""
-        updates, is_first = self._weights.num_updates, self._num_forwards > self._num_forwards_updated
-        if updates == 0 or is_first:
-            self._stepped.clear()
-        if updates is not None and (not self._stepped or id(optimizer) in self._stepped):
-            self._weights.num_updates = updates + 1
-        self._stepped.add(id(optimizer))
-        self._num_forwards_updated = self._num_forwards
+    def count(self) -> None:
+        """Count a step, if it is the first after a forward."""
+        if self._num_forwards > self._num_forwards_updated:
+            self._num_forwards_updated, self._has_counted = self._num_forwards, True
+            if self._weights.num_updates is not None:
+                self._weights.num_updates += 1
+
+    def begin_count(self) -> None:
+        """Count anew after a reduction."""
+        self._weights.num_updates = 0 if self._has_counted else None
+        self._has_counted = False
 
     def refuse_early(self, optimizer: Optimizer, indices: Iterable[int], finished: Sequence[int]) -> None:
         """Refuse a step within backward over parameters that are not in a bucket of ``finished``.

@@ -505,7 +505,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             kind = type(optimizer).__name__
             raise ConfigurationError(f"{kind} {why}; so it cannot be divided among ranks.\nUse strategy ddp.")
         vars(self).update(step_hooks)
-        vars(self).update({name: value for name, value in self._attributes.items() if not hasattr(self, name)})
+        new = self._attributes.keys() - vars(self).keys() - set(dir(type(self)))
+        vars(self).update({name: self._attributes[name] for name in new})
         for each in self._shards:
             vars(each.optimizer).update(self._attributes)
         if optimizer.state:
