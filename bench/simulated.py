@@ -101,7 +101,7 @@ def train(contender: str, name: str, device: torch.device, window: Window) -> No
 def train_by_fit(name: str, window: Window) -> None:
     """Train by `lockstep.fit` on as many samples a step as `train` has."""
 
-    def samples() -> torch.utils.data.TensorDataset:
+    def samples() -> torch.utils.data.TensorDataset:  # called with the seed set, so it is the same on all ranks
         batches: list[Batch] = [MODELS[name].batch() for _ in range(NUM_RANKS * (WARM_UP + STEPS + 2))]
         return torch.utils.data.TensorDataset(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
@@ -114,7 +114,7 @@ def train_by_fit(name: str, window: Window) -> None:
         dataset=samples,
         loss=loss,
         optimizer=torch.optim.AdamW,
-        global_batch_size=NUM_RANKS * len(batches[0][0]),
+        global_batch_size=NUM_RANKS * len(MODELS[name].batch()[0]),
     )
     lockstep.fit(task, strategy="ddp", epochs=1)
 
