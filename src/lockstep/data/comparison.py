@@ -1,7 +1,7 @@
 """The check that every process has the same samples, which the division of a global batch requires."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.containers import items_of
+from lockstep.data.loader import HasEpochs, LoadOptions, Request, load
+from lockstep.data.order import mix
 from lockstep.errors import ConfigurationError
 
 
@@ -58,7 +60,64 @@ def _update_digest(digest: blake2b, value: Any) -> None:
         digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
 
-_NUM_REPEATS = 5
+# Separates the choice of the samples that the ranks compare from random numbers of other purposes with the same seed.
+_COMPARED = 7
+_NUM_COMPARED, _NUM_REPEATS = 8, 5
+
+
+def check_same_data(
+    samples: Any,
+    field: str,
+    how: LoadOptions,
+    *,
+    seed: int,
+    group: Group | None,
+    device: torch.device,
+    epochs: Sequence[HasEpochs] = (),
+) -> None:
+    """Check that all ranks have the same number of samples, and that some samples are equal, before they are used.
+
+    Samples that change when they are read again, as the data set draws from a generator of its own, are not compared.
+    Those of a stream are compared while it is read.
+
+    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
+
+    Args:
+        samples: A data set.
+        field: Its field in the task.
+        how: How its samples are loaded: here, too, in a loader process, as some files must not be open at a fork.
+        seed: Of the run.
+        group: The ranks that train together; None: only this process.
+        device: For NCCL a CUDA device.
+        epochs: What is told the epoch.
+
+    Raises:
+        ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
+    """
+    if group is None or group.size() == 1:
+        return
+    length = None if isinstance(samples, IterableDataset) else len(samples)
+    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
+    for rank, other in enumerate(lengths):
+        if other != lengths[0]:
+            raise ConfigurationError(
+                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
+                "Every rank must see the same files, and they must not change."
+            )
+    if length is None:
+        return
+    indices = [mix(seed, _COMPARED, number) % length for number in range(_NUM_COMPARED)]
+    how = replace(how, collate=checksum, workers=min(how.workers, 1), pin_memory=False)
+
+    def read(times: int) -> list[str]:
+        found = load(samples, [Request(0, 0, length, {0: indices})] * times, how, seed=seed, epochs=epochs)
+        return ["" if micro.bad else micro.batches[0] for micro in found]
+
+    def again() -> bool:
+        return set(read(_NUM_REPEATS)) == {mine}
+
+    (mine,) = read(1)
+    check_same_samples(mine, field, 0, group=group, device=device, is_stable=again)
 
 
 def check_same_samples(
@@ -68,7 +127,7 @@ def check_same_samples(
     *,
     group: Group | None,
     device: torch.device,
-    again: Callable[[], str] | None = None,
+    is_stable: Callable[[], bool] | None = None,
 ) -> None:
     """Check that all ranks read the same samples: of a global batch of a stream, or some that each of them reads.
 
@@ -80,7 +139,7 @@ def check_same_samples(
         step: The step of the batch.
         group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
-        again: Reads them again. If they then differ on a rank, the data draws from a generator of its own.
+        is_stable: Returns whether they are the same when they are read again.
 
     Raises:
         ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
@@ -90,9 +149,8 @@ def check_same_samples(
     checksums: list[str] = all_gather_object(mine, group=group, device=device)
     first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
     others = [str(rank) for rank, other in enumerate(checksums) if other and other != checksums[first]]
-    if others and again is not None:
-        is_stable = all(again() == mine for _ in range(_NUM_REPEATS))
-        others *= all(all_gather_object(is_stable, group=group, device=device))
+    if others and is_stable is not None:
+        others *= all(all_gather_object(is_stable(), group=group, device=device))
     if others:
         ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
         raise ConfigurationError(
@@ -101,29 +159,3 @@ def check_same_samples(
             "process, such as the order of a set or of os.listdir, and shuffle or split with a seed of your own, or "
             "with random, numpy.random or torch, whose seeds are set."
         )
-
-
-def check_same_length(samples: Any, field: str, *, group: Group | None, device: torch.device) -> None:
-    """Check that all ranks have the same number of samples; those of a stream are compared while it is read.
-
-    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
-
-    Args:
-        samples: A data set.
-        field: Its field in the task.
-        group: The ranks that train together; None: only this process.
-        device: For NCCL a CUDA device.
-
-    Raises:
-        ConfigurationError: On every rank: the numbers differ; names the first rank that differs from the first of all.
-    """
-    if group is None:
-        return
-    length = None if isinstance(samples, IterableDataset) else len(samples)
-    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
-    for rank, other in enumerate(lengths):
-        if other != lengths[0]:
-            raise ConfigurationError(
-                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
-                "Every rank must see the same files, and they must not change."
-            )

@@ -20,8 +20,8 @@ from lockstep import activity
 from lockstep.accelerator import check_count
 from lockstep.comm.collectives import all_gather_object, is_initialized
 from lockstep.comm.world import World, init
-from lockstep.data.comparison import check_same_length
-from lockstep.data.loader import BadSample, explaining_worker_failures
+from lockstep.data.comparison import check_same_data
+from lockstep.data.loader import BadSample, explaining_worker_failures, having_epochs
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
@@ -244,16 +244,16 @@ class Run:
         if settings.export is not None:
             check_export(Path(settings.export))
         prepare(task, world)
-        devices, several = devices_of(settings, world), world.world_size > 1
-        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices, compares=several)
-        self.trainer = trainer
-        # Each rank computes the order of samples from its own length: with another length the batches would differ.
-        check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
+        devices = devices_of(settings, world)
+        self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
         self._evaluator = None
         if task.eval_dataset is not None:
-            samples = build_dataset(task, evaluation=True)
-            check_same_length(samples, "eval_dataset", group=trainer.group, device=trainer.device)
-            self._evaluator = Evaluator(task, trainer, samples)
+            self._evaluator = Evaluator(task, trainer, build_dataset(task, evaluation=True))
+        # Each rank computes the order of samples from its own length: with another length the batches would differ.
+        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
+        check(trainer.samples, "dataset", seed=settings.seed, epochs=having_epochs(trainer.samples))
+        if self._evaluator is not None:
+            check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self.has_new_best = False
