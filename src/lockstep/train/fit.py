@@ -261,19 +261,19 @@ class Run:
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
         signals.num_steps_done = lambda: trainer.num_steps_done
-        # Without a folder for checkpoints a stopped run could not save.
-        if checkpoints is not None:
-            trainer.stop_requested = lambda: signals.asked() is not None
-            trainer.failure_seen = lambda: checkpoints.failure is not None
         # What is due after the last step, in order; the same on every rank.
         self._due: list[str] = []
         self._actions: dict[str, Callable[[], None]] = {
-            "agree": self._agree,  # raises an error if a checkpoint could not be written
             "check": trainer.check_replicas,
             "compare": lambda: self._record.compare_ranks(self._stragglers),
             "evaluate": self.evaluate,
             "save": self.save,
         }
+        # Without a folder for checkpoints a stopped run could not save.
+        if checkpoints is not None:
+            trainer.stop_requested = lambda: signals.asked() is not None
+            trainer.failure_seen = lambda: checkpoints.failure is not None
+            self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
         self.stops = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
@@ -398,15 +398,6 @@ class Run:
         if not self.stops:
             self._due += ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
             self._due += ["save"] * self.is_due(settings.checkpoint_every)
-
-    def _agree(self) -> None:
-        """Raise an error if a checkpoint could not be written. Collective: every rank.
-
-        Raises:
-            CheckpointError: On every rank: a checkpoint could not be written.
-        """
-        if self._checkpoints is not None:
-            self._checkpoints.agree()
 
     # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
 

@@ -249,8 +249,7 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
         ConfigurationError: The data set is empty or has no length; only a data set for training may be a stream.
     """
     field = "eval_dataset" if evaluation else "dataset"
-    make: Callable[[], Any] = getattr(task, field)
-    dataset = make()
+    dataset: Any = getattr(task, field)()
     is_stream = isinstance(dataset, IterableDataset)
     if is_stream and not evaluation:
         return dataset
