@@ -52,11 +52,9 @@ def _update_digest(digest: blake2b, value: Any) -> None:
         digest.update(f"{type(value).__name__ if is_dataclass(value) else 'list'}{len(items)}".encode())
         for item in items:
             _update_digest(digest, item)
-    elif isinstance(value, bytes | bytearray):
-        digest.update(b"bytes%d" % len(value) + value)
     else:
         # Of other objects only the type: their repr may contain an address.
-        is_plain = value is None or isinstance(value, str | int | float | complex | np.generic)
+        is_plain = value is None or isinstance(value, str | bytes | bytearray | int | float | complex | np.generic)
         digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
 
