@@ -22,7 +22,7 @@ from lockstep.data.comparison import check_same_samples
 from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_order
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.parallel.consistency import refuse_difference
+from lockstep.parallel.consistency import check_models_agree, refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
@@ -347,6 +347,9 @@ class Trainer:
                     "Use strategy dp, which runs on CPUs too."
                 )
             return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
+        if name in ("fsdp", "torch-ddp"):  # torch's classes do not compare names
+            named = model.named_parameters(remove_duplicate=False)
+            check_models_agree(named, model.named_buffers(), group=world.group, device=world.device)
         if name == "fsdp":
             return strategies.FullyShard(model, objective, world, devices[0])
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
