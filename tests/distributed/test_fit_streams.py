@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, get_worker_info
 
 import lockstep
 from lockstep.data import TokenFiles
@@ -286,14 +286,17 @@ def test_a_rank_that_skips_a_sample_of_a_stream_is_found(ranks, how, step, tmp_p
         )
 
 
-@pytest.mark.parametrize("field", ["dataset", "eval_dataset"])
-def test_data_of_equal_length_that_differ_between_ranks_are_an_error_on_every_rank(ranks, field):
+@pytest.mark.parametrize(("field", "workers"), [("dataset", 0), ("dataset", 1), ("eval_dataset", 0)])
+def test_data_of_equal_length_that_differ_between_ranks_are_an_error_on_every_rank(ranks, field, workers):
     def run(world):
-        same = [(torch.ones(1), n) for n in range(20)]
-        other = [(torch.ones(1), n + world.rank) for n in range(20)]
+        def sample(number):  # files that are open when loader processes are forked cannot be shared
+            assert (get_worker_info() is None) == (workers == 0)
+            return torch.ones(1), number
+
+        same, other = (_Numbered(range(first, first + 20), sample) for first in (0, world.rank))
         data = {"dataset": lambda: same, "eval_dataset": lambda: same} | {field: lambda: other}
         task = make_task(loss=lambda model, batch: model(batch[0]).mean(), model=lambda: nn.Linear(1, 1), **data)
-        lockstep.fit(task, steps=1, quiet=True)
+        lockstep.fit(task, steps=1, quiet=True, workers=workers)
 
     for outcome in ranks(3).each(run):
         text = f"Task.{field} gave different samples on ranks 1, 2 than on rank 0, in step 0.\n"

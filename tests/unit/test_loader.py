@@ -102,3 +102,27 @@ def test_loading_leaves_the_callers_generator_of_seeds_alone():
     drawn = torch.rand(())
     torch.manual_seed(0)
     assert drawn == torch.rand(())
+
+
+class Drawn(Dataset):
+    """Draws its samples for each epoch, as for negative sampling."""
+
+    def set_epoch(self, epoch):
+        self.samples = [random.random() for _ in range(10)]
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+def test_what_a_data_set_draws_for_an_epoch_is_the_same_in_every_process():
+    def read(state, workers):
+        random.seed(state)
+        batches = micro_batches(4, samples=Drawn(), workers=workers)
+        return [micro.batches[0].tolist() for micro in batches]
+
+    epochs = read(1, 0)
+    assert epochs == read(2, 0) == read(1, 2)
+    assert set(epochs[0]).isdisjoint(epochs[2])

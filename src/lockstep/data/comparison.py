@@ -1,7 +1,7 @@
 """The check that every process has the same samples, which the division of a global batch requires."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch.utils.data import IterableDataset
 
 from lockstep.comm.collectives import Group, all_gather_object
 from lockstep.containers import items_of
+from lockstep.data.loader import HasEpochs, LoadOptions, Request, load
+from lockstep.data.order import mix
 from lockstep.errors import ConfigurationError
 
 
@@ -50,26 +52,66 @@ def _update_digest(digest: blake2b, value: Any) -> None:
         digest.update(f"{type(value).__name__ if is_dataclass(value) else 'list'}{len(items)}".encode())
         for item in items:
             _update_digest(digest, item)
-    elif isinstance(value, bytes | bytearray):
-        digest.update(b"bytes%d" % len(value) + value)
     else:
         # Of other objects only the type: their repr may contain an address.
-        is_plain = value is None or isinstance(value, str | int | float | complex | np.generic)
+        is_plain = value is None or isinstance(value, str | bytes | bytearray | int | float | complex | np.generic)
         digest.update(f"{type(value).__name__}{repr(value) if is_plain else ''}".encode())
 
 
-_NUM_REPEATS = 5
+# Separates the choice of the samples that the ranks compare from random numbers of other purposes with the same seed.
+_COMPARED = 7
+_NUM_COMPARED, _NUM_READS = 4, 4
 
 
-def check_same_samples(
-    mine: str,
+def check_same_data(
+    samples: Any,
     field: str,
-    step: int,
+    how: LoadOptions,
     *,
+    seed: int,
     group: Group | None,
     device: torch.device,
-    again: Callable[[], str] | None = None,
+    epochs: Sequence[HasEpochs] = (),
 ) -> None:
+    """Check that all ranks have the same number of samples, and that some samples are equal, before they are used.
+
+    Samples that change when they are read again, as the data set draws from a generator of its own, are not compared.
+    Those of a stream are compared while it is read.
+
+    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
+
+    Args:
+        samples: A data set.
+        field: Its field in the task.
+        how: How its samples are loaded: here, too, in a loader process, as some files must not be open at a fork.
+        seed: Of the run.
+        group: The ranks that train together; None: only this process.
+        device: For NCCL a CUDA device.
+        epochs: What is told the epoch.
+
+    Raises:
+        ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
+    """
+    if group is None or group.size() == 1:
+        return
+    length = None if isinstance(samples, IterableDataset) else len(samples)
+    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
+    for rank, other in enumerate(lengths):
+        if other != lengths[0]:
+            raise ConfigurationError(
+                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
+                "Every rank must see the same files, and they must not change."
+            )
+    if length is not None:
+        indices = [mix(seed, _COMPARED, number) % length for number in range(_NUM_COMPARED)]
+        how = replace(how, collate=checksum, workers=min(how.workers, 1), pin_memory=False)
+        requests = [Request(0, 0, length, {0: indices})] * _NUM_READS
+        read = load(samples, requests, how, seed=seed, epochs=epochs)
+        first, *others = {"" if micro.bad else micro.batches[0] for micro in read}
+        check_same_samples("" if others else first, field, 0, group=group, device=device)
+
+
+def check_same_samples(mine: str, field: str, step: int, *, group: Group | None, device: torch.device) -> None:
     """Check that all ranks read the same samples: of a global batch of a stream, or some that each of them reads.
 
     Collective: every rank of ``group``, if there is one. Blocks until all have called it.
@@ -80,7 +122,6 @@ def check_same_samples(
         step: The step of the batch.
         group: The ranks that train together; None: only this process.
         device: For NCCL a CUDA device.
-        again: Reads them again. If they then differ on a rank, the data draws from a generator of its own.
 
     Raises:
         ConfigurationError: On every rank: they differ; names the ranks that differ from the first.
@@ -90,9 +131,6 @@ def check_same_samples(
     checksums: list[str] = all_gather_object(mine, group=group, device=device)
     first = next((rank for rank, checksum in enumerate(checksums) if checksum), 0)
     others = [str(rank) for rank, other in enumerate(checksums) if other and other != checksums[first]]
-    if others and again is not None:
-        is_stable = all(again() == mine for _ in range(_NUM_REPEATS))
-        others *= all(all_gather_object(is_stable, group=group, device=device))
     if others:
         ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
         raise ConfigurationError(
@@ -101,29 +139,3 @@ def check_same_samples(
             "process, such as the order of a set or of os.listdir, and shuffle or split with a seed of your own, or "
             "with random, numpy.random or torch, whose seeds are set."
         )
-
-
-def check_same_length(samples: Any, field: str, *, group: Group | None, device: torch.device) -> None:
-    """Check that all ranks have the same number of samples; those of a stream are compared while it is read.
-
-    Collective: every rank of ``group``, if there is one. Blocks until all have called it.
-
-    Args:
-        samples: A data set.
-        field: Its field in the task.
-        group: The ranks that train together; None: only this process.
-        device: For NCCL a CUDA device.
-
-    Raises:
-        ConfigurationError: On every rank: the numbers differ; names the first rank that differs from the first of all.
-    """
-    if group is None:
-        return
-    length = None if isinstance(samples, IterableDataset) else len(samples)
-    lengths: list[int | None] = all_gather_object(length, group=group, device=device)
-    for rank, other in enumerate(lengths):
-        if other != lengths[0]:
-            raise ConfigurationError(
-                f"Task.{field} has {lengths[0]} samples on rank 0, but {other} on rank {rank}.\n"
-                "Every rank must see the same files, and they must not change."
-            )

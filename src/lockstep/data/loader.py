@@ -26,7 +26,6 @@ from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, S
 
 from lockstep.accelerator import recorded_event
 from lockstep.containers import map_tensors
-from lockstep.data.comparison import checksum, is_compared
 from lockstep.data.order import BatchSplit, GlobalOrder, mix, seed_cpu
 from lockstep.data.tokens import TokenFiles
 from lockstep.env import check_socket_folder
@@ -135,10 +134,6 @@ def batched_getitem(samples: Any, collate: Collate | None) -> Callable[[list[int
 # Separates the random numbers of augmentation from those of other purposes with the same seed.
 _SAMPLE = 2
 
-# Likewise, and how many samples the ranks compare at once.
-_COMPARED = 7
-_NUM_COMPARED = 3
-
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -151,7 +146,6 @@ class LoadOptions:
         ahead: Batches that each loader process loads before they are needed.
         skip_bad: Whether samples that cannot be read are skipped; otherwise a micro-batch with one has no samples.
         threads: Cores that an operation in a loader process may use; 1, which is torch's choice, if None.
-        compares: Whether there are other ranks with which samples are compared.
     """
 
     collate: Collate | None
@@ -160,7 +154,6 @@ class LoadOptions:
     ahead: int = 2
     skip_bad: bool = False
     threads: int | None = None
-    compares: bool = False
 
     def open(self, dataset: Dataset[Any], sampler: Iterable[Any] | None = None) -> DataLoader[Any]:
         """Return a loader of the unchanged items of ``dataset``, with loader processes if there are any."""
@@ -207,21 +200,20 @@ def _end_worker(error: Exception, _batch: object) -> None:
 class Request(NamedTuple):
     """The request to a loader process: the samples of one micro-batch, by the number of the share.
 
-    Empty shares are omitted. With ``compares``, also the checksum of some samples that every rank reads.
+    Empty shares are omitted.
     """
 
     epoch: int
     step: int
     num_global: int
     shares: dict[int, list[int]]
-    compares: bool = False
 
 
 class StreamNote(NamedTuple):
     """What the ranks compare and a stream's state, sent along with a micro-batch; see `lockstep.data.stream`.
 
     Args:
-        checksum: Of samples that all ranks read for this step; empty if they cannot be read.
+        checksum: Of samples that all ranks read for this step.
         state: The stream's position after the step, pickled, if it has a state.
         problem: Why the stream's states cannot be used, if so.
     """
@@ -252,28 +244,12 @@ class MicroBatch(NamedTuple):
         return list(map(len, self.samples))
 
 
-def train_requests(
-    order: GlobalOrder, split: BatchSplit, first_step: int, *, compares: bool = False
-) -> Iterator[Request]:
+def train_requests(order: GlobalOrder, split: BatchSplit, first_step: int) -> Iterator[Request]:
     """Yield all requests of this process from a step on, without end."""
     for step in itertools.count(first_step):
         batch = order.batch(step)
-        for index, shares in enumerate(split.micro_batches(batch)):
-            is_first = compares and index == 0 and is_compared(step)
-            yield Request(step // order.steps_per_epoch, step, len(batch), shares, is_first)
-
-
-def checksum_of_some(samples: Any, seed: int, epoch: int, step: int) -> str:
-    """Return the checksum of some samples, the same ones on every rank; empty if one cannot be read."""
-    read = []
-    for number in range(_NUM_COMPARED):
-        index = mix(seed, _COMPARED, step, number) % len(samples)
-        seed_cpu(mix(seed, _SAMPLE, epoch, index))
-        try:
-            read.append(samples[index])
-        except Exception:  # it is reported if the sample is needed
-            return ""
-    return checksum(read)
+        for shares in split.micro_batches(batch):
+            yield Request(step // order.steps_per_epoch, step, len(batch), shares)
 
 
 @runtime_checkable
@@ -304,13 +280,11 @@ class _Fetch(Dataset[MicroBatch]):
     def __getitem__(self, request: Request) -> MicroBatch:
         if request.epoch != self._epoch:
             for each in self._epochs:
+                seed_cpu(mix(self._seed, _SAMPLE, request.epoch))  # for what shuffles then
                 each.set_epoch(request.epoch)
             self._epoch = request.epoch
         bad: list[BadSample] = []
         micro = MicroBatch(request.step, request.num_global, [], [], [])
-        if request.compares:
-            found = checksum_of_some(self._samples, self._seed, request.epoch, request.step)
-            micro = micro._replace(note=StreamNote(found))
         for number, indices in request.shares.items():
             read, batch = self._share(indices, request, bad)
             if bad and not self._skip_bad:  # the run ends, so more samples are not needed
@@ -370,8 +344,7 @@ def load_order(
     order: GlobalOrder, samples: Any, split: BatchSplit, how: LoadOptions, step: int, _state: Any
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of this process from ``step`` on, without end; still in host memory."""
-    requests = train_requests(order, split, step, compares=how.compares)
-    return load(samples, requests, how, seed=order.seed, epochs=having_epochs(samples))
+    return load(samples, train_requests(order, split, step), how, seed=order.seed, epochs=having_epochs(samples))
 
 
 # --- Loader processes that die

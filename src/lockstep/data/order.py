@@ -141,8 +141,9 @@ def cut(size: int, num_parts: int, index: int) -> range:
     return range(start, start + quotient + (index < remainder))
 
 
-def cut_by(size: int, proportions: Sequence[float], index: int) -> range:
-    """Return the positions of part ``index`` of ``size`` items that are split into contiguous parts by ``proportions``.
+@lru_cache(maxsize=64)
+def cut_by(size: int, proportions: tuple[float, ...]) -> list[range]:
+    """Return the positions of each part of ``size`` items that are split into contiguous parts by ``proportions``.
 
     Each part has its exact portion, rounded up or down: all are rounded down, and the remaining items go, one each, to
     the parts with the largest remainders, the first of equals first. Equal proportions give the same parts as `cut`.
@@ -150,22 +151,14 @@ def cut_by(size: int, proportions: Sequence[float], index: int) -> range:
     Args:
         size: The number of items.
         proportions: A positive number for each part.
-        index: Which part.
     """
-    ends = _ends(size, tuple(proportions))
-    return range(ends[index], ends[index + 1])
-
-
-@lru_cache(maxsize=64)
-def _ends(size: int, proportions: tuple[float, ...]) -> list[int]:
-    """Return where each part of `cut_by` starts, and where the last one ends."""
     exact = [Fraction(proportion) for proportion in proportions]  # floats could round differently on another machine
     portions = [size * portion / sum(exact) for portion in exact]
     sizes = [floor(portion) for portion in portions]
     by_remainder = sorted(range(len(sizes)), key=lambda part: sizes[part] - portions[part])
     for part in by_remainder[: size - sum(sizes)]:
         sizes[part] += 1
-    return [0, *itertools.accumulate(sizes)]
+    return list(itertools.starmap(range, itertools.pairwise([0, *itertools.accumulate(sizes)])))
 
 
 @dataclass(frozen=True)
@@ -228,7 +221,7 @@ class BatchSplit:
         """Return the positions of ``share`` among ``size`` consecutive items."""
         if self.proportions is None:
             return cut(size, self.num_shares, share)
-        return cut_by(size, self.proportions, share)
+        return cut_by(size, tuple(self.proportions))[share]
 
     def positions_here(self, size: int) -> range:
         """Return the positions of this process among ``size`` consecutive items; they are also contiguous."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.accelerator import widest_dtype
 from lockstep.comm.collectives import all_gather_object, broadcast_coalesced
-from lockstep.data.comparison import check_same_samples
-from lockstep.data.loader import BadSample, MicroBatch, Request, checksum_of_some, load, to_device
+from lockstep.data.loader import BadSample, MicroBatch, Request, load, to_device
 from lockstep.data.order import mix, seed_cpu, seed_device
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.reduction_tree import ReductionTree
@@ -78,10 +76,6 @@ class Evaluator:
             with in_eval_mode(model), trainer.arithmetic.applied(), torch.no_grad():
                 for batch in self._batches(parts):
                     bad.add(batch)
-                    if batch.note is not None:
-                        again = partial(checksum_of_some, self.samples, self._seed, 0, 0)
-                        read = batch.note.checksum
-                        check_same_samples(read, "eval_dataset", 0, group=group, device=device, again=again)
                     if not batch.batches:
                         continue
                     if batch.numbers[0] != current:  # each part starts with the same buffers, on any rank
@@ -99,10 +93,6 @@ class Evaluator:
         ranks = [mine] if group is None else all_gather_object(mine, group=group, device=device)
         return _means([part for parts in ranks for part in parts])
 
-    @property
-    def _seed(self) -> int:
-        return mix(self.trainer.settings.seed, _EVALUATE)
-
     def _parts(self) -> dict[int, range]:
         """Return the contiguous samples that this rank evaluates: its share, or each of its virtual shards."""
         split, size = self.trainer.plan.split, len(self.samples)
@@ -113,16 +103,16 @@ class Evaluator:
     def _batches(self, parts: dict[int, range]) -> Iterator[MicroBatch]:
         """Yield this rank's samples, part after part, in batches of the size of training."""
         trainer, split = self.trainer, self.trainer.plan.split
-        requests = [Request(0, 0, len(self.samples), {}, compares=True)] * trainer.loading.compares
+        seed, requests = mix(trainer.settings.seed, _EVALUATE), []
         for share, mine in parts.items():
             # The size of a micro-batch of training is known to fit in memory.
             size = max(1, len(split.positions(trainer.plan.order.batch_size, share)) // split.accumulate)
             for number, start in enumerate(range(0, len(mine), size)):
                 samples = list(mine[start : start + size])
                 requests.append(Request(0, number, len(self.samples), {share: samples}))
-        for batch in load(self.samples, requests, trainer.loading, seed=self._seed):
+        for batch in load(self.samples, requests, trainer.loading, seed=seed):
             # By position, so that a model that uses random numbers in evaluation gets the same on any rank.
-            position = mix(self._seed, batch.step, *batch.numbers)
+            position = mix(seed, batch.step, *batch.numbers)
             seed_cpu(position)
             seed_device(trainer.device, position)
             yield to_device(batch, dict.fromkeys(batch.numbers, trainer.device))

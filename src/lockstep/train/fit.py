@@ -20,8 +20,8 @@ from lockstep import activity
 from lockstep.accelerator import check_count
 from lockstep.comm.collectives import all_gather_object, is_initialized
 from lockstep.comm.world import World, init
-from lockstep.data.comparison import check_same_length
-from lockstep.data.loader import BadSample, explaining_worker_failures
+from lockstep.data.comparison import check_same_data
+from lockstep.data.loader import BadSample, explaining_worker_failures, having_epochs
 from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
@@ -244,16 +244,16 @@ class Run:
         if settings.export is not None:
             check_export(Path(settings.export))
         prepare(task, world)
-        devices, several = devices_of(settings, world), world.world_size > 1
-        trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices, compares=several)
-        self.trainer = trainer
-        # Each rank computes the order of samples from its own length: with another length the batches would differ.
-        check_same_length(trainer.samples, "dataset", group=trainer.group, device=trainer.device)
+        devices = devices_of(settings, world)
+        self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
         self._evaluator = None
         if task.eval_dataset is not None:
-            samples = build_dataset(task, evaluation=True)
-            check_same_length(samples, "eval_dataset", group=trainer.group, device=trainer.device)
-            self._evaluator = Evaluator(task, trainer, samples)
+            self._evaluator = Evaluator(task, trainer, build_dataset(task, evaluation=True))
+        # Each rank computes the order of samples from its own length: with another length the batches would differ.
+        check = functools.partial(check_same_data, how=trainer.loading, group=trainer.group, device=trainer.device)
+        check(trainer.samples, "dataset", seed=settings.seed, epochs=having_epochs(trainer.samples))
+        if self._evaluator is not None:
+            check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
         self.has_new_best = False
@@ -261,19 +261,19 @@ class Run:
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
         signals.num_steps_done = lambda: trainer.num_steps_done
-        # Without a folder for checkpoints a stopped run could not save.
-        if checkpoints is not None:
-            trainer.stop_requested = lambda: signals.asked() is not None
-            trainer.failure_seen = lambda: checkpoints.failure is not None
         # What is due after the last step, in order; the same on every rank.
         self._due: list[str] = []
         self._actions: dict[str, Callable[[], None]] = {
-            "agree": self._agree,  # raises an error if a checkpoint could not be written
             "check": trainer.check_replicas,
             "compare": lambda: self._record.compare_ranks(self._stragglers),
             "evaluate": self.evaluate,
             "save": self.save,
         }
+        # Without a folder for checkpoints a stopped run could not save.
+        if checkpoints is not None:
+            trainer.stop_requested = lambda: signals.asked() is not None
+            trainer.failure_seen = lambda: checkpoints.failure is not None
+            self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
         self.stops = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
@@ -398,15 +398,6 @@ class Run:
         if not self.stops:
             self._due += ["evaluate"] * (self._evaluator is not None and self.is_due(settings.eval_every))
             self._due += ["save"] * self.is_due(settings.checkpoint_every)
-
-    def _agree(self) -> None:
-        """Raise an error if a checkpoint could not be written. Collective: every rank.
-
-        Raises:
-            CheckpointError: On every rank: a checkpoint could not be written.
-        """
-        if self._checkpoints is not None:
-            self._checkpoints.agree()
 
     # --- recovery in place: `lockstep.train.recovery` -----------------------------------------------------------------
 

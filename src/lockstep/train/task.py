@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.accelerator import is_on_meta, move
-from lockstep.comm.collectives import all_gather_object
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.comm.world import World
-from lockstep.errors import ConfigurationError, RankFailed
+from lockstep.errors import ConfigurationError
 from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.settings import refusing_unknown
 
@@ -113,28 +112,19 @@ class Task:
 
 
 def prepare(task: Task, world: World) -> None:
-    """Call `Task.prepare` once on each machine. Collective: every rank. Blocks until all machines are done.
+    """Call `Task.prepare` once on each machine. Collective: every rank. Blocks until this machine is done.
 
     Raises:
-        RankFailed: It failed on another rank, or machine.
+        RankFailed: It failed on another rank of this machine.
     """
     if task.prepare is None:
         return
     if world.is_late:  # the others are in their steps; on their machines it was called before
         task.prepare()
         return
-    failed: Exception | None = None
-    try:
-        with world.rank_zero_first(local=True):
-            if world.local_rank == 0:
-                task.prepare()
-    except Exception as error:  # of any kind: the ranks of other machines wait for these
-        failed = error
-    causes = all_gather_object(failed and f"{type(failed).__name__}: {failed}", group=world.group, device=world.device)
-    if failed is not None:
-        raise failed
-    if cause := next(filter(None, causes), None):
-        raise RankFailed(f"Task.prepare failed on another machine: {cause}")
+    with world.rank_zero_first(local=True):
+        if world.local_rank == 0:
+            task.prepare()
 
 
 def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: bool = False) -> nn.Module:
@@ -259,8 +249,7 @@ def build_dataset(task: Task, *, evaluation: bool = False) -> Any:
         ConfigurationError: The data set is empty or has no length; only a data set for training may be a stream.
     """
     field = "eval_dataset" if evaluation else "dataset"
-    make: Callable[[], Any] = getattr(task, field)
-    dataset = make()
+    dataset: Any = getattr(task, field)()
     is_stream = isinstance(dataset, IterableDataset)
     if is_stream and not evaluation:
         return dataset

@@ -19,11 +19,10 @@ from lockstep.accelerator import HostCopy, synchronize, widest_dtype
 from lockstep.comm.collectives import Group, all_gather_object, all_reduce
 from lockstep.comm.world import World
 from lockstep.data.comparison import check_same_samples
-from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, checksum_of_some, load_order
-from lockstep.data.order import GlobalOrder
+from lockstep.data.loader import BatchIterator, LoadOptions, MicroBatch, load_order
 from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
-from lockstep.parallel.consistency import refuse_difference
+from lockstep.parallel.consistency import check_models_agree, refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
@@ -96,7 +95,6 @@ class Trainer:
         world: The ranks, for strategies with a process for each device.
         strategy: Name of the strategy.
         devices: This process's devices; the model is on the first.
-        compares: Whether it is an error if the ranks read other samples.
 
     Attributes:
         plan: Steps, samples and learning rate.
@@ -122,7 +120,6 @@ class Trainer:
         *,
         strategy: StrategyName,
         devices: Sequence[torch.device],
-        compares: bool = False,
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
         is_exact = settings.reproducible is not None
@@ -139,7 +136,7 @@ class Trainer:
         self._flags: tuple[HostCopy, int] | None = None
         self._unsettled: tuple[HostCopy, Computed, int] | None = None
         self._reported = [0.0, 0.0]
-        # Checksum and step of samples that all ranks have read: the newest, and what the last exchange compared.
+        # Checksum and step of what all ranks have read of a stream: the newest, and what the last exchange compared.
         self.read = self._compared = ("", 0)
         self._began_with: tuple[int, dict[str, Any]] | None = None  # in a step: updates and loss scaling before it
         # Called after the last collective of a step and before its update; see train/recovery.py.
@@ -147,7 +144,7 @@ class Trainer:
         self._task, self._name = task, strategy
         with self.arithmetic.applied():
             shards = self._divide(world)
-            self._build(task, shards, compares=compares)
+            self._build(task, shards)
             self._connect(world, shards, is_first=True)
 
     def _divide(self, world: World) -> VirtualShards | None:
@@ -160,7 +157,7 @@ class Trainer:
         self._split = split
         return shards
 
-    def _build(self, task: Task, shards: VirtualShards | None, *, compares: bool) -> None:
+    def _build(self, task: Task, shards: VirtualShards | None) -> None:
         """Build data and model."""
         settings = self.settings
         self._seeds.all(step_parts.DATA)
@@ -170,8 +167,8 @@ class Trainer:
         # The bits of a transform's result may depend on the number of threads.
         threads = self.arithmetic.threads if self.arithmetic.deterministic else None
         pins, ahead = self.device.type != "cpu", settings.prefetch or 2
-        how = pins, ahead, settings.bad_samples == "skip", threads, compares
-        self.loading = LoadOptions(task.collate, settings.workers, *how)
+        skip = settings.bad_samples == "skip"
+        self.loading = LoadOptions(task.collate, settings.workers, pins, ahead, skip, threads)
         self._open_batches(shards)
 
         # Seeded again, because the data set may have drawn random numbers: all ranks must get the same weights. Under
@@ -350,6 +347,9 @@ class Trainer:
                     "Use strategy dp, which runs on CPUs too."
                 )
             return strategies.Single(nn.DataParallel(model, device_ids=[device.index for device in devices]), objective)
+        if name in ("fsdp", "torch-ddp"):  # torch's classes do not compare names
+            named = model.named_parameters(remove_duplicate=False)
+            check_models_agree(named, model.named_buffers(), group=world.group, device=world.device)
         if name == "fsdp":
             return strategies.FullyShard(model, objective, world, devices[0])
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
@@ -442,7 +442,7 @@ class Trainer:
             micro = self.batches.next()
             if micro.bad:
                 self.bad_samples.add(micro)
-            if micro.note is not None and self.loading.compares:
+            if micro.note is not None:
                 self.read = micro.note.checksum, micro.step
             is_last = index == num_micro - 1
             losses: list[Tensor] = []
@@ -625,10 +625,7 @@ class Trainer:
 
     def check_samples(self, checksum: str, step: int) -> None:
         """Compare with the other ranks what they read for ``step``. Collective: every rank of the group."""
-        order, again = self.plan.order, None
-        if isinstance(order, GlobalOrder):
-            again = partial(checksum_of_some, self.samples, order.seed, step // order.steps_per_epoch, step)
-        check_same_samples(checksum, "dataset", step, group=self.group, device=self.device, again=again)
+        check_same_samples(checksum, "dataset", step, group=self.group, device=self.device)
 
     def reported(self) -> tuple[bool, bool]:
         """Return whether a rank requested to stop in the last step, and whether something failed outside of the steps.

@@ -24,7 +24,7 @@ from lockstep.comm.world import World
 from lockstep.data.loader import MicroBatch, to_device
 from lockstep.data.order import BatchSplit
 from lockstep.errors import ConfigurationError
-from lockstep.parallel.consistency import Buffers, Replica, check_models_agree, refuse_difference, replica_of
+from lockstep.parallel.consistency import Buffers, Replica, refuse_difference, replica_of
 from lockstep.parallel.ddp.bucket_gradients import FlatGradients
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.dp.wrapper import DataParallel
@@ -257,10 +257,7 @@ class Distributed(Strategy):
         self._sharded: ZeroRedundancyOptimizer | None = None
         self._module = wrap(LossModule(model, objective), process_group=group)
         self.ours = self._module if isinstance(self._module, DistributedDataParallel) else None
-        if self.ours is None:  # torch's class does not compare names
-            named = model.named_parameters(remove_duplicate=False)
-            check_models_agree(named, model.named_buffers(), group=group, device=device)
-        else:
+        if self.ours is not None:
             self.gradients = self.ours.flat_gradients
             if not shards_optimizer:
                 self.ours.flat_gradients.expect_norm()  # of each bucket, as soon as it is reduced
@@ -353,8 +350,6 @@ class FullyShard(Strategy):
         self.group = self.step_group = world.group
         self._task, self._device, self._num_ranks = objective.task, device, world.world_size
         # Every rank builds its own part: the model must depend on the seed alone, not on the rank.
-        named = model.named_parameters(remove_duplicate=False)
-        check_models_agree(named, model.named_buffers(), group=world.group, device=world.device)
         replica = replica_of(model, buffers="same")
         since = "Under fsdp the model must depend on the seed alone, not on the rank."
         refuse_difference(replica, group=world.group, device=world.device, now=" when they begin", since=since)
