@@ -239,11 +239,11 @@ class Run:
         checkpoints: Checkpoints | None,
         on_checkpoint: CheckpointCallback | None,
     ) -> None:
+        task = prepare(task, world)
         self._task, self._settings, self._world = task, settings, world
         self._signals, self._checkpoints, self._on_checkpoint = signals, checkpoints, on_checkpoint
         if settings.export is not None:
             check_export(Path(settings.export))
-        prepare(task, world)
         devices = devices_of(settings, world)
         self.trainer = trainer = Trainer(task, settings, world, strategy=settings.strategy, devices=devices)
         self._evaluator = None

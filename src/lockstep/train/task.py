@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -49,7 +50,7 @@ class Task:
         model: Returns a new model; called with the seed set, so that every rank gets the same weights. Modules keep
             the modes (``train()``, ``eval()``) that it has set, so frozen layers stay in evaluation mode.
         dataset: Returns the samples: an object with ``len`` and ``[]``, or an `IterableDataset` that yields the same
-            stream in every process.
+            stream in every process. On each machine `fit` calls it on one rank first, as it may download something.
         loss: Maps ``(model, batch)`` to a 0-dimensional tensor that is the mean over the batch's samples, or a `Loss`.
             ``model`` has no wrappers, so its attributes and methods can be used.
         optimizer: Maps the model's trainable parameters to the optimizer.
@@ -111,20 +112,29 @@ class Task:
                 raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
 
 
-def prepare(task: Task, world: World) -> None:
+def prepare(task: Task, world: World) -> Task:
     """Call `Task.prepare` once on each machine. Collective: every rank. Blocks until this machine is done.
+
+    Returns:
+        The task; its data sets are made on the first rank of each machine before the others, as they may download, too.
 
     Raises:
         RankFailed: It failed on another rank of this machine.
     """
-    if task.prepare is None:
-        return
     if world.is_late:  # the others are in their steps; on their machines it was called before
-        task.prepare()
-        return
-    with world.rank_zero_first(local=True):
-        if world.local_rank == 0:
+        if task.prepare is not None:
             task.prepare()
+        return task
+    with world.rank_zero_first(local=True):
+        if world.local_rank == 0 and task.prepare is not None:
+            task.prepare()
+
+    def first(make: Callable[[], Any]) -> Any:
+        with world.rank_zero_first(local=True):
+            return make()
+
+    evaluated = task.eval_dataset and partial(first, task.eval_dataset)
+    return replace(task, dataset=partial(first, task.dataset), eval_dataset=evaluated)
 
 
 def build_model(task: Task, device: torch.device | str = "cpu", *, keeps_meta: bool = False) -> nn.Module:
