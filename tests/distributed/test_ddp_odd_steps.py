@@ -417,6 +417,27 @@ def refused_steps(world):
         model(mine).sum().backward()
 
 
+def steps_with_closure(world):
+    """The gradients that an update uses are those after its closure."""
+    model, _ = usual_steps(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, mine = inputs(world, 0)
+
+    def compute():
+        loss = model(mine).sum()
+        loss.backward()
+        return loss
+
+    for step in (optimizer.step, lambda closure: optimizer.step(closure=closure)):
+        for _ in range(2):
+            optimizer.zero_grad()
+            with model.no_sync():
+                compute()
+            assert step(compute).requires_grad  # the closure's loss
+        with model.no_sync(), pytest.raises(lockstep.errors.ConfigurationError, match="not averaged over the ranks"):
+            step(compute)
+
+
 def own_averages(world):
     """A script that averages gradients or parameters itself may step with its own gradients."""
     model, _ = usual_steps(world)
@@ -480,6 +501,8 @@ def calls_in_join(world):
     assert model.module[1].num_batches_tracked == 8  # of the last rank that had data
 
 
-@pytest.mark.parametrize("scenario", [own_averages, calls_in_join, refused_steps, a_step_apart, hooks_called_unequally])
+@pytest.mark.parametrize(
+    "scenario", [own_averages, calls_in_join, refused_steps, steps_with_closure, a_step_apart, hooks_called_unequally]
+)
 def test_steps_of_optimizers_and_ranks_without_data(ranks, scenario):
     ranks(2)(scenario)

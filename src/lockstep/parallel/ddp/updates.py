@@ -17,11 +17,22 @@ _hooks: list[Any] = []  # of all optimizers, once in a process
 
 
 def call_before_updates(function: Callable[[Optimizer], None]) -> None:
-    """Call ``function`` before each step of each optimizer in this process, from the first call on."""
+    """Call ``function`` before each update by an optimizer in this process: after its closure, if it is given one."""
 
     @keep_out_of_graphs
-    def before_update(optimizer: Optimizer, *_: Any) -> None:
-        function(optimizer)
+    def before_update(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", next(iter(args[1:]), None))
+        if not callable(closure):
+            return function(optimizer)
+
+        def call_closure() -> Any:
+            loss = closure()
+            function(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": call_closure}
+        return (args[0], call_closure, *args[2:]), kwargs
 
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(before_update))
