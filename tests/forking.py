@@ -68,7 +68,8 @@ def connection_to_server(number):
     """Start a server, which ends with this process, and return the socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        words = [sys.executable, "-m", "tests.forking", str(theirs.fileno())]
+        # A forked process shows its title in the place of these words, however short the path of Python is.
+        words = [sys.executable, "-m", "tests.forking", str(theirs.fileno()), "room-for-titles" + 64 * "."]
         folder = Path(__file__).parents[1]
         process = subprocess.Popen(words, pass_fds=[theirs.fileno()], cwd=folder)
     atexit.register(process.wait)
