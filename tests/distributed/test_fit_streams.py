@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from itertools import chain
 
 import numpy as np
@@ -396,3 +397,18 @@ def test_data_sets_of_other_lengths_are_an_error_on_every_rank(ranks, field):
             f"Task.{field} has 30 samples on rank 0, but 31 on rank 2.\n"
             "Every rank must see the same files, and they must not change."
         )
+
+
+def test_a_data_set_that_downloads_does_so_once(ranks, tmp_path):
+    def run(world):
+        def download():
+            if not (tmp_path / "data").exists():
+                (tmp_path / f"downloaded by {world.rank}").touch()
+                time.sleep(0.3)
+                (tmp_path / "data").touch()
+            return samples(16)
+
+        lockstep.fit(make_task(dataset=download, eval_dataset=download), steps=1, quiet=True)
+
+    ranks(2)(run)
+    assert [path.name for path in tmp_path.glob("downloaded*")] == ["downloaded by 0"]

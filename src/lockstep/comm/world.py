@@ -359,10 +359,13 @@ class World:
         return rendezvous.find_once(store, f"barrier/{number}/missing/{num_present}", find, self.world_size)
 
     @contextmanager
-    def rank_zero_first(self, *, local: bool = False, timeout_s: float = BARRIER_TIMEOUT_S) -> Iterator[None]:
+    def rank_zero_first(
+        self, *, local: bool = False, timeout_s: float = BARRIER_TIMEOUT_S
+    ) -> Iterator[Callable[[], object]]:
         """Run the block on rank zero first, and then on the others, for example for a download into a shared cache.
 
-        Collective: every rank. The others block until rank zero has left the block, at most ``timeout_s``.
+        Collective: every rank. The others block until rank zero has left the block, at most ``timeout_s``, or has
+        called what ``as`` returns.
 
         Args:
             local: Run it first on the first rank of each machine, for files that the machines do not share.
@@ -377,7 +380,7 @@ class World:
         if (self.local_rank if local else self.rank) == 0:
             outcome = _DONE
             try:
-                yield
+                yield partial(self._store.set, key, _DONE)
             except BaseException as error:
                 outcome = f"{type(error).__name__}: {error}"
                 raise
@@ -393,7 +396,7 @@ class World:
         outcome = self._store.get(key).decode()
         if outcome != _DONE:
             raise RankFailed(f"{leader.capitalize()} failed in its rank_zero_first() block: {outcome}")
-        yield
+        yield bool
 
     def _count(self, what: str) -> int:
         """Return how often this rank has done ``what``. Kept in the store, so that all worlds of a group share it."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep import activity
 from lockstep.accelerator import is_on_meta, move
 from lockstep.comm.fully_shard import copy_part, own_class
 from lockstep.comm.world import World
 from lockstep.errors import ConfigurationError
+from lockstep.telemetry.heartbeat import num_calls
 from lockstep.torch_internals import is_counted_step, reparametrize_module
 from lockstep.train.settings import refusing_unknown
 
@@ -112,6 +115,9 @@ class Task:
                 raise ConfigurationError(f"Task.{field} is a {type(value).__name__}.\nGive a function{example}.")
 
 
+_POLL_S = 0.1  # how often the making of a data set is watched
+
+
 def prepare(task: Task, world: World) -> Task:
     """Call `Task.prepare` once on each machine. Collective: every rank. Blocks until this machine is done.
 
@@ -130,8 +136,21 @@ def prepare(task: Task, world: World) -> Task:
             task.prepare()
 
     def first(make: Callable[[], Any]) -> Any:
-        with world.rank_zero_first(local=True):
-            return make()
+        is_made, num_before = threading.Event(), num_calls()
+        with world.rank_zero_first(local=True) as let_others_begin:
+
+            def watch() -> None:
+                while not is_made.wait(_POLL_S):
+                    if activity.now.collective or num_calls() != num_before:  # it needs the others, as in a barrier
+                        let_others_begin()
+                        return
+
+            if world.local_rank == 0 and world.local_world_size > 1:
+                threading.Thread(target=watch, name="lockstep-data-set", daemon=True).start()
+            try:
+                return make()
+            finally:
+                is_made.set()
 
     evaluated = task.eval_dataset and partial(first, task.eval_dataset)
     return replace(task, dataset=partial(first, task.dataset), eval_dataset=evaluated)
