@@ -25,7 +25,7 @@ def test_parts_are_contiguous_and_the_empty_ones_come_last(size, num_parts, size
     ],
 )
 def test_parts_can_be_cut_by_proportions(size, proportions, sizes):
-    parts = [cut_by(size, proportions, index) for index in range(len(proportions))]
+    parts = cut_by(size, proportions)
     assert [len(part) for part in parts] == sizes
     assert [position for part in parts for position in part] == list(range(size))
 
@@ -34,7 +34,7 @@ def test_equal_proportions_cut_into_equal_parts():
     for size in range(40):
         for num_parts in range(1, 9):
             for index in range(num_parts):
-                assert cut_by(size, (0.3,) * num_parts, index) == cut(size, num_parts, index)
+                assert cut_by(size, (0.3,) * num_parts)[index] == cut(size, num_parts, index)
 
 
 def test_an_epoch_holds_each_sample_once_and_its_last_batch_what_is_left():
