@@ -180,7 +180,8 @@ def test_a_run_says_what_it_used_and_the_report_sums_its_starts(ranks, tmp_path)
     assert whole.startswith("The run (starts: 2) used ") and whole.endswith(" EUR, energy 0.5 Wh (whole devices).")
     assert epoch.endswith(" EUR, energy 0.167 Wh (whole devices).")  # 3 of 9 steps
     hours = [float(text.split("used ")[1].split()[0]) for text in (first, second, whole)]
-    assert hours[2] == pytest.approx(hours[0] + hours[1], rel=0.06)  # they are shown with two digits
+    # Of both starts; a start that prints its own figure has run some milliseconds longer than its record says.
+    assert max(hours[:2]) < hours[2] < 1.02 * (hours[0] + hours[1])
 
 
 @pytest.mark.parametrize("strategy", ["torch-ddp", "ddp-zero1", "dp", "single"])
