@@ -56,7 +56,7 @@ Without a network:   elsewhere  python3 -m pip download --python-version {2}.{3}
 pytest is for the tests only: --only waits --only benchmark does without it."""
 MEASURING = 0.6
 """Of the time for waits: to measure them; the rest is for steps in which torch raises."""
-OUTPUT_LINES = 60
+OUTPUT_LINES = 200
 GRACE_S, STACKS_S = 10.0, 3.0
 """How long a section that is cut off may take to end, and to say where it was."""
 END_S, MODEL_S = 8.0, 5.0
@@ -137,12 +137,12 @@ def prove(options: argparse.Namespace, count: int) -> int:
             try:
                 run_section(options, name, count, left_s, sections, log)
             finally:
-                run["not_proved"] = [*([problem] if problem else []), *not_proved(run, options.device)]
-                keep(run, folders, log)
+                keep(run, options.device, problem, folders, log)
             report(name, sections[name])
     except KeyboardInterrupt:
         print("\nStopped; what was found so far is kept.", file=sys.stderr)
         status = 130
+        keep(run, options.device, problem, folders, None)
     print("\nkept as " + ", ".join(os.path.relpath(folder / f"{stem(run)}.json") for folder in folders))
     if folders[0] == RESULTS:
         from bench.report import gpu
@@ -160,7 +160,7 @@ def run_section(
 ) -> None:
     """Run one in a process group of its own, which is ended when its time is over; what it wrote by then counts."""
     began, problem = time.monotonic(), ""
-    section: Section = {"status": "failed", "problems": []}
+    section: Section = {"status": "stopped", "problems": []}
     sections[name] = section
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as output, log.open("rb") as shown:
@@ -464,18 +464,19 @@ def stem(run: dict[str, Any]) -> str:
     return f"gpu-{name}x{run['gpus']['number']}"
 
 
-def keep(run: dict[str, Any], folders: list[Path], log: Path) -> None:
+def keep(run: dict[str, Any], kind: str, problem: str, folders: list[Path], log: Path | None) -> None:
     """Write the results of the sections so far; the log goes only where somebody asked for it."""
+    run["not_proved"] = [*([problem] if problem else []), *not_proved(run, kind)]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         whole = folder / f"{stem(run)}.new"
         whole.write_text(json.dumps(run, indent=1) + "\n")
         whole.replace(whole.with_suffix(".json"))
-    for folder in folders[1:]:
-        with contextlib.suppress(OSError):
-            shutil.copyfile(log, folder / log.name)
+    for folder in folders[1:] if log is not None and log.exists() else ():
+        shutil.copyfile(log, folder / log.name)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # as Ctrl-C, also if whoever started this ignores that
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

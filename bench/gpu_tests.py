@@ -45,12 +45,15 @@ OTHERS_PART = 0.2
 BESIDE = 4
 TEST_S = 90.0
 """A test at most, if its file has that much."""
-END_S, LEAST_S = 8.0, 3.0
-"""What the end of a file needs; and less than this left, no test begins."""
+END_S, LEAST_S, FAIR_S = 8.0, 3.0, 20.0
+"""What the end of a file needs; less than this left, no test begins; and one that had less before the time of its file
+was over has not failed: it could not be shown."""
 STACKS_S = 5.0
 """How long processes that were aborted have to say where they were."""
+OF_PYTEST = ("/pluggy/", "/_pytest/", "/pytest/", "<frozen runpy>", "/threading.py", "/gpu_tests.py")
 BROKEN = ("failed", "error", "hung")
-LIMIT, NOTES = "GPU_TESTS_END", "GPU_TESTS_NOTES"
+WATCH = "GPU_TESTS_WATCH"
+"""The environment variable with the arguments of `Watch`."""
 Found = dict[str, Any]
 
 
@@ -65,7 +68,7 @@ def files_in_order(folder: Path) -> list[Path]:
 class Job:
     """Tests of one file, or of several, in a process."""
 
-    def __init__(self, words: Sequence[str], seconds: float, folder: Path, root: Path) -> None:
+    def __init__(self, words: Sequence[str], seconds: float, folder: Path, root: Path, test_s: float) -> None:
         self.words, self.seconds = list(words), seconds
         self.notes = folder / f"{time.monotonic_ns()}.jsonl"
         self.end = time.time() + seconds
@@ -77,9 +80,10 @@ class Job:
             options += ["-o", setting]
         options += ["-W", "ignore::pytest.PytestConfigWarning", "-c", str(REPO / "pyproject.toml"), f"--rootdir={root}"]
         command = [sys.executable, "-m", "pytest", *options, *words]
-        environ = {**os.environ, LIMIT: str(self.end), NOTES: str(self.notes), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        watch = json.dumps([str(self.notes), self.end, test_s])
+        environ = {**os.environ, WATCH: watch, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
-        self.log = self.notes.with_suffix(".log")
+        self.log, self.stacks = self.notes.with_suffix(".log"), self.notes.with_suffix(".stacks")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -101,8 +105,8 @@ class Job:
     def read(self) -> tuple[list[str], dict[str, dict[str, Any]], str]:
         """Return the tests that were collected, how those that began ended, and the one that has not ended."""
         collected, ended, now = [], {}, ""
-        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
-        for note in map(json.loads, lines):
+        whole = self.notes.read_text().rpartition("\n")[0] if self.notes.exists() else ""
+        for note in map(json.loads, whole.splitlines()):
             collected += note.get("collected", [])
             if "began" in note:
                 now = note["began"]
@@ -116,8 +120,9 @@ class Job:
         collected, ended, now = self.read()
         status = "was ended" if self.killed else f"ended with exit status {self.process.returncode}"
         if now:
-            text = f"its process {status}\n{self.log.read_text()}"
-            ended[now] = {"test": now, "outcome": "hung" if self.killed else "failed", "text": text}
+            stacks = without_pytest(self.stacks.read_text()) if self.stacks.exists() else ""
+            text = f"its process {status}\n{tail(self.log.read_text(), 20)}\n{stacks}"
+            ended[now] = {"test": now, "outcome": "hung" if self.killed or stacks else "failed", "text": text}
         elif not collected and not ended and self.process.returncode != 5:  # 5: no tests
             text = f"pytest {status}\n{self.log.read_text()}"
             ended[self.words[0]] = {"test": self.words[0], "outcome": "error", "text": text}
@@ -132,6 +137,7 @@ def run(
     *,
     beside: int = 1,
     root: Path = REPO,
+    test_s: float = TEST_S,
 ) -> Found:
     """Run the tests in these files, and return what was found.
 
@@ -142,6 +148,7 @@ def run(
         keep: Called with what was found so far.
         beside: How many files run at once.
         root: The names of the tests begin there.
+        test_s: For a test at most.
     """
     end = time.time() + seconds
     waiting = [([os.path.relpath(file, root)], ORDER.get(file.name, OTHERS_PART) * seconds) for file in files]
@@ -150,7 +157,9 @@ def run(
     not_run: list[str] = []
 
     def found() -> Found:
-        ends, left = dict(ended), [*not_run, *(word for words, _ in waiting for word in words)]
+        ends = dict(ended)
+        left = [test + " (its time was too short)" for test in ended if ended[test]["outcome"] == "unfinished"]
+        left += [*not_run, *(word for words, _ in waiting for word in words)]
         for job in running:
             collected, its, now = job.read()
             ends |= its
@@ -169,7 +178,7 @@ def run(
         while waiting or running:
             while waiting and len(running) < beside and end - time.time() > END_S + LEAST_S:
                 words, budget_s = waiting.pop(0)
-                running.append(Job(words, min(budget_s, end - time.time() - END_S), folder, root))
+                running.append(Job(words, min(budget_s, end - time.time() - END_S), folder, root, test_s))
             for job in [job for job in running if job.is_over()]:
                 running.remove(job)
                 left, its = job.result()
@@ -212,6 +221,11 @@ def tail(text: str, lines: int = 60) -> str:
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
+def without_pytest(stacks: str) -> str:
+    lines = [line for line in stacks.splitlines() if not any(part in line for part in OF_PYTEST)]
+    return "\n".join(lines[:40])
+
+
 def abort_children(pid: int) -> None:
     """Send SIGABRT to all that a process has started: Python, and our ranks, then write where they are."""
     with contextlib.suppress(psutil.Error):
@@ -226,8 +240,8 @@ def abort_children(pid: int) -> None:
 class Watch:
     """Notes how each test ends, and ends the process when one does not."""
 
-    def __init__(self, notes: Path, end: float) -> None:
-        self.notes, self.end, self.session = notes, end, None
+    def __init__(self, notes: Path, end: float, test_s: float) -> None:
+        self.notes, self.end, self.test_s, self.session = notes, end, test_s, None
         self.stacks: TextIO = notes.with_suffix(".stacks").open("w+")
         self.is_done, self.is_hung = threading.Event(), False
         self.reports: list[Any] = []
@@ -250,9 +264,9 @@ class Watch:
         """Hook of pytest."""
         self._note(began=nodeid)
         self.reports, self.is_done = [], threading.Event()
-        limit_s = max(min(TEST_S, self.end - time.time() - STACKS_S), 1.0)
+        limit_s = max(min(self.test_s, self.end - time.time() - STACKS_S), 1.0)
         # Should the thread not get to run, because the test hangs in C and holds the interpreter's lock:
-        faulthandler.dump_traceback_later(limit_s + 2 * STACKS_S, exit=True)
+        faulthandler.dump_traceback_later(limit_s + 2 * STACKS_S, exit=True, file=self.stacks)
         threading.Thread(target=self.watch, args=(nodeid, limit_s, self.is_done), daemon=True).start()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -278,10 +292,10 @@ class Watch:
         abort_children(os.getpid())
         time.sleep(STACKS_S)
         self.stacks.seek(0)
-        text = f"It did not end within {limit_s:.0f} s.\n{tail(self.stacks.read(), 29)}"
+        text = f"It did not end within {limit_s:.0f} s.\n{without_pytest(self.stacks.read())}"
         if any(report.failed for report in self.reports):  # its error says where the processes were that it started
             text += f"\n{tail(outcome(self.reports)['text'], 30)}"
-        self._note(test=test, outcome="hung", text=text)
+        self._note(test=test, outcome="hung" if limit_s >= min(FAIR_S, self.test_s) else "unfinished", text=text)
         os._exit(1)
 
 
@@ -302,4 +316,5 @@ def pytest_configure(config: Any) -> None:
     """Be a plugin: called by pytest."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout; here the limits are others")
-    config.pluginmanager.register(Watch(Path(os.environ[NOTES]), float(os.environ[LIMIT])))
+    notes, end, test_s = json.loads(os.environ[WATCH])
+    config.pluginmanager.register(Watch(Path(notes), end, test_s))
