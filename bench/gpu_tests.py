@@ -54,6 +54,11 @@ OF_PYTEST = ("/pluggy/", "/_pytest/", "/pytest/", "<frozen runpy>", "/threading.
 BROKEN = ("failed", "error", "hung")
 WATCH = "GPU_TESTS_WATCH"
 """The environment variable with the arguments of `Watch`."""
+# A pytest older than ours, without its plugins, will do, and notices of the GPU's libraries are no failures.
+OPTIONS = [
+    *("-W", "ignore::pytest.PytestConfigWarning", "-o", "minversion=7", "-o", "filterwarnings=default"),
+    *("-o", "addopts=--import-mode=importlib"),
+]
 Found = dict[str, Any]
 
 
@@ -73,14 +78,11 @@ class Job:
         self.notes = folder / f"{time.monotonic_ns()}.jsonl"
         self.end = time.time() + seconds
         self.killed = False
-        # No plugins: which ones a machine has is chance. A pytest older than ours will do, and notices of the GPU's
-        # libraries are no failures.
-        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "bench.gpu_tests", "-m", "not soak"]
-        for setting in ("minversion=7", "filterwarnings=default", "addopts=--import-mode=importlib"):
-            options += ["-o", setting]
-        options += ["-W", "ignore::pytest.PytestConfigWarning", "-c", str(REPO / "pyproject.toml"), f"--rootdir={root}"]
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "bench.gpu_tests", "-m", "not soak", *OPTIONS]
+        options += ["-c", str(REPO / "pyproject.toml"), f"--rootdir={root}"]
         command = [sys.executable, "-m", "pytest", *options, *words]
         watch = json.dumps([str(self.notes), self.end, test_s])
+        # Which plugins a machine has is chance.
         environ = {**os.environ, WATCH: watch, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
         self.log, self.stacks = self.notes.with_suffix(".log"), self.notes.with_suffix(".stacks")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from bench import gpu_proof
+from bench import gpu_proof, gpu_tests
 from tests.contract.tree import REPO
+from tests.models import soak
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -20,7 +21,7 @@ TASK = """
 import torch, lockstep
 from torch import nn
 
-data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+data = torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 1))
 task = lockstep.Task(
     model=lambda: nn.Linear(4, 1),
     dataset=lambda: data,
@@ -99,15 +100,19 @@ def test_functions_scripts_and_tasks_run(bare, tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     bare(str(tmp_path / "launch.py"))
     assert "2 ranks" in bare("-m", "lockstep", "run", "--devices", "2", str(tmp_path / "rank.py"))
-    train = ("-m", "lockstep", "train", str(tmp_path / "task.py"), "--steps", "2", "--cpu", "--devices", "2")
+    train = ("-m", "lockstep", "train", str(tmp_path / "task.py"), "--steps", "2", "--devices", "2")
     bare(*train, "--checkpoint", str(tmp_path / "run"))
     assert list((tmp_path / "run").glob("step-*"))
 
 
-def test_the_proof_runs_and_its_tests_can_be_imported(bare, tmp_path):
-    bare("-m", "bench.gpu_proof", "--device", "cpu", "--minutes", "0.7", "--out", str(tmp_path))
+@pytest.mark.parametrize(("name", "minutes"), [("waits", 2), *soak([("tests", 1), ("benchmark", 1)])])
+def test_the_proof_runs(bare, tmp_path, name, minutes):
+    bare("-m", "bench.gpu_proof", "--device", "cpu", "--only", name, "--minutes", str(minutes), "--out", str(tmp_path))
     [kept] = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert {name: section["status"] for name, section in kept["sections"].items()} == dict.fromkeys(
-        gpu_proof.SHARES, "done"
-    )
-    bare("-m", "pytest", "-q", "--collect-only", "-o", "addopts=--import-mode=importlib", "tests/gpu")
+    section = kept["sections"][name]
+    assert section["status"] == "done"
+    assert section["counts"] if name == "tests" else section["waits"] if name == "waits" else section["models"]
+
+
+def test_the_tests_on_gpus_can_be_imported(bare):
+    bare("-m", "pytest", "-q", "--collect-only", *gpu_tests.OPTIONS, "tests/gpu")
