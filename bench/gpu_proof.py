@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -73,7 +74,8 @@ def main() -> int:
         print(MISSING.format(" ".join(absent), sys.executable, *sys.version_info[:2]), file=sys.stderr)
         return 1
     if options.section is not None:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        faulthandler.enable()  # for `say_where`
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         try:
             SECTIONS[options.section](options)
         except KeyboardInterrupt:  # its time is over
@@ -210,14 +212,13 @@ def print_new(log: BinaryIO) -> None:
 
 
 def say_where(process: subprocess.Popen[bytes]) -> None:
-    """Have a section, and the processes that it has started, write their stacks."""
+    """Have the processes that a section has started write their stacks, then the section itself."""
     from bench.gpu_tests import abort_children
 
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(1)
-    abort_children(process.pid)
+    abort_children(process.pid)  # a launcher then says which rank was where
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STACKS_S)
+    process.send_signal(signal.SIGABRT)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -337,6 +338,7 @@ def launch_within(seconds: float, devices: int, function: Callable[..., Any], *a
     from lockstep import launch
     from lockstep.errors import LockstepError
 
+    seconds = max(seconds, 1.0)
     end = time.monotonic() + seconds
     timer = threading.Timer(seconds, abort_children, [os.getpid()])
     timer.start()
