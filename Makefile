@@ -73,9 +73,10 @@ bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name;
 	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(CHECK),--check) $(ONLY)
 
 # Without .venv: on a machine with GPUs the Python that has torch will do, also without a network.
-gpu: MINUTES = 9
-gpu:  ## Test and measure on the GPUs of this machine for MINUTES=9; needs no setup (exit status 2 without a GPU)
-	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m bench.gpu_proof --minutes $(MINUTES)
+gpu: MINUTES = 8
+gpu:  ## Test and measure on the GPUs of this machine for MINUTES=8, results also in OUT=DIR; ONLY=tests: that section; no setup
+	@PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(or $(PYTHON),python3)) -m bench.gpu_proof --minutes $(MINUTES) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 wheels:  ## Build wheels for x86_64 and aarch64 from the last commit, and check them (the head of tools/wheels.sh says with what)
 	tools/wheels.sh

@@ -5,20 +5,27 @@
     benchmark  training steps, ours and torch's, interleaved: bench/gpu_steps.py
 
 Each section is a process with a limit of its own, a share of --minutes; what it does not get to is listed as not
-proved. What was found is kept in bench/results/gpu-<device>x<number>.json, also after Ctrl-C, and docs/speed.md shows
-it. Needs no installation and no network: where the C library of CPU ranks is missing, it is compiled with cc.
+proved. A section or a test that does not end in time has failed, and says where it was. What was found is kept after
+each section, also after Ctrl-C, in bench/results/gpu-<device>x<number>.json, which docs/speed.md shows. Needs no
+installation and no network: where the C library of CPU ranks is missing, it is compiled with cc, if there is one.
+
+    make gpu OUT=DIR                      on somebody else's machine: the results and a log of each section are in DIR
+    make gpu ONLY=tests OUT=DIR           first, if time is short: all 8 minutes are for tests/gpu
 
 Exit status: 0 if nothing failed, 1 if something did, 2 without a GPU, 130 after Ctrl-C.
 
-Usage: PYTHONPATH=src python3 -m bench.gpu_proof [--minutes N] [--only SECTION]
+Usage: PYTHONPATH=src python3 -m bench.gpu_proof [--minutes N] [--only SECTION] [--out DIR]
 """
 
 import argparse
 import contextlib
+import faulthandler
+import functools
 import importlib.util
 import json
 import os
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -26,37 +33,49 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 REPO = Path(__file__).parents[1]
 if importlib.util.find_spec("lockstep") is None:
     sys.path.insert(0, str(REPO / "src"))
 
 NEEDED = ("torch", "numpy", "click", "rich", "cloudpickle", "psutil", "safetensors")
+FOR_TESTS = "pytest"
+OLDEST_TORCH = (2, 11)
 LIBRARY = REPO / "src" / "lockstep" / "comm" / "shm" / "_native.so"
 RESULTS, TRIALS = REPO / "bench" / "results", REPO / "runs" / "bench"
 SHARES = {"tests": 0.4, "waits": 0.15, "benchmark": 0.45}
 """Of the time; what a section leaves over is for those after it."""
-GRACE_S = 15.0
-END_S, MODEL_S = 5.0, 5.0
+MISSING = """These Python packages are missing: {0}. Python: {1}
+Install them:        python3 -m pip install {0}
+Without a network:   elsewhere  python3 -m pip download --python-version {2}.{3} --only-binary=:all: -d wheels {0}
+                     here       python3 -m pip install --no-index --find-links wheels {0}
+pytest is for the tests only: --only waits --only benchmark does without it."""
+MEASURING = 0.6
+"""Of the time for waits: to measure them; the rest is for steps in which torch raises."""
+OUTPUT_LINES = 200
+GRACE_S, STACKS_S = 10.0, 3.0
+"""How long a section that is cut off may take to end, and to say where it was."""
+END_S, MODEL_S = 8.0, 5.0
 """What the end of a section needs, and what a model needs at least: ranks start, and each contender is made."""
-# With the GPU's libraries come notices that are no failures of ours; a pytest older than ours will do.
-PYTEST = ["-v", "--no-header", "-p", "no:cacheprovider", "-o", "minversion=7", "-o", "filterwarnings=default"]
-OUTCOME = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
 Section = dict[str, Any]
-"""``status``: done, failed or cut off; ``seconds``; ``problems``; and what the section found."""
+"""``status``: done, failed or stopped (Ctrl-C); ``seconds``; ``problems``, and the ``reasons`` of some; of one that
+failed the end of its ``output``; and what the section found."""
 
 
 def main() -> int:
     options = parse()
-    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        print(f"These Python packages are missing: {', '.join(absent)}. Python: {sys.executable}", file=sys.stderr)
+    wanted = [*NEEDED, *([FOR_TESTS] if "tests" in (options.only or SHARES) else [])]
+    if absent := [name for name in wanted if importlib.util.find_spec(name) is None]:
+        print(MISSING.format(" ".join(absent), sys.executable, *sys.version_info[:2]), file=sys.stderr)
         return 1
     if options.section is not None:
+        faulthandler.enable()  # for `say_where`
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         try:
             SECTIONS[options.section](options)
         except KeyboardInterrupt:  # its time is over
@@ -64,6 +83,9 @@ def main() -> int:
         return 0
     import torch
 
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        print(f"torch {torch.__version__} is too old: Lockstep needs 2.11 or later.", file=sys.stderr)
+        return 1
     count = torch.cuda.device_count() if options.device == "cuda" else 2
     if options.device == "cuda" and not torch.cuda.is_available():
         print(f"torch {torch.__version__} finds no CUDA GPU on this machine, so there is nothing to prove here.")
@@ -75,17 +97,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_proof", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all sections together (9)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all sections together (8)")
     parser.add_argument(
         "--only", choices=SHARES, action="append", help="this section; may be repeated; kept in runs/bench"
     )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="put the results and a log of each section there, too")
     # To try the script out without a GPU: tiny models on two CPU ranks or simulated devices; kept in runs/bench.
     parser.add_argument("--device", choices=["cuda", "cpu", "sim"], default="cuda", help=argparse.SUPPRESS)
     # Of a section, which is this script again.
     parser.add_argument("--section", choices=SHARES, help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -106,19 +129,28 @@ def prove(options: argparse.Namespace, count: int) -> int:
     print(
         f"{facts['number']} x {facts['name']}, driver {facts['driver']}, NCCL {facts['nccl']}; {options.minutes:g} min"
     )
+    folders = [TRIALS if options.device != "cuda" or options.only else RESULTS, *([options.out] if options.out else [])]
     try:
         for name in wanted:
             share = wanted[name] / sum(wanted[each] for each in wanted if each not in sections)
             left_s = (end - time.monotonic()) * share
             print(f"\n{name}: at most {left_s:.0f} s", flush=True)
-            run_section(options, name, count, left_s, sections)
+            log = TRIALS / f"{stem(run)}-{name}.log"
+            try:
+                run_section(options, name, count, left_s, sections, log)
+            finally:
+                keep(run, options.device, problem, folders, log)
             report(name, sections[name])
     except KeyboardInterrupt:
         print("\nStopped; what was found so far is kept.", file=sys.stderr)
         status = 130
-    finally:
-        run["not_proved"] = [*([problem] if problem else []), *not_proved(run, options.device)]
-        keep(run, is_trial=options.device != "cuda" or bool(options.only))
+        keep(run, options.device, problem, folders, None)
+    print("\nkept as " + ", ".join(os.path.relpath(folder / f"{stem(run)}.json") for folder in folders))
+    if folders[0] == RESULTS:
+        from bench.report import gpu
+
+        gpu.write()
+        print("written: the GPU table in docs/speed.md")
     failed = [name for name, section in sections.items() if section["status"] == "failed" or section["problems"]]
     print("\nNot proved here:\n" + "".join(f"  - {line}\n" for line in run["not_proved"]))
     print(f"Failed: {', '.join(failed)}" if failed else "Nothing failed.")
@@ -126,37 +158,67 @@ def prove(options: argparse.Namespace, count: int) -> int:
 
 
 def run_section(
-    options: argparse.Namespace, name: str, count: int, seconds: float, sections: dict[str, Section]
+    options: argparse.Namespace, name: str, count: int, seconds: float, sections: dict[str, Section], log: Path
 ) -> None:
     """Run one in a process group of its own, which is ended when its time is over; what it wrote by then counts."""
-    began, status = time.monotonic(), "failed"
-    section: Section = {"status": status, "problems": []}
+    began, problem = time.monotonic(), ""
+    section: Section = {"status": "stopped", "problems": []}
     sections[name] = section
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        given = ["--device", options.device, "--count", str(count), "--seconds", str(seconds), "--out", str(out)]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output, log.open("rb") as shown:
+        found = Path(folder, "found.json")
+        given = ["--device", options.device, "--count", str(count), "--seconds", str(seconds), "--found", str(found)]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO / "src"), os.environ.get("PYTHONPATH", "")])}
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.gpu_proof", "--section", name, *given],
+            [sys.executable, "-u", "-m", "bench.gpu_proof", "--section", name, "--only", name, *given],
             cwd=REPO,
             env=environ,
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches only this process, which ends the section in its own way
         )
+        is_stopped = False
         try:
-            status = "failed" if process.wait(seconds) else "done"
-        except subprocess.TimeoutExpired:
-            status = "cut off"
+            while process.poll() is None and not problem:
+                time.sleep(0.1)
+                print_new(shown)
+                if time.monotonic() - began > seconds:
+                    problem = f"cut off after {seconds:.0f} s without a result"
+                    say_where(process)
+            if process.returncode and not problem:
+                problem = f"ended with exit status {process.returncode}"
         except KeyboardInterrupt:
-            status = "cut off"
+            is_stopped = True
             raise
         finally:
             end_group(process)
-            with contextlib.suppress(OSError, ValueError):
-                section.update(json.loads(out.read_text()))
-            if status == "done" and section["problems"]:
-                status = "failed"
+            print_new(shown)
+            try:
+                section.update(json.loads(found.read_text()))
+            except (OSError, ValueError):
+                problem = problem or "left no result" * (not is_stopped)
+            section["problems"] += [problem] if problem else []
+            status = "stopped" if is_stopped else "failed" if section["problems"] else "done"
             section.update(status=status, seconds=round(time.monotonic() - began, 1))
+            if section["problems"]:
+                section["output"] = log.read_text(errors="replace").splitlines()[-OUTPUT_LINES:]
+
+
+def print_new(log: BinaryIO) -> None:
+    """Print what has been added to a log."""
+    sys.stdout.write(log.read().decode(errors="replace"))
+    sys.stdout.flush()
+
+
+def say_where(process: subprocess.Popen[bytes]) -> None:
+    """Have the processes that a section has started write their stacks, then the section itself."""
+    from bench.gpu_tests import abort_children
+
+    abort_children(process.pid)  # a launcher then says which rank was where
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STACKS_S)
+    process.send_signal(signal.SIGABRT)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -175,57 +237,40 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 def write(options: argparse.Namespace, found: Section) -> None:
     """Keep what was found so far: the process may be ended at any time."""
-    whole = options.out.with_suffix(".new")
+    whole = options.found.with_suffix(".new")
     whole.write_text(json.dumps(found))
-    whole.replace(options.out)
+    whole.replace(options.found)
 
 
 def tests(options: argparse.Namespace) -> None:
     """Run tests/gpu; on a machine that tries this script out they skip themselves."""
-    if importlib.util.find_spec("pytest") is None:
-        write(options, {"problems": ["pytest is not installed"], "counts": {}})
-        return
-    first = "tests/gpu/test_ranks_gpu.py"  # what needs several GPUs has the first claim to the time
-    files = [first, *sorted(str(path.relative_to(REPO)) for path in (REPO / "tests/gpu").glob("test_*.py"))]
-    files = list(dict.fromkeys(files)) if options.device == "cuda" else [first]
-    # Without the plugin, the option with that name is unknown, and so is the marker.
-    lenient = [] if importlib.util.find_spec("pytest_timeout") else ["-o", "addopts=--import-mode=importlib"]
-    command = [sys.executable, "-m", "pytest", *PYTEST, *lenient, *files]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    text, outcomes = "", {}
-    try:
-        for line in process.stdout:
-            text += line
-            if found := OUTCOME.match(line):
-                outcomes[found[1]] = found[2]
-                write(options, {"problems": failures(outcomes), "counts": Counter(outcomes.values()), "skipped": []})
-        process.wait()
-    finally:
-        print(text[-4000:] if process.returncode else text.splitlines()[-1], flush=True)
-    problems = failures(outcomes)
-    if process.returncode not in (0, 5) and not problems:
-        problems = [f"pytest ended with {process.returncode}: {text.strip().splitlines()[-1]}"]
-    skipped = [line for line in text.splitlines() if line.startswith("SKIPPED")]
-    write(options, {"problems": problems, "counts": Counter(outcomes.values()), "skipped": skipped})
+    from bench import gpu_tests
 
-
-def failures(outcomes: dict[str, str]) -> list[str]:
-    return [f"{test} {outcome}" for test, outcome in outcomes.items() if outcome in ("FAILED", "ERROR", "XPASS")]
+    files, beside = gpu_tests.files_in_order(REPO / "tests/gpu"), 1
+    if options.device != "cuda":
+        files = files[:1]
+    elif "Exclusive" not in nvidia_smi("--query-gpu=compute_mode", "--format=csv,noheader"):
+        beside = max(1, min(gpu_tests.BESIDE, (os.cpu_count() or 1) // 4))
+    with tempfile.TemporaryDirectory() as folder:
+        keep = functools.partial(write, options)
+        gpu_tests.run(files, options.seconds - END_S, Path(folder), keep, beside=beside)
 
 
 def waits(options: argparse.Namespace) -> None:
     """Find where the host waits, then run whole steps in which torch raises if it does."""
     from bench import gpu_waits
-    from lockstep import launch
     from lockstep.errors import LockstepError
 
-    left = list(gpu_waits.SETTINGS)
-    found: Section = {"problems": [], "waits": {}, "raised": {}, "passed": [], "left_out": left}
+    left, end = list(gpu_waits.SETTINGS), time.monotonic() + options.seconds - END_S
+    found: Section = {"problems": [], "reasons": {}, "waits": {}, "raised": {}, "passed": [], "left_out": left}
     write(options, found)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            launch(gpu_waits.measure, left, options.device, folder, devices=options.count)
+            given = (left, options.device, folder)
+            launch_within(MEASURING * (end - time.monotonic()), options.count, gpu_waits.measure, *given)
+        except (LockstepError, TimeoutError) as error:
+            number = len(list(Path(folder).iterdir()))
+            fail(found, left[min(number, len(left) - 1)], error)
         finally:
             files = {name: Path(folder, f"{name}.json") for name in left}
             found["waits"] = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
@@ -239,15 +284,16 @@ def waits(options: argparse.Namespace) -> None:
             found["problems"].append(f"{name}: waits in each step before the forward, at {', '.join(lines)}")
         total = sum(each["seconds_per_step"] for each in places)
         print(f"  {name:<20}{1e3 * total:8.3f} ms of a step in waits, {1e3 * first:.3f} of them before the forward")
-    while left:
+    while left and end - time.monotonic() > MODEL_S:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                launch(gpu_waits.check, left, options.device, folder, devices=options.count)
-            except LockstepError as error:
+                given = (left, options.device, folder)
+                launch_within(end - time.monotonic(), options.count, gpu_waits.check, *given)
+            except (LockstepError, TimeoutError) as error:
                 passed = [name for name in left if Path(folder, name).exists()]
                 broken, left = left[len(passed)], left[len(passed) + 1 :]
                 found["raised"][broken] = str(error)
-                found["problems"].append(f"{broken}: {str(error).splitlines()[0]}")
+                fail(found, broken, error)
             else:
                 passed, left = left, []
         found["passed"] += passed
@@ -259,7 +305,6 @@ def benchmark(options: argparse.Namespace) -> None:
     """Measure the models, one after the other, each with its share of what time is left."""
     from bench import gpu_steps
     from bench.harness import show
-    from lockstep import launch
 
     end = time.time() + options.seconds - END_S  # the clock that the ranks have, too
     names = list(gpu_steps.models_of(options.device))
@@ -268,7 +313,7 @@ def benchmark(options: argparse.Namespace) -> None:
         (name, gpu_steps.measure, (), options.count) for name in names
     ]
     jobs += [(f"{name}, dp", gpu_steps.measure_replicas, (options.count,), 1) for name in replicated]
-    found: Section = {"problems": [], "models": {}, "left_out": [title for title, *_ in jobs]}
+    found: Section = {"problems": [], "reasons": {}, "models": {}, "left_out": [title for title, *_ in jobs]}
     write(options, found)
     for number, (title, measure, arguments, devices) in enumerate(jobs):
         seconds = (end - time.time()) / (len(jobs) - number)
@@ -276,15 +321,42 @@ def benchmark(options: argparse.Namespace) -> None:
             break
         try:
             given = (title.removesuffix(", dp"), options.device, time.time() + seconds, *arguments)
-            figures = launch(measure, *given, devices=devices, timeout_s=2 * seconds + 30)[0]
+            figures = launch_within(min(2 * seconds + 30, end - time.time()), devices, measure, *given)[0]
         except Exception as error:  # the other models may do better
-            found["problems"].append(f"{title}: {str(error).splitlines()[0]}")
+            fail(found, title, error)
         else:
             found["models"][title] = figures
             if "rounds_s" in figures:
                 show(title, figures["rounds_s"], ("none", "torch"))
         found["left_out"].remove(title)
         write(options, found)
+
+
+def launch_within(seconds: float, devices: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run a function on ranks; those that are not done in time are aborted, and the error has their stacks."""
+    from bench.gpu_tests import abort_children
+    from lockstep import launch
+    from lockstep.errors import LockstepError
+
+    seconds = max(seconds, 1.0)
+    end = time.monotonic() + seconds
+    timer = threading.Timer(seconds, abort_children, [os.getpid()])
+    timer.start()
+    try:
+        return launch(function, *arguments, devices=devices, timeout_s=seconds + STACKS_S)
+    except LockstepError as error:
+        if time.monotonic() < end:
+            raise
+        raise TimeoutError(f"it did not end within {seconds:.0f} s\n{error}") from None
+    finally:
+        timer.cancel()
+
+
+def fail(found: Section, title: str, error: Exception) -> None:
+    text = str(error) or type(error).__name__
+    found["problems"].append(f"{title}: {text.splitlines()[0]}")
+    found["reasons"][title] = text
+    print(f"  {title}: {text}", flush=True)
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {"tests": tests, "waits": waits, "benchmark": benchmark}
@@ -373,11 +445,12 @@ def not_proved(run: dict[str, Any], kind: str) -> list[str]:
         section = sections.get(name)
         if section is None:
             lines.append(f"Section {name}: it was not run.")
-        elif section["status"] == "cut off":
-            lines.append(
-                f"Section {name}: it was cut off after {section['seconds']:g} s, with what it had found by then."
-            )
-    lines += [f"A test skipped itself: {line}" for line in sections.get("tests", {}).get("skipped", [])]
+        elif section["status"] == "stopped":
+            lines.append(f"Section {name}: it was stopped after {section['seconds']:g} s.")
+    ran = sections.get("tests", {})
+    lines += [f"A test skipped itself: {line}" for line in ran.get("skipped", [])]
+    lines += [f"A test passed only alone, without others beside it: {test}" for test in ran.get("only_alone", [])]
+    lines += [f"A test did not run: {test}" for test in ran.get("left_out", [])]
     for name, what in (("waits", "Steps of fit under set_sync_debug_mode"), ("benchmark", "Speed")):
         for title in sections.get(name, {}).get("left_out", []):
             lines.append(f"{what}, {title}: there was no time left for it.")
@@ -387,20 +460,25 @@ def not_proved(run: dict[str, Any], kind: str) -> list[str]:
     return lines
 
 
-def keep(run: dict[str, Any], *, is_trial: bool) -> None:
-    """Write the results, and unless they are of a trial the page that shows them."""
-    from bench.report import gpu
-
-    folder = TRIALS if is_trial else RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
+def stem(run: dict[str, Any]) -> str:
+    """Return the name of the files with the results, without an ending."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", run["gpus"]["name"]).strip("-")
-    path = folder / f"gpu-{name}x{run['gpus']['number']}.json"
-    path.write_text(json.dumps(run, indent=1) + "\n")
-    print(f"\nkept as {os.path.relpath(path)}")
-    if not is_trial:
-        gpu.write()
-        print("written: the GPU table in docs/speed.md")
+    return f"gpu-{name}x{run['gpus']['number']}"
+
+
+def keep(run: dict[str, Any], kind: str, problem: str, folders: list[Path], log: Path | None) -> None:
+    """Write the results of the sections so far; the log goes only where somebody asked for it."""
+    run["not_proved"] = [*([problem] if problem else []), *not_proved(run, kind)]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = folder / f"{stem(run)}.new"
+        whole.write_text(json.dumps(run, indent=1) + "\n")
+        whole.replace(whole.with_suffix(".json"))
+    for folder in folders[1:] if log is not None and log.exists() else ():
+        shutil.copyfile(log, folder / log.name)
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # as Ctrl-C, also if whoever started this ignores that
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())

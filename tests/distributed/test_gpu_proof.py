@@ -1,14 +1,18 @@
 """`make gpu` where there is no GPU: it says so; and what it measures, tried out on CPU ranks."""
 
 import ctypes
+import importlib.util
 import json
+import signal
+import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 
-from bench import gpu_proof, gpu_steps, gpu_waits
+from bench import gpu_proof, gpu_steps, gpu_tests, gpu_waits
 from bench.report import gpu
 from tests.models import soak
 
@@ -33,13 +37,107 @@ def test_without_a_gpu_it_says_so_in_one_line(run, monkeypatch):
     assert run() == (2, text, [])
 
 
-def test_a_section_that_is_cut_off_is_kept_and_listed(run):
-    status, out, [kept] = run("--device", "cpu", "--only", "waits", "--minutes", "0.01")
-    assert status == 0 and kept["gpus"]["number"] == 2
-    assert kept["sections"]["waits"]["status"] == "cut off"
-    assert "Section tests: it was not run." in kept["not_proved"] and "  - Section tests: it was not run.\n" in out
-    assert any(line.startswith("Section waits: it was cut off after") for line in kept["not_proved"])
-    assert "- waits: cut off" in gpu.block([kept])
+@pytest.mark.parametrize("only", [(), ("--only", "waits")])
+def test_what_is_missing_is_named_at_once(run, monkeypatch, capsys, only):
+    find = importlib.util.find_spec
+    absent = {"rich", "pytest"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else find(name))
+    monkeypatch.setattr(sys, "argv", ["gpu_proof", *only])
+    assert gpu_proof.main() == 1
+    names = "rich" if only else "rich pytest"
+    assert capsys.readouterr().err.startswith(f"These Python packages are missing: {names}. Python: {sys.executable}\n")
+
+
+def test_a_section_that_is_cut_off_has_failed_and_says_where(run, tmp_path):
+    out = tmp_path / "out"
+    status, printed, [kept] = run("--device", "cpu", "--only", "waits", "--minutes", "0.05", "--out", str(out))
+    section = kept["sections"]["waits"]
+    assert status == 1 and section["status"] == "failed"
+    assert section["problems"][-1] == "cut off after 3 s without a result"
+    assert any("most recent call first" in line for line in section["output"])
+    assert "Section tests: it was not run." in kept["not_proved"] and "  - Section tests: it was not run.\n" in printed
+    assert "Failed: waits\n" in printed
+    assert "- waits: failed" in gpu.block([kept])
+    assert json.loads((out / "gpu-cpux2.json").read_text()) == kept
+    assert (out / "gpu-cpux2-waits.log").read_text().splitlines()[-1] == section["output"][-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_found_before_a_signal_is_kept(tmp_path, number):
+    words = ["--device", "cpu", "--only", "waits", "--minutes", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.gpu_proof", *words], cwd=gpu_proof.REPO, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    while not any("--section" in child.cmdline() for child in psutil.Process(process.pid).children()):
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, _ = process.communicate()
+    kept = json.loads((tmp_path / "gpu-cpux2.json").read_text())
+    assert process.returncode == 130 and kept["sections"]["waits"]["status"] == "stopped"
+    assert "Nothing failed." in out and any(
+        line.startswith("Section waits: it was stopped") for line in kept["not_proved"]
+    )
+
+
+STUCK = """
+import os, subprocess, sys
+import pytest
+
+def test_passes(): pass
+
+def test_fails(): assert 1 == 2
+
+def test_hangs():
+    program = "def stuck(): input()\\nstuck()"
+    subprocess.run([sys.executable, "-X", "faulthandler", "-c", program], stdin=os.pipe()[0], check=True)
+
+@pytest.mark.timeout(5)
+def test_behind(): pass
+
+def test_dies(): os._exit(7)
+
+@pytest.mark.skip(reason="because")
+def test_skipped(): pass
+"""
+
+
+def test_tests_that_hang_or_die_are_named_and_the_others_run(tmp_path):
+    (tmp_path / "test_stuck.py").write_text(STUCK)
+    (tmp_path / "test_one.py").write_text("def test(): pass")
+    (tmp_path / "test_broken.py").write_text("import nothing_there")
+    files = [tmp_path / f"test_{name}.py" for name in ("stuck", "one", "broken")]
+    kept = []
+    found = gpu_tests.run(files, 200.0, tmp_path, kept.append, root=tmp_path, test_s=4.0)
+    assert sorted(found["problems"]) == [
+        "test_broken.py error",
+        "test_stuck.py::test_dies failed",
+        "test_stuck.py::test_fails failed",
+        "test_stuck.py::test_hangs hung",
+    ]
+    assert found["counts"] == {"passed": 3, "failed": 2, "hung": 1, "skipped": 1, "error": 1}
+    reason = found["reasons"]["test_stuck.py::test_hangs"]
+    assert reason.startswith("It did not end within 4 s.\n") and "in test_hangs" in reason and "in stuck" in reason
+    assert "assert 1 == 2" in found["reasons"]["test_stuck.py::test_fails"]
+    assert "exit status 7" in found["reasons"]["test_stuck.py::test_dies"]
+    assert found["left_out"] == [] and kept[-1] == found
+
+
+def test_what_there_is_no_time_for_is_listed(tmp_path):
+    (tmp_path / "test_long.py").write_text("import time\ndef test_long(): time.sleep(90)\ndef test_late(): pass")
+    found = gpu_tests.run([tmp_path / "test_long.py"] * 2, 14.0, tmp_path, lambda found: None, root=tmp_path)
+    assert found["problems"] == []
+    assert found["left_out"] == [
+        "test_long.py::test_long (its time was too short)",
+        "test_long.py::test_late",
+        "test_long.py",
+    ]
+
+
+def test_the_order_names_files_that_are_there():
+    names = [path.name for path in gpu_tests.files_in_order(gpu_proof.REPO / "tests/gpu")]
+    assert names[0] == "test_ranks_gpu.py" and names[-1] == "test_ddp_graph.py"
+    assert set(gpu_tests.ORDER) - {"test_one_gpu.py"} < set(names)
 
 
 @pytest.mark.soak

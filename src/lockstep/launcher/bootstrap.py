@@ -115,8 +115,11 @@ def main(argv: list[str]) -> None:
 
 def set_title(title: str) -> None:
     """Show ``lockstep: TITLE`` as the command line of this process: a forked one has that of the launcher."""
-    # Besides the extension it imports only logging, which torch imports as well.
-    from setproctitle import setproctitle, setthreadtitle
+    try:
+        # Besides the extension it imports only logging, which torch imports as well.
+        from setproctitle import setproctitle, setthreadtitle
+    except ImportError:  # not installed: ranks work without titles
+        return
 
     # The name of a file may be no text.
     text = title.encode(errors="replace")
