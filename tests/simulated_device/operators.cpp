@@ -7,8 +7,6 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_coalesced_native.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
@@ -259,6 +257,8 @@ void check_device(const at::Tensor& tensor, at::Device device, const std::string
       " and another is on ", device);
 }
 
+} // namespace
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
@@ -324,6 +324,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const_cast<c10::IValue&>(result) =
         with_tensors(result, [&](const at::Tensor& cpu) { return translation.to_device(cpu, *device, launch); });
 }
+
+namespace {
 
 // --- Copies
 
@@ -424,12 +426,6 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage_and_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-int64_t choose_attention(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  return int64_t(sdp::SDPBackend::math);
-}
-
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -474,7 +470,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_and_offset);
-  m.impl("_fused_sdp_choice", choose_attention);
   // torch has kernels for every device that would take these apart, or that look for one of the device.
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const bool whole = op.name == "aten::convolution" || op.name == "aten::convolution_backward";
@@ -486,7 +481,3 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 } // namespace
 
 } // namespace sim
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::choose_attention)
-} // namespace at::native

@@ -416,6 +416,7 @@ class SimBackend final : public c10d::Backend {
     auto work = [=, run = run]() mutable {
       for (const auto& pending : before)
         pending->wait();
+      const Occupation occupation(device.index());
       for (const auto& [to, from] : cpu_before)
         to.copy_(from);
       run(cpu_inputs, cpu_outputs);
@@ -539,6 +540,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       places.append(py::make_tuple(kind, describe(place)));
     return py::dict(
         "synchronizations"_a = taken.synchronizations, "event_waits"_a = taken.event_waits, "kernels"_a = taken.kernels, "collectives"_a = taken.collectives,
+        "slowed_kernels"_a = taken.slowed_kernels, "slowed_s"_a = taken.slowed_s,
         "host_to_device_bytes"_a = taken.host_to_device_bytes, "device_to_host_bytes"_a = taken.device_to_host_bytes,
         "device_to_device_bytes"_a = taken.device_to_device_bytes, "allocations"_a = taken.allocations,
         "segments"_a = taken.segments, "kernels_by_stream"_a = taken.kernels_by_stream, "places"_a = places, "waits"_a = waits);

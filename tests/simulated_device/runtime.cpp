@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <sstream>
 #include <sys/mman.h>
+#include <thread>
 
 namespace sim {
 namespace {
@@ -23,6 +24,7 @@ constexpr size_t ALIGNMENT = 512;
 constexpr int POOL = 32; // streams of a device, as many as CUDA's pool has
 constexpr int ANY_STREAM = -1;
 constexpr size_t MAX_PLACES = 10000;
+constexpr int MULTIPROCESSORS = 132, CHANNELS = 32; // see [Note: multiprocessors]
 
 struct Stream {
   int device, id;
@@ -59,6 +61,7 @@ struct State {
   std::atomic<bool> has_context[MAX_DEVICES] = {};
   std::map<int, PlacePtr> contexts;
   std::atomic<double> patience = std::numeric_limits<double>::infinity();
+  std::atomic<int> collectives[MAX_DEVICES] = {}; // that run
   bool pinned_in_flight = false; // a freed block of pinned memory is still part of a copy, as far as its allocator knows
   std::atomic<int64_t> capture = 0; // the number of the one that is going on
   int64_t num_captures = 0;
@@ -875,6 +878,29 @@ static void refuse_float64(const at::Tensor& tensor) {
 
 Launch::~Launch() {
   running = outer_;
+  slow_down();
+}
+
+void Launch::slow_down() {
+  if (started_ == TimePoint{} || !state().collectives[state().streams[stream_].device])
+    return;
+  const auto taken = std::chrono::steady_clock::now() - started_;
+  const auto more = taken * CHANNELS / (MULTIPROCESSORS - CHANNELS);
+  {
+    Lock lock(state().mutex);
+    state().counters.slowed_kernels++;
+    state().counters.slowed_s += std::chrono::duration<double>(more).count();
+  }
+  const WithoutGil without;
+  std::this_thread::sleep_for(more);
+}
+
+Occupation::Occupation(int device) : device_(device) {
+  state().collectives[device]++;
+}
+
+Occupation::~Occupation() {
+  state().collectives[device_]--;
 }
 
 void Launch::access(const at::Tensor& tensor, bool write, const std::string& argument) {
@@ -891,6 +917,8 @@ void Launch::start() {
       if (!pending->wait_to_compute())
         lost.push_back(pending);
   }
+  if (kernel_ && stream_ != HOST)
+    started_ = std::chrono::steady_clock::now();
   if (lost.empty())
     return;
   Lock lock(state().mutex);
@@ -1005,26 +1033,31 @@ namespace {
 struct Generator final : c10::GeneratorImpl {
   // A device draws the numbers that the CPU draws from the same seed, so that both can be compared.
   at::Generator cpu;
+  std::atomic<bool> reset_rnn_state = true; // as CUDAGeneratorImpl's, after whatever sets a seed or an offset
 
   Generator(c10::DeviceIndex device, at::Generator cpu)
       : GeneratorImpl(at::Device(SIM, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), cpu(std::move(cpu)) {}
   void set_current_seed(uint64_t seed) override {
     cpu.set_current_seed(seed);
+    reset_rnn_state = true;
   }
   uint64_t current_seed() const override {
     return cpu.current_seed();
   }
   uint64_t seed() override {
+    reset_rnn_state = true;
     return cpu.unsafeGetGeneratorImpl()->seed();
   }
   void set_offset(uint64_t offset) override {
     cpu.set_offset(offset);
+    reset_rnn_state = true;
   }
   uint64_t get_offset() const override {
     return cpu.get_offset();
   }
   void set_state(const c10::TensorImpl& state) override {
     cpu.unsafeGetGeneratorImpl()->set_state(state);
+    reset_rnn_state = true;
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     return cpu.unsafeGetGeneratorImpl()->get_state();
@@ -1217,6 +1250,11 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given, at::Devic
   TORCH_CHECK(
       generator.device().type() == SIM, "Expected a 'sim' device type for generator but found '", generator.device(), "'");
   return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->cpu;
+}
+
+bool take_reset_rnn_state(int device) {
+  const auto& generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(device);
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->reset_rnn_state.exchange(false);
 }
 
 // --- What a test sets and asks
