@@ -68,6 +68,7 @@ struct State {
   int capture_origin = 0;
   std::set<int> capturing; // streams
   std::string capture_error;
+  std::shared_ptr<Graph> graph;
 };
 
 State& state() {
@@ -264,23 +265,7 @@ void begin_capture(int stream) {
   state().capture_origin = stream;
   state().capturing = {stream};
   state().capture_error = "";
-}
-
-void end_capture(bool failed) {
-  Lock lock(state().mutex);
-  state().capture = 0;
-  const auto origin = state().capture_origin;
-  const auto joined = std::exchange(state().capturing, {});
-  if (failed)
-    return;
-  TORCH_CHECK(
-      state().capture_error.empty(), "simulated device: operation failed due to a previous error during capture: ", state().capture_error);
-  for (int stream : joined) {
-    const auto& seen = state().streams[origin].clock;
-    TORCH_CHECK(
-        stream == origin || (size_t(stream) < seen.size() && state().streams[stream].worked <= seen[stream]),
-        "simulated device: capture was ended, but ", stream_name(stream), " has work that the capturing stream did not wait for");
-  }
+  state().graph = std::make_shared<Graph>();
 }
 
 bool is_capturing(int stream) {
@@ -376,6 +361,57 @@ std::vector<Pending> take_pending(int stream) {
 }
 
 } // namespace
+
+// torch.cuda.graph ends the capture also after an exception; what CUDA says then hides it (CUDAGraph::capture_end(), with
+// cudaErrorStreamCaptureInvalidated or cudaErrorStreamCaptureUnjoined).
+std::shared_ptr<Graph> end_capture() {
+  std::vector<Pending> pending;
+  std::shared_ptr<Graph> graph;
+  {
+    Lock lock(state().mutex);
+    state().capture = 0;
+    const auto origin = state().capture_origin;
+    const auto joined = std::exchange(state().capturing, {});
+    graph = std::exchange(state().graph, nullptr);
+    TORCH_CHECK(
+        state().capture_error.empty(), "simulated device: operation failed due to a previous error during capture: ", state().capture_error);
+    for (int stream : joined) {
+      const auto& seen = state().streams[origin].clock;
+      TORCH_CHECK(
+          stream == origin || (size_t(stream) < seen.size() && state().streams[stream].worked <= seen[stream]),
+          "simulated device: capturing stream has unjoined work: it did not wait for ", stream_name(stream));
+      auto& ours = state().streams[stream];
+      pending.insert(pending.end(), ours.pending.begin(), ours.pending.end());
+      merge(state().streams[HOST].clock, ours.clock); // nothing is on its way
+    }
+  }
+  finish(pending);
+  for (const auto& [address, kept] : graph->contents)
+    std::memcpy(real_address(kept.first.data()), kept.second.data(), std::min(kept.second.size(), kept.first.nbytes()));
+  graph->contents.clear();
+  return graph;
+}
+
+void Graph::replay() const {
+  refuse_in_capture("Graph.replay");
+  for (const auto& node : nodes)
+    node();
+}
+
+void add_node(std::function<void()> node) {
+  Lock lock(state().mutex);
+  if (state().graph)
+    state().graph->nodes.push_back(std::move(node));
+}
+
+void keep_contents(const at::Tensor& tensor) {
+  const auto& storage = tensor.storage();
+  Lock lock(state().mutex);
+  const auto address = reinterpret_cast<uintptr_t>(storage.data());
+  if (state().graph && address && !state().graph->contents.count(address))
+    state().graph->contents.emplace(
+        address, std::pair(storage, std::string(static_cast<const char*>(real_address(storage.data())), storage.nbytes())));
+}
 
 // --- Streams and events
 
@@ -882,7 +918,7 @@ Launch::~Launch() {
 }
 
 void Launch::slow_down() {
-  if (started_ == TimePoint{} || !state().collectives[state().streams[stream_].device])
+  if (started_ == TimePoint{} || !is_occupied(state().streams[stream_].device))
     return;
   const auto taken = std::chrono::steady_clock::now() - started_;
   const auto more = taken * CHANNELS / (MULTIPROCESSORS - CHANNELS);
@@ -893,6 +929,10 @@ void Launch::slow_down() {
   }
   const WithoutGil without;
   std::this_thread::sleep_for(more);
+}
+
+bool is_occupied(int device) {
+  return state().collectives[device] > 0;
 }
 
 Occupation::Occupation(int device) : device_(device) {

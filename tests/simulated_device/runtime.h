@@ -16,6 +16,11 @@
 // its events stay pending, and who waits for it on the host waits until the group is aborted. Only operators go on, with
 // the numbers as they are: on a real device they would be queued, and the host would reach its next wait.
 //
+// [Note: graphs] While a graph is captured, operators run, as the shape of a result is not known otherwise, and are recorded.
+// At the end the memory that they wrote in has its contents again, so that nothing has happened. A replay runs them again,
+// one after the other on the stream that is current, in the memory of the capture, which the graph keeps. Not simulated:
+// the capture draws random numbers.
+//
 // [Note: multiprocessors] NCCL's kernel of a collective occupies a multiprocessor for each of its channels, at most 32
 // (NCCL_MAX_NCHANNELS, NCCL_MAX_CTAS), from when its inputs are there until its peers are done; an H100 has 132. An operator
 // that runs meanwhile has the rest, and takes longer in proportion: Counts.slowed_kernels and .slowed_s.
@@ -30,6 +35,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -179,6 +185,7 @@ class Occupation {
  private:
   int device_;
 };
+bool is_occupied(int device);
 
 void record(Event& event, int stream);
 void wait(int stream, const Event& event);
@@ -213,9 +220,20 @@ void set_patience(double seconds);
 std::vector<std::string> take_errors();
 std::map<int, PlacePtr> contexts(); // where each was opened
 void forget_contexts(); // and be on device 0 with nothing launched, as a new process is
+
+// See [Note: graphs].
+struct Graph {
+  std::vector<std::function<void()>> nodes;
+  std::map<uintptr_t, std::pair<c10::Storage, std::string>> contents; // what was there before, by address
+  void replay() const;
+};
 void begin_capture(int stream);
-void end_capture(bool failed);
+std::shared_ptr<Graph> end_capture();
 bool is_capturing(int stream);
+void add_node(std::function<void()> node);
+void keep_contents(const at::Tensor& tensor); // that is about to be written
+at::Tensor without_autograd(const at::Tensor& tensor);
+
 Counters take_counters();
 
 void report(const std::string& text); // raises or keeps an error of order
