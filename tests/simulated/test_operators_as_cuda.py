@@ -1,4 +1,4 @@
-"""The simulated device has the kernels that CUDA has and torch's generic ones lack: what they compute and what they cost."""
+"""Kernels of CUDA that the simulated device has beside torch's generic ones: what they compute and what they cost."""
 
 import copy
 
@@ -11,7 +11,7 @@ from torch.nn import attention
 
 
 def trained(device, make, scaled):
-    """Train three steps, the second with an overflow if ``scaled``; return the parameters and the `Counts` of the last."""
+    """Train three steps, the second with an overflow if ``scaled``; return the parameters and the last `Counts`."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(device)
     optimizer = make(model.parameters(), lr=0.1, fused=True)

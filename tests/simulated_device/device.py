@@ -245,7 +245,7 @@ def is_current_stream_capturing():
 
 
 def occupied(device=None):
-    """Return whether a collective occupies a part of the device: it has its inputs, and may be waiting for its peers."""
+    """Return whether a collective occupies a part of the device: it has its inputs, and may wait for its peers."""
     return native.is_occupied(_index(device))
 
 
@@ -264,8 +264,8 @@ class Graph:
 def capturing():
     """Capture a `Graph`, on a stream of its own that is current here, as with ``torch.cuda.graph``; yields it.
 
-    Nothing is computed before its first replay. Errors are those of CUDA: the host, in any thread, asks for the state of
-    an event, or waits; a stream of the graph waits for work that is not part of it; a stream that has joined is not
+    Nothing is computed before its first replay. Errors are those of CUDA: the host, in any thread, asks for the state
+    of an event, or waits; a stream of the graph waits for work that is not part of it; a stream that has joined is not
     waited for at the end. An exception in the block ends the capture, too, and the error of that hides it.
     """
     synchronize()
