@@ -69,9 +69,7 @@ def ranks_of(workload: Workload, world: World, control: dist.ProcessGroup) -> Ra
     """Return what contenders need; the batch is this rank's own."""
     torch.manual_seed(1 + world.rank)
     batch = tuple(part.to(world.device) for part in workload.batch())
-    options: dict[str, Any] = {"lr": LEARNING_RATE}
-    if world.device.type != "sim":
-        options["fused"] = True
+    options: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     return Ranks(world.group, world.group, [batch] * world.world_size, options, world.device)  # type: ignore[list-item]
 
 

@@ -53,6 +53,19 @@ class Mixed(nn.Module):
         return outputs
 
 
+class Recurrent(nn.Module):
+    """An LSTM with dropout, whose state cuDNN keeps on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 16, num_layers=2, dropout=0.1, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the logits."""
+        outputs: Tensor = self.head(self.lstm(inputs.unflatten(1, (4, 4)))[0][:, -1])
+        return outputs
+
+
 def mean(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -70,6 +83,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate": 2},
     "fp16": {"precision": "fp16"},
     "on_nan=skip": {"on_nan": "skip"},
+    "LSTM with dropout": {"model": Recurrent},
+    "fused": {"fused": True},
+    "fp16, fused": {"precision": "fp16", "fused": True},
+    "on_nan=skip, fused": {"on_nan": "skip", "fused": True},
     "ddp-zero1": {"strategy": "ddp-zero1"},
 }
 
@@ -144,7 +161,7 @@ def holds(module: ModuleType, function: Callable[..., Any]) -> bool:
 def run_of(world: Any, setting: dict[str, Any], waits: Waits) -> Any:
     """Return a run of `fit` that says to ``waits`` which part of a step begins. Collective: every rank."""
     changes = dict(setting)
-    loss_of = changes.pop("loss", mean)
+    loss_of, fused = changes.pop("loss", mean), changes.pop("fused", None)
     count = SAMPLES * world.world_size
 
     def loss(model: Any, batch: Any) -> Any:
@@ -154,7 +171,7 @@ def run_of(world: Any, setting: dict[str, Any], waits: Waits) -> Any:
         return found
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made = torch.optim.AdamW(parameters, lr=1e-3)
+        made = torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
         made.register_step_pre_hook(lambda *_: setattr(waits, "part", UPDATE))
         return made
 

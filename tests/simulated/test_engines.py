@@ -14,8 +14,8 @@ from tests.distributed.test_zero_parity import batch as batch_of_step
 from tests.models import FAMILIES, build, global_batch, relative_error, share, soak
 
 TOLERANCE = 1e-11
-# Without those that torch itself cannot run on a device without kernels of its own (group norm in channels last, LSTM).
-MOST = sorted(set(FAMILIES) - {"structured", "sparse", "lstm", "channels_last"})
+# Without those that torch itself cannot run on a device without kernels of its own (group norm in channels last).
+MOST = sorted(set(FAMILIES) - {"structured", "sparse", "channels_last"})
 
 
 def on(device, tensors):

@@ -3,4 +3,6 @@
 
 #include "operators.cpp"
 
+#include "kernels.cpp"
+
 #include "process_group.cpp"

@@ -244,23 +244,38 @@ def is_current_stream_capturing():
     return native.is_capturing(current_device())
 
 
+def occupied(device=None):
+    """Return whether a collective occupies a part of the device: it has its inputs, and may wait for its peers."""
+    return native.is_occupied(_index(device))
+
+
+class Graph:
+    """Stands in for ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self):
+        self._captured = None
+
+    def replay(self):
+        """Run the operators and collectives again, in the memory that they had; on the stream that is current."""
+        self._captured.replay()
+
+
 @contextlib.contextmanager
 def capturing():
-    """Simulate the capture of a graph, on a stream of its own that is current here, as with ``torch.cuda.graph``.
+    """Capture a `Graph`, on a stream of its own that is current here, as with ``torch.cuda.graph``; yields it.
 
-    Operators run as ever, and nothing can be replayed. What is simulated are the errors: the host, in any thread, asks
-    for the state of an event, or waits; a stream of the graph waits for work that is not part of it; a stream that has
-    joined is not waited for at the end.
+    Nothing is computed before its first replay. Errors are those of CUDA: the host, in any thread, asks for the state
+    of an event, or waits; a stream of the graph waits for work that is not part of it; a stream that has joined is not
+    waited for at the end. An exception in the block ends the capture, too, and the error of that hides it.
     """
     synchronize()
+    graph = Graph()
     with torch.Stream("sim"):
         native.begin_capture(current_device())
-        failed = True
         try:
-            yield
-            failed = False
+            yield graph
         finally:
-            native.end_capture(failed)
+            graph._captured = native.end_capture()
 
 
 class Wait(NamedTuple):
@@ -291,6 +306,8 @@ class Counts:
         kernels: Operators launched, of all streams; views launch none.
         kernels_by_stream: The same by the name of the stream.
         collectives: Collectives launched.
+        slowed_kernels: Kernels that ran while a collective occupied a part of their device.
+        slowed_s: How long they took because of that.
         host_to_device_bytes: Bytes copied; also ``device_to_host_bytes`` and ``device_to_device_bytes``.
         allocations: Tensors that were given memory of a device.
         segments: Those of them that freed memory could not serve, which cost a real device a synchronization.

@@ -7,8 +7,6 @@
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_coalesced_native.h>
 #include <ATen/ops/_indices_native.h>
 #include <ATen/ops/_nnz_native.h>
@@ -124,9 +122,29 @@ c10::IValue with_tensors(const c10::IValue& value, Change change) {
   return value;
 }
 
+at::Tensor view_of(const at::Tensor& base, const at::Tensor& cpu) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), cpu.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+  if (cpu.unsafeGetTensorImpl()->is_wrapped_number())
+    view.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return view;
+}
+
+thread_local const std::vector<at::Tensor>* reused = nullptr; // where the operator that is replayed puts its results
+
+} // namespace
+
+at::Tensor without_autograd(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_sparse() ? view_of(tensor, tensor) : tensor;
+}
+
+namespace {
+
 // The tensors of one call, on the device and as the CPU sees them.
 class Translation {
  public:
+  std::vector<at::Tensor> made; // results in memory of their own
+
   at::Tensor to_cpu(const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.device().type() != SIM)
       return tensor;
@@ -180,7 +198,9 @@ class Translation {
           std::nullopt, std::nullopt, std::nullopt, cpu.is_coalesced());
     if (auto base = devices_.find(cpu.storage().unsafeGetStorageImpl()); base != devices_.end())
       return view_of(base->second, cpu);
-    auto result = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), at::kStrided, device, false);
+    auto result = reused ? reused->at(made.size())
+                         : empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), at::kStrided, device, false);
+    made.push_back(without_autograd(result));
     if (cpu.numel() > 0)
       std::memcpy(
           real_address(result.data_ptr()), cpu.const_data_ptr(),
@@ -190,12 +210,6 @@ class Translation {
   }
 
  private:
-  static at::Tensor view_of(const at::Tensor& base, const at::Tensor& cpu) {
-    auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), cpu.dtype());
-    view.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-    return view;
-  }
-
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
   std::unordered_map<c10::StorageImpl*, at::Tensor> devices_; // by the CPU's storage
   std::unordered_map<c10::TensorImpl*, at::Tensor> originals_; // by the CPU's tensor
@@ -259,6 +273,8 @@ void check_device(const at::Tensor& tensor, at::Device device, const std::string
       " and another is on ", device);
 }
 
+} // namespace
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
@@ -273,6 +289,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<BorrowDefaultGenerator> borrowed;
 
   const bool item = schema.name() == "aten::_local_scalar_dense"; // a copy of one number
+  const bool recorded = !view && is_capturing(stream);
+  std::vector<c10::IValue> given;
+  for (size_t i = 0; recorded && i < arguments.size(); i++)
+    given.push_back(with_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      if (tensor.defined() && !tensor.is_sparse() && is_written(schema.arguments()[i]))
+        keep_contents(tensor);
+      return tensor.defined() && tensor.is_cpu() ? tensor.detach().clone() : without_autograd(tensor); // a launch has its numbers
+    }));
+
   Launch launch(schema.name(), stream, !view && !item);
   const size_t item_bytes = item ? arguments[0].toTensor().element_size() : 0;
   Translation translation;
@@ -323,7 +348,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& result : torch::jit::last(*stack, schema.returns().size()))
     const_cast<c10::IValue&>(result) =
         with_tensors(result, [&](const at::Tensor& cpu) { return translation.to_device(cpu, *device, launch); });
+  if (recorded)
+    add_node([op, given, results = translation.made] {
+      auto arguments = given;
+      reused = &results;
+      fallback(op, &arguments);
+      reused = nullptr;
+    });
 }
+
+namespace {
 
 // --- Copies
 
@@ -340,6 +374,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   launch.access(self, false, "src");
   launch.access(to, true, "self");
   launch.start();
+  if (is_capturing(stream)) {
+    keep_contents(to);
+    add_node([from = without_autograd(self), to = without_autograd(to), non_blocking] { copy_from(from, to, non_blocking); });
+  }
   {
     at::AutoDispatchBelowADInplaceOrView below;
     as_cpu(to).copy_(as_cpu(self));
@@ -424,12 +462,6 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage_and_offset(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-int64_t choose_attention(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  return int64_t(sdp::SDPBackend::math);
-}
-
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -474,7 +506,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage_and_offset);
-  m.impl("_fused_sdp_choice", choose_attention);
   // torch has kernels for every device that would take these apart, or that look for one of the device.
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const bool whole = op.name == "aten::convolution" || op.name == "aten::convolution_backward";
@@ -486,7 +517,3 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 } // namespace
 
 } // namespace sim
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::choose_attention)
-} // namespace at::native

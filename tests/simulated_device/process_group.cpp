@@ -394,6 +394,15 @@ class SimBackend final : public c10d::Backend {
       wait(stream, ready);
     }
 
+    if (is_capturing(stream)) {
+      for (const auto& tensor : outputs)
+        keep_contents(tensor);
+      for (const auto& copies : {copies_before, copies_after})
+        for (const auto& [to, from] : copies)
+          keep_contents(to);
+      add_node([this, again = given] { launch(again)->wait(); }); // the group outlives its graphs, as NCCL asks for
+    }
+
     const std::lock_guard<std::mutex> in_order(order_);
     std::vector<Pending> before;
     Pairs cpu_before = copy(copies_before, stream, before), cpu_after;
@@ -416,6 +425,7 @@ class SimBackend final : public c10d::Backend {
     auto work = [=, run = run]() mutable {
       for (const auto& pending : before)
         pending->wait();
+      const Occupation occupation(device.index());
       for (const auto& [to, from] : cpu_before)
         to.copy_(from);
       run(cpu_inputs, cpu_outputs);
@@ -517,9 +527,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       found[py::int_(device)] = describe(place);
     return found;
   });
+  m.def("is_occupied", &is_occupied);
   m.def("forget_contexts", &forget_contexts);
   m.def("begin_capture", [](int device) { begin_capture(current_stream(device)); });
   m.def("end_capture", &end_capture);
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph").def("replay", &Graph::replay);
   m.def("is_capturing", [](int device) { return is_capturing(current_stream(device)); });
   m.def("set_check", [](const std::string& mode) {
     const std::map<std::string, Check> modes{{"off", Check::OFF}, {"collect", Check::COLLECT}, {"raise", Check::RAISE}};
@@ -539,6 +551,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       places.append(py::make_tuple(kind, describe(place)));
     return py::dict(
         "synchronizations"_a = taken.synchronizations, "event_waits"_a = taken.event_waits, "kernels"_a = taken.kernels, "collectives"_a = taken.collectives,
+        "slowed_kernels"_a = taken.slowed_kernels, "slowed_s"_a = taken.slowed_s,
         "host_to_device_bytes"_a = taken.host_to_device_bytes, "device_to_host_bytes"_a = taken.device_to_host_bytes,
         "device_to_device_bytes"_a = taken.device_to_device_bytes, "allocations"_a = taken.allocations,
         "segments"_a = taken.segments, "kernels_by_stream"_a = taken.kernels_by_stream, "places"_a = places, "waits"_a = waits);

@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <sstream>
 #include <sys/mman.h>
+#include <thread>
 
 namespace sim {
 namespace {
@@ -23,6 +24,7 @@ constexpr size_t ALIGNMENT = 512;
 constexpr int POOL = 32; // streams of a device, as many as CUDA's pool has
 constexpr int ANY_STREAM = -1;
 constexpr size_t MAX_PLACES = 10000;
+constexpr int MULTIPROCESSORS = 132, CHANNELS = 32; // see [Note: multiprocessors]
 
 struct Stream {
   int device, id;
@@ -59,12 +61,14 @@ struct State {
   std::atomic<bool> has_context[MAX_DEVICES] = {};
   std::map<int, PlacePtr> contexts;
   std::atomic<double> patience = std::numeric_limits<double>::infinity();
+  std::atomic<int> collectives[MAX_DEVICES] = {}; // that run
   bool pinned_in_flight = false; // a freed block of pinned memory is still part of a copy, as far as its allocator knows
   std::atomic<int64_t> capture = 0; // the number of the one that is going on
   int64_t num_captures = 0;
   int capture_origin = 0;
   std::set<int> capturing; // streams
   std::string capture_error;
+  std::shared_ptr<Graph> graph;
 };
 
 State& state() {
@@ -261,23 +265,7 @@ void begin_capture(int stream) {
   state().capture_origin = stream;
   state().capturing = {stream};
   state().capture_error = "";
-}
-
-void end_capture(bool failed) {
-  Lock lock(state().mutex);
-  state().capture = 0;
-  const auto origin = state().capture_origin;
-  const auto joined = std::exchange(state().capturing, {});
-  if (failed)
-    return;
-  TORCH_CHECK(
-      state().capture_error.empty(), "simulated device: operation failed due to a previous error during capture: ", state().capture_error);
-  for (int stream : joined) {
-    const auto& seen = state().streams[origin].clock;
-    TORCH_CHECK(
-        stream == origin || (size_t(stream) < seen.size() && state().streams[stream].worked <= seen[stream]),
-        "simulated device: capture was ended, but ", stream_name(stream), " has work that the capturing stream did not wait for");
-  }
+  state().graph = std::make_shared<Graph>();
 }
 
 bool is_capturing(int stream) {
@@ -373,6 +361,57 @@ std::vector<Pending> take_pending(int stream) {
 }
 
 } // namespace
+
+// torch.cuda.graph ends the capture also after an exception; what CUDA says then hides it (CUDAGraph::capture_end(), with
+// cudaErrorStreamCaptureInvalidated or cudaErrorStreamCaptureUnjoined).
+std::shared_ptr<Graph> end_capture() {
+  std::vector<Pending> pending;
+  std::shared_ptr<Graph> graph;
+  {
+    Lock lock(state().mutex);
+    state().capture = 0;
+    const auto origin = state().capture_origin;
+    const auto joined = std::exchange(state().capturing, {});
+    graph = std::exchange(state().graph, nullptr);
+    TORCH_CHECK(
+        state().capture_error.empty(), "simulated device: operation failed due to a previous error during capture: ", state().capture_error);
+    for (int stream : joined) {
+      const auto& seen = state().streams[origin].clock;
+      TORCH_CHECK(
+          stream == origin || (size_t(stream) < seen.size() && state().streams[stream].worked <= seen[stream]),
+          "simulated device: capturing stream has unjoined work: it did not wait for ", stream_name(stream));
+      auto& ours = state().streams[stream];
+      pending.insert(pending.end(), ours.pending.begin(), ours.pending.end());
+      merge(state().streams[HOST].clock, ours.clock); // nothing is on its way
+    }
+  }
+  finish(pending);
+  for (const auto& [address, kept] : graph->contents)
+    std::memcpy(real_address(kept.first.data()), kept.second.data(), std::min(kept.second.size(), kept.first.nbytes()));
+  graph->contents.clear();
+  return graph;
+}
+
+void Graph::replay() const {
+  refuse_in_capture("Graph.replay");
+  for (const auto& node : nodes)
+    node();
+}
+
+void add_node(std::function<void()> node) {
+  Lock lock(state().mutex);
+  if (state().graph)
+    state().graph->nodes.push_back(std::move(node));
+}
+
+void keep_contents(const at::Tensor& tensor) {
+  const auto& storage = tensor.storage();
+  Lock lock(state().mutex);
+  const auto address = reinterpret_cast<uintptr_t>(storage.data());
+  if (state().graph && address && !state().graph->contents.count(address))
+    state().graph->contents.emplace(
+        address, std::pair(storage, std::string(static_cast<const char*>(real_address(storage.data())), storage.nbytes())));
+}
 
 // --- Streams and events
 
@@ -875,6 +914,33 @@ static void refuse_float64(const at::Tensor& tensor) {
 
 Launch::~Launch() {
   running = outer_;
+  slow_down();
+}
+
+void Launch::slow_down() {
+  if (started_ == TimePoint{} || !is_occupied(state().streams[stream_].device))
+    return;
+  const auto taken = std::chrono::steady_clock::now() - started_;
+  const auto more = taken * CHANNELS / (MULTIPROCESSORS - CHANNELS);
+  {
+    Lock lock(state().mutex);
+    state().counters.slowed_kernels++;
+    state().counters.slowed_s += std::chrono::duration<double>(more).count();
+  }
+  const WithoutGil without;
+  std::this_thread::sleep_for(more);
+}
+
+bool is_occupied(int device) {
+  return state().collectives[device] > 0;
+}
+
+Occupation::Occupation(int device) : device_(device) {
+  state().collectives[device]++;
+}
+
+Occupation::~Occupation() {
+  state().collectives[device_]--;
 }
 
 void Launch::access(const at::Tensor& tensor, bool write, const std::string& argument) {
@@ -891,6 +957,8 @@ void Launch::start() {
       if (!pending->wait_to_compute())
         lost.push_back(pending);
   }
+  if (kernel_ && stream_ != HOST)
+    started_ = std::chrono::steady_clock::now();
   if (lost.empty())
     return;
   Lock lock(state().mutex);
@@ -1005,26 +1073,31 @@ namespace {
 struct Generator final : c10::GeneratorImpl {
   // A device draws the numbers that the CPU draws from the same seed, so that both can be compared.
   at::Generator cpu;
+  std::atomic<bool> reset_rnn_state = true; // as CUDAGeneratorImpl's, after whatever sets a seed or an offset
 
   Generator(c10::DeviceIndex device, at::Generator cpu)
       : GeneratorImpl(at::Device(SIM, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), cpu(std::move(cpu)) {}
   void set_current_seed(uint64_t seed) override {
     cpu.set_current_seed(seed);
+    reset_rnn_state = true;
   }
   uint64_t current_seed() const override {
     return cpu.current_seed();
   }
   uint64_t seed() override {
+    reset_rnn_state = true;
     return cpu.unsafeGetGeneratorImpl()->seed();
   }
   void set_offset(uint64_t offset) override {
     cpu.set_offset(offset);
+    reset_rnn_state = true;
   }
   uint64_t get_offset() const override {
     return cpu.get_offset();
   }
   void set_state(const c10::TensorImpl& state) override {
     cpu.unsafeGetGeneratorImpl()->set_state(state);
+    reset_rnn_state = true;
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     return cpu.unsafeGetGeneratorImpl()->get_state();
@@ -1217,6 +1290,11 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given, at::Devic
   TORCH_CHECK(
       generator.device().type() == SIM, "Expected a 'sim' device type for generator but found '", generator.device(), "'");
   return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->cpu;
+}
+
+bool take_reset_rnn_state(int device) {
+  const auto& generator = at::detail::getPrivateUse1Hooks().getDefaultGenerator(device);
+  return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->reset_rnn_state.exchange(false);
 }
 
 // --- What a test sets and asks

@@ -15,6 +15,15 @@
 // [Note: lost peers] A collective whose peer is gone never ends, as with NCCL, which has no connection that would break:
 // its events stay pending, and who waits for it on the host waits until the group is aborted. Only operators go on, with
 // the numbers as they are: on a real device they would be queued, and the host would reach its next wait.
+//
+// [Note: graphs] While a graph is captured, operators run, as the shape of a result is not known otherwise, and are recorded.
+// At the end the memory that they wrote in has its contents again, so that nothing has happened. A replay runs them again,
+// one after the other on the stream that is current, in the memory of the capture, which the graph keeps. Not simulated:
+// the capture draws random numbers.
+//
+// [Note: multiprocessors] NCCL's kernel of a collective occupies a multiprocessor for each of its channels, at most 32
+// (NCCL_MAX_NCHANNELS, NCCL_MAX_CTAS), from when its inputs are there until its peers are done; an H100 has 132. An operator
+// that runs meanwhile has the rest, and takes longer in proportion: Counts.slowed_kernels and .slowed_s.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -26,6 +35,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -112,6 +122,8 @@ struct Wait {
 
 struct Counters {
   int64_t synchronizations = 0, event_waits = 0, kernels = 0, collectives = 0;
+  int64_t slowed_kernels = 0; // see [Note: multiprocessors]
+  double slowed_s = 0;
   int64_t host_to_device_bytes = 0, device_to_host_bytes = 0, device_to_device_bytes = 0;
   int64_t allocations = 0, segments = 0; // asked for; not served from freed memory
   std::map<std::string, int64_t> kernels_by_stream;
@@ -157,9 +169,23 @@ class Launch {
   PlacePtr place_, outer_;
   int stream_;
   bool kernel_;
+  void slow_down(); // see [Note: multiprocessors]
+
   uint64_t time_ = 0;
+  TimePoint started_{};
   std::vector<Touch> touches_;
 };
+
+// A collective runs.
+class Occupation {
+ public:
+  explicit Occupation(int device);
+  ~Occupation();
+
+ private:
+  int device_;
+};
+bool is_occupied(int device);
 
 void record(Event& event, int stream);
 void wait(int stream, const Event& event);
@@ -180,6 +206,7 @@ void count_copy(const std::string& kind, size_t bytes, const PlacePtr& place);
 void* real_address(const void* address);
 
 at::Generator cpu_generator(const std::optional<at::Generator>& given, at::Device device); // that a device's one draws from
+bool take_reset_rnn_state(int device); // whether its generator was seeded anew since the last call
 std::string current_autograd_node(); // "" outside of a backward
 
 void install();
@@ -193,9 +220,20 @@ void set_patience(double seconds);
 std::vector<std::string> take_errors();
 std::map<int, PlacePtr> contexts(); // where each was opened
 void forget_contexts(); // and be on device 0 with nothing launched, as a new process is
+
+// See [Note: graphs].
+struct Graph {
+  std::vector<std::function<void()>> nodes;
+  std::map<uintptr_t, std::pair<c10::Storage, std::string>> contents; // what was there before, by address
+  void replay() const;
+};
 void begin_capture(int stream);
-void end_capture(bool failed);
+std::shared_ptr<Graph> end_capture();
 bool is_capturing(int stream);
+void add_node(std::function<void()> node);
+void keep_contents(const at::Tensor& tensor); // that is about to be written
+at::Tensor without_autograd(const at::Tensor& tensor);
+
 Counters take_counters();
 
 void report(const std::string& text); // raises or keeps an error of order
