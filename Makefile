@@ -68,9 +68,9 @@ format: setup  ## Put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; CHECK=1: what got slower
+bench: setup  ## Measure against torch and its peers (40 minutes), or ONLY=name; QUICK=1: does it run; SINCE=COMMIT: what got slower
 	$(PIP) --editable '.[bench]'
-	$(BIN)/python tools/bench.py $(if $(QUICK),--quick) $(if $(CHECK),--check) $(ONLY)
+	$(BIN)/python $(if $(SINCE),-m bench.versions $(SINCE),tools/bench.py $(ONLY)) $(if $(QUICK),--quick)
 
 # Without .venv: on a machine with GPUs the Python that has torch will do, also without a network.
 gpu: MINUTES = 8

@@ -4,8 +4,6 @@
     python tools/bench.py --quick     the same with few short rounds, to see that it runs; kept in runs/bench
     python tools/bench.py NAME ...    these scripts of bench/ alone; what each prints is kept in bench/results/NAME.txt
     python tools/bench.py --report    the page and the tables once more, from the newest run
-    python tools/bench.py --check     the training steps alone, against the newest run: which of our ratios got worse,
-                                      beyond both ranges? Keeps nothing; exit status 1 if one did
 
 A session is kept as bench/results/run-<time>.json; bench/results/index.html, README.md and docs/speed.md show the
 newest.
@@ -13,7 +11,6 @@ newest.
 
 import argparse
 import contextlib
-import itertools
 import json
 import shlex
 import signal
@@ -30,7 +27,7 @@ from rich.console import Console
 
 from bench.report import page, table
 from bench.report.goals import judge
-from bench.report.run import RESULTS, Run, models, newest, ratio, rounds
+from bench.report.run import RESULTS, Run, newest
 from lockstep.telemetry.provenance import Provenance, gather
 
 REPO = Path(__file__).parents[1]
@@ -59,24 +56,19 @@ NO_SCRIPTS = {
     "gpu_waits",
     "recovery_jobs",
     "recovery_loops",
+    "versions",
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run what was asked for; return the exit status."""
     options = parse(arguments)
-    if options.report or options.check:
+    if options.report:
         run = newest()
         if run is None:
             print("There is no run in bench/results yet: run `make bench`.", file=sys.stderr)
             return 1
-        if options.report:
-            return report(run)
-        try:
-            parts = measure([name for name in PARTS if name.startswith("steps")], options.quick)
-        except KeyboardInterrupt:
-            return 130
-        return 1 if parts is None or show_worse(run, {"parts": parts}) else 0
+        return report(run)
     scripts = {path.stem for path in (REPO / "bench").glob("*.py")} - NO_SCRIPTS
     unknown = sorted(set(options.names) - scripts)
     if unknown:
@@ -98,7 +90,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a script of bench/")
     parser.add_argument("--quick", action="store_true", help="few short rounds; figures mean nothing")
     parser.add_argument("--report", action="store_true", help="write the page and the tables from the newest run")
-    parser.add_argument("--check", action="store_true", help="compare the training steps with those of the newest run")
     return parser.parse_args(arguments)
 
 
@@ -138,25 +129,6 @@ def measure(names: Sequence[str], quick: bool) -> dict[str, Any] | None:
                 return None
             parts[name] = json.loads(kept.read_text())
     return parts
-
-
-def show_worse(before: Run, now: Run) -> int:
-    """Print which of our ratios over no synchronisation got worse beyond both ranges; return how many."""
-    worse = compared = 0
-    for part, contender in itertools.product(now["parts"], ("ours", "ours-zero", "dp")):
-        for name in models(now, part):
-            old, new = (ratio(rounds(run, part, "models", name), contender, "none") for run in (before, now))
-            if old is None or new is None:
-                continue
-            compared += 1
-            if new.low > old.high:
-                worse += 1
-                print(
-                    f"worse: {part}, {name}, {contender}: {new.median:.3f} ({new.low:.3f} to {new.high:.3f}) times "
-                    f"no synchronisation, was {old.median:.3f} ({old.low:.3f} to {old.high:.3f})"
-                )
-    print(f"{worse} of {compared} ratios got worse than in the run of {before['provenance']['when'][:10]}.")
-    return worse
 
 
 def report(run: Run) -> int:

@@ -99,6 +99,8 @@ def start_thread(target: Callable[[], object], *, name: str, device: torch.devic
 
 def synchronize(awaited: torch.device | torch.Event) -> None:
     """Block until a device has done all queued work, or has reached an event; return at once for the CPU."""
+    if isinstance(awaited, torch.Event) and awaited.query():
+        return
     with activity.waiting(activity.DEVICE):
         if isinstance(awaited, torch.Event):
             awaited.synchronize()

@@ -43,6 +43,27 @@ def test_a_script_sends_no_more_than_ddp(ranks):
     assert ranks(2)(run) == pytest.approx([1.0, 1.0], rel=0.02)
 
 
+@pytest.mark.parametrize("shard_gradients", [True, False])
+def test_each_step_uses_the_same_memory(ranks, shard_gradients):
+    """A bucket whose memory is still in use takes new memory, which the ranks do not share."""
+
+    def run(world):
+        model = lockstep.DistributedDataParallel(net())
+        optimizer = lockstep.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, shard_gradients=shard_gradients
+        )
+        found = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss_of(model, world.rank).backward()
+            optimizer.step()
+            found.append([bucket.payload.data_ptr() for bucket in model.reducer.bucket_set.buckets])
+        return found[1:]
+
+    for found in ranks(2)(run):
+        assert found == [found[0]] * 4
+
+
 def test_gradients_in_slices_may_be_edited_and_strides_may_change(ranks):
     def build():
         torch.manual_seed(0)

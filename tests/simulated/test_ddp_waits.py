@@ -110,6 +110,30 @@ def runs_dry(world):
             assert_gradients_equal(model.module, oracle)
 
 
+# --- neither missing gradients nor weights
+
+
+def test_a_plain_loop_waits_for_nothing(on_sim):
+    """Not in its forwards either, which read the sums of an earlier step."""
+    for found in on_sim(2)(plain_steps):
+        assert found[4:] == [[]] * 4, found
+
+
+def plain_steps(world):
+    """Return where the host waited in each step."""
+    found = []
+    model = lockstep.DistributedDataParallel(module_on(world.device, Branches()), bucket_cap_mb=BUCKET_MIB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [inputs(step, world.rank).to(world.device) for step in range(8)]
+    for batch in batches:
+        with torch.sim.counting() as counts:
+            optimizer.zero_grad()
+            model(batch, "abcde").square().mean().backward()
+            optimizer.step()
+        found.append(list(map(str, counts.waits)))
+    return found
+
+
 # --- weights
 
 

@@ -140,12 +140,12 @@ class GradientScale(NamedTuple):
     Attributes:
         factor: The factor for gradients.
         unused_factor: The factor for the old gradients of parameters that received none in this step.
-        message: The end of the tail, see [Note: weight messages], on the device; None: that of a rank without weights.
+        message: The end of the tail, see [Note: weight messages]; None: the tail of this bucket is not read.
     """
 
     factor: float
     unused_factor: float
-    message: Tensor | None = None
+    message: Sequence[float] | None = None
 
 
 class _Members:
@@ -246,7 +246,8 @@ class DenseBucket(_Members):
         super().__init__(spec, parameters, names)
         self._keep_held_gradients = keep_held_gradients
         self.tail_start = padded_numel(sum(each.numel() for each in self.parameters), spec.dtype.itemsize, num_slices)
-        self._usual_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
+        self._message = list(message)
+        self._own_tail = torch.tensor([1.0] * len(self.parameters) + list(message)).to(spec.device, spec.dtype)
         # C multiplies these two dtypes. Gradients of parameters that are not contiguous may have another layout.
         is_known = spec.dtype in (torch.float32, torch.float64)
         self._may_wait = is_known and all(each.is_contiguous() for each in self.parameters)
@@ -258,7 +259,7 @@ class DenseBucket(_Members):
     def _allocate(self, like: Sequence[Tensor], group: Group | None) -> None:
         """Allocate memory for gradients with the shapes and strides of ``like``."""
         numel = sum(each.numel() for each in like)
-        size, dtype, device = self.tail_start + len(self._usual_tail), self.spec.dtype, self.spec.device
+        size, dtype, device = self.tail_start + len(self._own_tail), self.spec.dtype, self.spec.device
         if group is None or group.size() == 1:
             self.payload = torch.zeros(size, dtype=dtype, device=device)
         else:
@@ -316,6 +317,8 @@ class DenseBucket(_Members):
                 return self.gather(used, scale, late=late)
         if self._find_layout() != self._layout:
             self._restore_views()
+        if scale.message not in (None, self._message):  # the same in most steps
+            self._set_message(scale.message)
         gradients = list(map(_grad_of, self.parameters))
         is_none = map(operator.is_, gradients, repeat(None))
         if used is not None or any(is_none) or any(map(operator.is_, gradients, self._views)):
@@ -327,14 +330,19 @@ class DenseBucket(_Members):
             present = cast("list[Tensor]", gradients)
             if late and self._can_wait(present):
                 self.pieces = Pieces(present, scale.factor)
-                self._tail.copy_(self._usual_tail)
+                self._tail.copy_(self._own_tail)
             else:
                 self._copy_in(present, scale.factor)
             self._set_gradients(zip(self.parameters, self._views, strict=True))
-        for place in self.missing:  # what differs from the usual tail
+        for place in self.missing:
             self._tail[place] = 0
-        if scale.message is not None:
-            self._tail[len(self.parameters) :].copy_(scale.message)
+
+    def _set_message(self, message: Sequence[float]) -> None:
+        """Send ``message`` from now on: numbers go to a device as arguments of kernels, also in a capture."""
+        for place, (before, now) in enumerate(zip(self._message, message, strict=True), len(self.parameters)):
+            if now != before:
+                self._own_tail[place] = now
+        self._message = list(message)
 
     def _can_wait(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether C can read them in place: hooks of the script may have put anything in ``param.grad``."""
@@ -377,7 +385,7 @@ class DenseBucket(_Members):
     def _copy_in(self, gradients: list[Tensor], factor: float) -> None:
         """Copy the gradients to their places, multiplied by ``factor``. A slot in the list is already in its place.
 
-        The tail becomes the usual one, in the same call.
+        The tail becomes this rank's, in the same call.
         """
         slots, large = self._slots, self._large if factor != 1 else ()
         small = [gradient for place, gradient in enumerate(gradients) if place not in large] if large else gradients
@@ -385,7 +393,7 @@ class DenseBucket(_Members):
             for place in large:
                 torch.mul(gradients[place], factor, out=slots[place])
             targets = self._small_slots if large else slots
-            torch_internals.foreach_copy_([*targets, self._tail], [*small, self._usual_tail])
+            torch_internals.foreach_copy_([*targets, self._tail], [*small, self._own_tail])
         except RuntimeError as error:
             for name, gradient in zip(self.names, gradients, strict=True):
                 if gradient.layout is not torch.strided:

@@ -61,6 +61,7 @@ class Step:
         num_launched: Of the buckets, in the order of the plan; includes those that were not reduced.
         in_flight: The buckets that were launched, in order.
         num_finished: Of these, those that are reduced and settled.
+        carrier: The one of them whose tail has the weight message; see `Weights.carrier`.
     """
 
     callback: Callable[[], object] = _nothing
@@ -72,6 +73,7 @@ class Step:
     num_launched: int = 0
     in_flight: list[Bucket] = field(default_factory=list)
     num_finished: int = 0
+    carrier: Bucket | None = None
 
 
 _missing_in = attrgetter("missing")
@@ -499,15 +501,12 @@ class Reducer:
         if not all_used:
             bucket.check_missing(self._used)
         divisor = self.divisor if self.reduction.sums_payloads else None
-        scale = self.weights.scale(bucket.spec.parameters, self._used, divisor)
+        carrier = self.weights.carrier([step.carrier, bucket] if step.carrier else [bucket])
+        scale = self.weights.scale(bucket.spec.parameters, self._used, divisor, carries=carrier is bucket)
         if self._skip_unused_buckets and bucket.members.isdisjoint(self._used):  # the caller: so it is on all ranks
             return
+        step.carrier = carrier
         bucket.gather(None if all_used else self._used, scale, late=self.reduction.takes_pieces)
-        if bucket.missing and is_capturing(bucket.spec.device):
-            raise ConfigurationError(
-                f"Parameter {bucket.names[min(bucket.missing)]} received no gradient in a step that is captured in a "
-                "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
-            )
         self._notify(Event.GATHERED, bucket)
         # Also if not alone: on shm a call begins in this thread, and continues in it if no rank is late.
         start = partial(self.reduction.start, bucket, alone=alone)
@@ -580,15 +579,24 @@ class Reducer:
             torch.accelerator.current_stream(self.bucket_set.device).wait_stream(self._finishing_stream)
         lacks = any(map(_missing_in, step.in_flight))
         self.weights.lacks_gradients = lacks and self.bucket_set.device.type != "cpu"
+        if lacks and is_capturing(self.bucket_set.device):
+            # Only now: a capture ends with another error if it has not joined the streams of the reductions.
+            for bucket in step.in_flight:
+                self._wait_for(bucket)
+            first = next(filter(_missing_in, step.in_flight))
+            raise ConfigurationError(
+                f"Parameter {first.names[min(first.missing)]} received no gradient in a step that is captured in a "
+                "CUDA graph.\nFreeze what is not used (requires_grad_(False)) before wrapping, or train eagerly."
+            )
         factor: float | Tensor = 1.0
         is_simple = self._finishes_one_by_one
         if not is_simple and step.in_flight:
-            factor, counts = self._correction(step.in_flight, message)
+            factor, counts = self._correction(step.in_flight, step.carrier, message)
             if num_users is None and counts is not None and lacks:
                 num_users = counts.tolist()
         self._finish(step, step.in_flight[step.num_finished :], factor, num_users)
         if is_simple and step.in_flight:  # raises if other ranks gave weights
-            self.weights.correction(self.weights.carrier(step.in_flight), None, message)
+            self.weights.correction(step.carrier, None, message)
 
     def _finish_early(self, step: Step) -> None:
         """Finish the first buckets in flight, as far as they are already reduced."""
@@ -659,7 +667,9 @@ class Reducer:
             if is_observed:
                 self._notify(Event.WAIT_END, bucket)
 
-    def _correction(self, buckets: Sequence[Bucket], message: Sequence[float]) -> tuple[float | Tensor, Tensor | None]:
+    def _correction(
+        self, buckets: Sequence[Bucket], carrier: Bucket | None, message: Sequence[float]
+    ) -> tuple[float | Tensor, Tensor | None]:
         """Return the factor for a weighted mean, and the number of ranks that used each parameter if tails lack it.
 
         Waits for those of ``buckets`` that are needed for this. Collective: every rank.
@@ -668,7 +678,7 @@ class Reducer:
             ConfigurationError: On every rank: some ranks gave weights and others did not; names the latter.
         """
         counts = messages = None
-        carrier = self.weights.carrier(buckets) if self.reduction.sums_payloads else None
+        carrier = carrier if self.reduction.sums_payloads else None
         for bucket in buckets if carrier is None else [carrier]:
             self._wait_for(bucket)
         if not self.reduction.sums_payloads:
@@ -716,7 +726,7 @@ class Reducer:
             bucket.future = self._wait_in(start, bucket, is_observed=False)
         if self.weights.some_lack:
             self._exchange_used()
-        self._correction(buckets, message)
+        self._correction(buckets, self.weights.carrier(buckets), message)
         for bucket in buckets:
             self._wait_for(bucket)
         if not self.bucket_set.is_rebuilt:
@@ -769,7 +779,7 @@ def backward(loss: Tensor, *, mean_over: float | Tensor | None = None, count: fl
 
     Raises:
         ConfigurationError: ``mean_over`` is not such a value, or the backward reached no wrapped model. On every rank,
-            on a device from the next ``forward``: some ranks gave a weight and others did not; names the latter.
+            on a device from a later ``forward``: some ranks gave a weight and others did not; names the latter.
     """
     weight = check_weight(count if mean_over is None else mean_over)
     reducers = [reducer for reducer in live_reducers() if reducer.has_run]

@@ -1,6 +1,7 @@
 """Weighted means: the weight of each micro-batch, the weight message of a rank, and the sum over the ranks."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from enum import Enum
 from functools import partial
@@ -18,6 +19,7 @@ from lockstep.parallel.ddp.buckets import Bucket, GradientScale
 from lockstep.torch_internals import version_of
 
 USUAL_UPDATES = 1  # the optimizer steps between two reductions
+NUM_UNREAD = 4  # the steps by which a host without weights and missing gradients may be ahead of its device
 # The dtypes that can hold a sum of weights, with the precision of the gradients in the same message.
 _WIDTHS = {torch.float32: 1, torch.complex64: 1, torch.float64: 2, torch.complex128: 2}
 
@@ -347,7 +349,9 @@ class Weights:
 
     On a device the host does not read the sums in the same step, since it would wait for the device. The factor of the
     gradients is computed where the sums are. The host reads a copy when the next forward is queued, on every rank at
-    the same point, so that all ranks raise the same error there and know the same typical weight in the next step.
+    the same point, so that all ranks raise the same error there and know the same typical weight in the next step. As
+    long as no rank gives weights or lacks gradients, it reads the copy `NUM_UNREAD` forwards later: by then the device
+    has usually done that step, so the host waits for nothing.
 
     [Note: typical weight]
     Before the sum, gradients are multiplied by weight / (typical weight * ranks). The typical weight is the mean over
@@ -378,8 +382,8 @@ class Weights:
         self.lacks_gradients = self.some_lack = False
         self._had_weights = False  # whether some rank gave a weight, by the last sums that were read
         self._typical = 1.0
-        self._unread: HostCopy | None = None  # on a device: the sum of the messages, being copied to the host
-        self._sent: tuple[list[float], Tensor] = [], torch.empty(0)  # the last message that was not the usual one
+        self._unread: deque[HostCopy] = deque()  # on a device: the sums of messages, being copied to the host
+        self._num_plain = 0  # the sums that were read since the last with weights or missing gradients; equal on all
 
     def set_weight(self, weight: float, parameters: Sequence[torch.nn.Parameter], used: Set[int]) -> None:
         """Store the weight of the next backward; see `AccumulationWindow` for the other arguments.
@@ -408,28 +412,24 @@ class Weights:
         message[2] = float(self.lacks_gradients and not is_captured)
         return message
 
-    def _uploaded_message(self) -> Tensor:
-        message = self.message()
-        if message != self._sent[0]:  # in most steps the buckets, and even the steps, have the same one
-            self._sent = message, upload(message, widest_dtype(self.device), self.device)
-        return self._sent[1]
-
-    def scale(self, indices: Sequence[int], used: Set[int], divisor: float | None) -> GradientScale:
+    def scale(
+        self, indices: Sequence[int], used: Set[int], divisor: float | None, *, carries: bool = True
+    ) -> GradientScale:
         """Prepare the gradients of a bucket for gathering, and return their factors.
 
         Args:
             indices: The bucket's parameters.
             used: The parameters that received a gradient since the last step.
             divisor: Divides gradients if there are no weights; None: the hook divides them.
+            carries: Whether this bucket's tail may be read.
         """
         window = self.window
         if window is None or not window.is_weighed:
             factor = 1.0 if divisor is None else 1.0 / divisor
-            is_usual = not self.lacks_gradients and self.num_updates == USUAL_UPDATES
-            return GradientScale(factor, factor, None if is_usual else self._uploaded_message())
+            return GradientScale(factor, factor, self.message() if carries else None)
         window.end(indices, used)
         scale = self._typical * (1 if divisor is None else self._world_size)
-        return GradientScale(window.unit / scale, window.total / scale, self._uploaded_message())
+        return GradientScale(window.unit / scale, window.total / scale, self.message() if carries else None)
 
     # --- the sum over the ranks -------------------------------------------------------------------------------------
 
@@ -474,7 +474,7 @@ class Weights:
         # Narrow tails only show whether there are weights. All ranks expect them if the last step had some.
         if messages is not None and is_narrow and (messages.is_cpu or not self._had_weights):
             if not messages.is_cpu and not message[1] and any(message):  # if other ranks have weights, they refuse them
-                self._unread = HostCopy(messages)
+                self._unread.append(HostCopy(messages))
                 return 1.0
             sums = messages.tolist()
             if not sums[1]:
@@ -484,7 +484,7 @@ class Weights:
             messages = self._exchange(message)
         if messages.is_cpu:
             return self._conclude(messages)
-        self._unread = HostCopy(messages)
+        self._unread.append(HostCopy(messages))
         if not message[1]:  # without weights, or without gradients
             return 1.0
         # Not zero-dimensional: then a narrow bucket would be multiplied by a factor that is rounded to its dtype.
@@ -492,17 +492,18 @@ class Weights:
         return torch.where(weight > 0, self._world_size / weight, 1.0)
 
     def check_last_step(self) -> None:
-        """Read the sums of the last step, if that was on a device; blocks until the device has done that step.
+        """Read the sums of the last step, or of one before, on a device; blocks until the device has done that step.
 
         Call it when the device has other work: after a forward. Collective in effect: all ranks raise the same error.
 
         Raises:
-            ConfigurationError: Only some ranks gave weights in the last step.
+            ConfigurationError: Only some ranks gave weights in that step.
         """
-        if self._unread is None or is_capturing(self.device):  # waiting for an event is not allowed in a capture
+        if not self._unread or is_capturing(self.device):  # waiting for an event is not allowed in a capture
             return
-        unread, self._unread = self._unread, None
-        self._conclude(unread.read())
+        # Which layers are never used shows in the first two steps.
+        while len(self._unread) > (NUM_UNREAD if self._num_plain > 2 else 0):
+            self._conclude(self._unread.popleft().read())
 
     def _exchange(self, message: Sequence[float]) -> Tensor:
         """Return the sum of all messages. Collective: every rank. Blocks until complete; on a device its stream."""
@@ -518,6 +519,7 @@ class Weights:
             refuse_missing(sums)
         refuse_apart(sums)
         self._had_weights, self.some_lack = bool(num_weighed), bool(num_lacking)
+        self._num_plain = 0 if num_weighed or num_lacking else self._num_plain + 1
         if not num_weighed or not weight:  # no weights; or all are zero, and so are all gradients
             return 1.0
         self._typical *= weight / self._world_size

@@ -412,7 +412,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
             n: A finite number, 0 or more, or a tensor with no dimensions.
 
         Raises:
-            ConfigurationError: ``n`` is not such a value. From ``backward``, on a device from the next ``forward``, on
+            ConfigurationError: ``n`` is not such a value. From ``backward``, on a device from a later ``forward``, on
                 every rank: some ranks gave a weight and others did not; names the latter.
         """
         self.reducer.set_weight(check_weight(n))

@@ -138,6 +138,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._class, self._arguments, self._attributes = optimizer_class, defaults, dict[str, Any]()
         self._shard_gradients = shard_gradients
         self._has_gradients = False
+        self._collected: tuple[Sequence[Tensor], Sequence[bool]] = [], []
         self._gathers: list[partition.Gather] = []  # parameters that are being received
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._loaded: Read | None = None
@@ -250,7 +251,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             each.optimizer.step(**kwargs)
             each.drop_gradients()
         self._adopt_options()
-        self._has_gradients = False
+        self._has_gradients, self._collected = False, ([], [])  # a bucket gives memory that is still in use away
         if self._reducer is not None and self._shard_gradients:  # see [Note: what is in param.grad]
             self._slices.reset()
             for parameter in self._reducer.bucket_set.parameters:
