@@ -178,6 +178,7 @@ def is_counted_step(method: Any) -> bool:
 foreach_copy_, foreach_add_, foreach_mul_, foreach_zero_ = (
     _now(f"torch._foreach_{each}_", "flat buffers raise an error.", _refuse) for each in ("copy", "add", "mul", "zero")
 )
+foreach_norm: Callable[..., list[Tensor]] = _now("torch._foreach_norm", "flat buffers raise an error.", _refuse)
 
 # Whether ``module.to`` can give the old parameter, the first argument, the storage of the new one, and keep the object.
 has_compatible_shallow_copy_type: Callable[[Tensor, Tensor], bool] = _now(
