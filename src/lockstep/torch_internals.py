@@ -358,6 +358,11 @@ _profiling = _late("torch._C._profiler._ExperimentalConfig", "a profile of dp la
 TorchDispatchMode: Any = _now("torch.utils._python_dispatch.TorchDispatchMode", "`verify` has no experiments.", object)
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
+# The operator of ``item()``, which a mode sees. Without it: recurrent layers with dropout wait for their device.
+local_scalar_dense: Any = _now(
+    "torch.ops.aten._local_scalar_dense.default", "recurrent layers with dropout wait for their device."
+)
+
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
 _C10D = "torch.distributed.distributed_c10d"

@@ -25,7 +25,7 @@ from lockstep.parallel.zero.optimizer import norm_of_shards
 from lockstep.telemetry.heartbeat import device_memory
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import says_out_of_memory
-from lockstep.torch_internals import TorchDispatchMode
+from lockstep.torch_internals import TorchDispatchMode, local_scalar_dense
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
 
@@ -386,7 +386,7 @@ class Seeds:
 
 class _SeedOnHost(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and not args[0].is_cpu:
+        if func is local_scalar_dense and not args[0].is_cpu:
             state = torch.get_device_module(args[0].device).get_rng_state(args[0].device)
             return mix(*state.view(torch.int64).tolist())
         return func(*args, **(kwargs or {}))

@@ -243,7 +243,10 @@ class Trainer:
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
             if self.strategy.averaging is not None:
-                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
+                self.strategy.averaging.flags, self.strategy.averaging.on_flags = (
+                    [0.0] * step_parts.NUM_FLAGS,
+                    self._take_flags,
+                )
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
