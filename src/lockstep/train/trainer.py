@@ -242,11 +242,8 @@ class Trainer:
             self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
-            if self.strategy.averaging is not None:
-                self.strategy.averaging.flags, self.strategy.averaging.on_flags = (
-                    [0.0] * step_parts.NUM_FLAGS,
-                    self._take_flags,
-                )
+            if (averaging := self.strategy.averaging) is not None:
+                averaging.flags, averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
