@@ -178,6 +178,7 @@ def is_counted_step(method: Any) -> bool:
 foreach_copy_, foreach_add_, foreach_mul_, foreach_zero_ = (
     _now(f"torch._foreach_{each}_", "flat buffers raise an error.", _refuse) for each in ("copy", "add", "mul", "zero")
 )
+foreach_norm: Callable[..., list[Tensor]] = _now("torch._foreach_norm", "flat buffers raise an error.", _refuse)
 
 # Whether ``module.to`` can give the old parameter, the first argument, the storage of the new one, and keep the object.
 has_compatible_shallow_copy_type: Callable[[Tensor, Tensor], bool] = _now(
@@ -356,6 +357,11 @@ _profiling = _late("torch._C._profiler._ExperimentalConfig", "a profile of dp la
 # The class of contexts that see each operation, and its name and arguments. Without them: `verify` does not see any.
 TorchDispatchMode: Any = _now("torch.utils._python_dispatch.TorchDispatchMode", "`verify` has no experiments.", object)
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+
+# The operator of ``item()``, which a mode sees. Without it: recurrent layers with dropout wait for their device.
+local_scalar_dense: Any = _now(
+    "torch.ops.aten._local_scalar_dense.default", "recurrent layers with dropout wait for their device."
+)
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 

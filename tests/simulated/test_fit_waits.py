@@ -1,5 +1,6 @@
 """What a step of `fit` costs the host on a device: where it waits, and behind what; and that nothing else changes."""
 
+import copy
 import math
 from collections import defaultdict, deque
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from lockstep import accelerator
 from lockstep.accelerator import HostCopy, mark_on
 from lockstep.errors import NonFiniteGradient
 from lockstep.train.settings import Settings
+from lockstep.train.step import Part, StepMetrics
 from lockstep.train.trainer import Trainer, Update
 from tests.distributed.test_fit_not_finite import BAD, BATCH, STEP, Normed, root_loss, with_nan, with_zero
 from tests.models import soak
@@ -38,19 +40,19 @@ class Partly(nn.Module):
 
 
 LOW = {"model": network, "loss": low}
-# By name: the task, the settings, and the function in which the host waits for the gradient.
+# By name: the task, the settings, and the function in which the host waits for the report of the step.
 STEPS = {
-    "plain": ({}, {}, "settle"),
-    "clipped": ({}, {"clip": 0.3}, "settle"),
-    "accumulated": ({}, {"accumulate": 2}, "settle"),
-    "tokens": ({"loss": token_loss}, {"clip": 0.3}, "settle"),
-    "unused": ({"model": Partly}, {}, "settle"),
-    "bf16": (LOW, {"precision": "bf16"}, "settle"),
+    "plain": ({}, {}, "on_losses"),
+    "clipped": ({}, {"clip": 0.3}, "on_losses"),
+    "accumulated": ({}, {"accumulate": 2}, "on_losses"),
+    "tokens": ({"loss": token_loss}, {"clip": 0.3}, "on_losses"),
+    "unused": ({"model": Partly}, {}, "on_losses"),
+    "bf16": (LOW, {"precision": "bf16"}, "on_losses"),
     "fp16": (LOW, {"precision": "fp16"}, "_update"),
-    "fp16, fused": ({**LOW, "optimizer": fused}, {"precision": "fp16", "clip": 0.3}, "settle"),
+    "fp16, fused": ({**LOW, "optimizer": fused}, {"precision": "fp16", "clip": 0.3}, "on_losses"),
     "skip": ({}, {"on_nan": "skip", "clip": 0.3}, "_update"),
-    "skip, fused": ({"optimizer": fused}, {"on_nan": "skip"}, "settle"),
-    "optimizer in backward": ({}, {"overlap_optimizer": True}, "settle"),
+    "skip, fused": ({"optimizer": fused}, {"on_nan": "skip"}, "on_losses"),
+    "optimizer in backward": ({}, {"overlap_optimizer": True}, "on_losses"),
 }
 
 
@@ -115,7 +117,7 @@ def test_a_step_waits_only_when_its_first_forward_is_queued(on_sim, strategy, na
             assert (before, segments) == ([], 0), name
             *of_engine, (kind, has_work, line) = after
             assert (kind, has_work) == ("event", True), (name, after)
-            assert line.endswith(f" {STEPS[name][2]}"), (name, line)
+            assert " settle < " in line and line.endswith(f" {STEPS[name][2]}"), (name, line)
             # Of the engine: whether other ranks gave weights in the last step. Over before the gradient is.
             assert all(kind == "event" and has_work and "_post_forward" in at for kind, has_work, at in of_engine), name
 
@@ -145,13 +147,83 @@ def test_gradients_are_read_beside_backward(on_sim):
         loop.settle()
         loop.close()
         beside = {name: count for name, count in counts.kernels_by_stream.items() if "default" not in name}
-        return sorted(beside.values()), len(loop.strategy.ours.reducer.bucket_set.buckets)
+        copies = [count for (_, line), count in counts.places.items() if "_update" in line]
+        return sorted(beside.values()), len(loop.strategy.ours.reducer.bucket_set.buckets), copies
 
-    for beside, num_buckets in on_sim(2)(run):
-        # A sum for each bucket; for all but the last, which is launched when backward is over, the norms of its rows,
-        # of the rest, and of these.
+    for beside, num_buckets, copies in on_sim(2)(run):
+        assert copies == [1]  # of the norm and the flags of the ranks together
+        # A sum for each bucket, and a norm for all but the last, which is launched when backward is over.
         assert num_buckets == 7
-        assert beside == [num_buckets, 4 * (num_buckets - 1)]
+        assert beside == [num_buckets - 1, num_buckets]
+
+
+def test_sums_of_a_step_take_two_kernels(on_sim):
+    """The host's numbers come in one copy; then a kernel adds a loss, and one divides their sum."""
+
+    def run(world):
+        value = torch.full((), 0.5, device=world.device, requires_grad=True)
+        found = []
+        for part in (Part(value, 3.0, 3.0), Part(value * 3, 1.0, torch.tensor(3))):
+            metrics = StepMetrics(world.device, None, torch.float64, has_counts=False, only_means=False)
+            with torch.sim.counting() as counts:
+                metrics.add([part], (1, 0, 0, 0, 0, 2))
+                metrics.wait(3.0, may_miss=False)
+            count = None if metrics.count is None else metrics.count.item()
+            found.append((counts.kernels, counts.synchronizations, metrics.loss.item(), metrics.report.tolist(), count))
+        return found, metrics.divisor.item()
+
+    report = [1, 0, 0, 0, 0, 2, 0]
+    [(found, divisor)] = on_sim(1)(run)
+    assert found[0][1:] == (0, 0.5, report, None)
+    assert found[1][1:] == (0, 0.5, report, 3)
+    assert divisor == 1
+    assert [kernels for kernels, *_ in found] == [2, 6]
+
+
+class Recurrent(nn.LSTM):
+    """Draws as torch does for cuDNN's dropout, when the device was seeded: it reads a number from the device."""
+
+    def forward(self, inputs):
+        self.drawn = torch.empty((), dtype=torch.long, device=inputs.device).random_().item()
+        return nn.functional.dropout(inputs, 0.5) * (1 + self.drawn % 8)
+
+
+def recurrent():
+    return nn.Sequential(nn.Linear(6, 4), Recurrent(4, 4, 2, dropout=0.5)).double()
+
+
+def test_a_recurrent_layer_is_seeded_without_a_wait(on_sim):
+    """And as its position in the run says: also after a resume, in another process or when computed again."""
+
+    def run(world):
+        def start():
+            return Trainer(make_task(model=recurrent), Settings(), world, strategy="single", devices=[world.device])
+
+        def steps(loop, number):
+            return [(loop.step().loss.item(), loop._model[1].drawn) for _ in range(number)]
+
+        loop, again = start(), start()
+        first, state = steps(loop, 2), copy.deepcopy(loop.state_dict())
+        rest = steps(loop, 2)
+        again.load_state_dict(state)
+        assert steps(again, 2) == rest
+        counted = []
+        for close in (False, True):
+            if close:
+                loop.settle()
+                loop.close()
+            with torch.sim.counting() as counts:
+                loop._model(torch.zeros(2, 6, dtype=torch.double, device=world.device))
+            counted.append(counts.synchronizations)
+        again.settle()
+        again.close()
+        with pytest.raises(RuntimeError):
+            loop._model(torch.zeros(2, 5, device=world.device))
+        return first + rest, counted
+
+    [(found, counted)] = on_sim(1)(run)
+    assert len(set(found)) == 4
+    assert counted == [0, 1]
 
 
 # --- what is found later is the same ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.containers import grouped
-from lockstep.torch_internals import foreach_mul_
+from lockstep.torch_internals import foreach_mul_, foreach_norm
 
 # What vectorised loads need of an address, and some libraries require. Torch's allocators align memory to more. Tensors
 # whose size is no multiple of it come last in flat memory, so that all others are aligned.
@@ -64,6 +64,10 @@ def flat_norm(flat: Tensor, norm_type: float = 2.0) -> Tensor:
     if flat.numel() == 0:
         return torch.zeros((), dtype=flat.dtype.to_real(), device=flat.device)
     dtype = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
+    if flat.device.type != "cpu":
+        # A kernel over chunks of a fixed size and one over the chunks, so the bits do not depend on the kind of GPU.
+        # Source: ATen/native/cuda/ForeachReduceOp.cu.
+        return foreach_norm([flat], norm_type, dtype=dtype)[0]
     # torch's ``vector_norm`` adds the squares of millions of numbers to a few running sums, which loses four digits in
     # float32. The number of running sums depends on the number of threads, so ranks with different numbers of threads
     # would clip by different factors. Here the tensor is split into rows, one thread sums each row, and the rows' norms

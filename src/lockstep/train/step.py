@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -13,6 +15,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lockstep import activity
+from lockstep.accelerator import upload
 from lockstep.comm.collectives import Group, all_reduce, all_reduce_work
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import mix, seed_cpu, seed_device
@@ -22,6 +25,7 @@ from lockstep.parallel.zero.optimizer import norm_of_shards
 from lockstep.telemetry.heartbeat import device_memory
 from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.resources import says_out_of_memory
+from lockstep.torch_internals import TorchDispatchMode, local_scalar_dense
 from lockstep.train.settings import Precision, Scaling, Schedule
 from lockstep.train.task import Loss, Task
 
@@ -242,6 +246,8 @@ class GradientList:
 
 # --- sums over the ranks ----------------------------------------------------------------------------------------------
 
+NUM_FLAGS = 6  # see `StepMetrics.flags`
+
 
 @dataclass
 class StepMetrics:
@@ -260,6 +266,7 @@ class StepMetrics:
         divisor: The remaining divisor of a gradient that was divided by the number of samples; None: one.
         flags: Numbers of unreadable samples, of ranks that request to stop, of ranks on which something failed, and of
             ranks that compare a number; the sum of these numbers, and that of their squares.
+        report: The flags, and one more element for the norm of the gradient: what the host reads of a step.
     """
 
     device: torch.device
@@ -269,11 +276,9 @@ class StepMetrics:
     only_means: bool
 
     def __post_init__(self) -> None:
-        # Total and count of the loss; unreadable samples, ranks that request to stop, ranks on which something failed;
-        # what the ranks compare of their data: how many do, the number, and its square.
-        self._sums = torch.zeros(8, dtype=self.dtype, device=self.device)
+        self._parts: list[Part] = []
+        self._sums: Tensor | None = None
         self._future: Future[Any] | None = None
-        self._saw_means = self._saw_counts = False
 
     def add(self, parts: Sequence[Part], flags: Sequence[int] | None) -> list[Tensor]:
         """Add the losses of this process's shares of a micro-batch; return their values.
@@ -284,32 +289,36 @@ class StepMetrics:
         Raises:
             ConfigurationError: One is a `Loss`, and ``only_means`` is set.
         """
-        values = []
-        for value, weight, out_of in parts:
-            if isinstance(out_of, float):  # a mean over samples
-                self._saw_means = True
-                self._sums[1] += out_of
-            elif self.only_means:
-                raise ConfigurationError(
-                    "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss, whose "
-                    "gradient is divided by the count of all ranks after backward.\n"
-                    "Return the mean, or omit overlap_optimizer."
-                )
-            else:
-                self._saw_counts = self.has_counts = True
-                self._sums[1] += torch.as_tensor(out_of).detach().to(self.device)
-            values.append(value.detach())
-            self._sums[0] += values[-1].to(self.device, self.dtype) * weight
+        if self.only_means and any(isinstance(part.out_of, Tensor) for part in parts):
+            raise ConfigurationError(
+                "With overlap_optimizer a loss must be a mean over samples, but the task returned a Loss, whose "
+                "gradient is divided by the count of all ranks after backward.\n"
+                "Return the mean, or omit overlap_optimizer."
+            )
+        values = [part.value.detach() for part in parts]
+        self._parts += [part._replace(value=value) for part, value in zip(parts, values, strict=True)]
         # A signal reaches the ranks in different steps, and a checkpoint is written in the background. The flags are
         # sent with the sums of the losses, during the last backward. So all ranks react after the same step, and no
         # additional exchange is needed.
         if flags is not None:
-            for index, flag in enumerate(flags, 2):
-                if flag:  # as an argument of a kernel: a copy would wait for the device
-                    self._sums[index] += flag
+            self._sums = self._sum(flags)
             if self.group is not None:
                 self._future = all_reduce_work(self._sums, group=self.group).get_future()
         return values
+
+    def _sum(self, flags: Sequence[int]) -> Tensor:
+        """Return total and count of the loss, and the report: what the host knows in one copy, a kernel for a loss."""
+        counts = [part.out_of.detach() for part in self._parts if isinstance(part.out_of, Tensor)]
+        known = [part.out_of for part in self._parts if isinstance(part.out_of, float)]
+        known += [float(count) for count in counts if count.is_cpu]
+        sums = upload([0.0, sum(known), *flags, 0.0], self.dtype, self.device)
+        for value, weight, _ in self._parts:
+            sums[0].add_(value if value.is_cpu else value.to(self.device), alpha=weight)
+        for count in counts:
+            if not count.is_cpu:
+                sums[1].add_(count.to(self.device))
+        self.has_counts |= bool(counts)
+        return sums
 
     def wait(self, num_samples: float, *, may_miss: bool) -> None:
         """Set the sums over the ranks. Blocks until they are complete (on a device: only the current stream waits).
@@ -321,12 +330,15 @@ class StepMetrics:
         if self._future is not None:
             with activity.waiting("all_reduce of losses"):
                 self._future.wait()
-        count = torch.where(self._sums[1] > 0, self._sums[1], 1.0)
+        sums = self._sum([0] * NUM_FLAGS) if self._sums is None else self._sums
+        self.flags, self.report = sums[2:-1], sums[2:]
+        self.count = sums[1] if self.has_counts else None
         # A rank without samples does not know, and always divides; if the losses were means, by exactly one.
-        is_one = self._saw_means and not self._saw_counts and not may_miss
-        self.loss, self.flags = self._sums[0] / count, self._sums[2:]
-        self.count = self._sums[1] if self.has_counts else None
-        self.divisor = None if is_one else count / num_samples
+        if self._parts and not may_miss and all(isinstance(part.out_of, float) for part in self._parts):
+            self.loss, self.divisor = sums[0] / num_samples, None
+        else:
+            count = torch.where(sums[1] > 0, sums[1], 1.0)
+            self.loss, self.divisor = sums[0] / count, count / num_samples
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -362,6 +374,44 @@ class Seeds:
         if self._on_device:
             for share, device in zip(self._shares, self._devices, strict=False):
                 seed_device(device, mix(*position, share))
+
+
+# [Note: dropout of recurrent layers]
+# cuDNN keeps random state of its own for them. The first such layer after the device was seeded makes it again, from a
+# number that torch draws on the device and reads, so the host would wait in each forward. Without seeding, that state
+# would not follow from the position in the run. So the host computes the number itself, from the state of the generator
+# after the draw, which it knows. Source: get_dropout_state in ATen/native/cudnn/RNN.cpp, and the callers of
+# no_reset_rnn_state_.clear() in ATen/cuda/CUDAGeneratorImpl.cpp: each way to set seed, offset or state.
+
+
+class _SeedOnHost(TorchDispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is local_scalar_dense and not args[0].is_cpu:
+            state = torch.get_device_module(args[0].device).get_rng_state(args[0].device)
+            return mix(*state.view(torch.int64).tolist())
+        return func(*args, **(kwargs or {}))
+
+
+_running = threading.local()  # the layers of replicas run in threads
+
+
+def _enter(_layer: nn.Module, _inputs: Any) -> None:
+    _running.mode = _SeedOnHost()
+    _running.mode.__enter__()
+
+
+def _leave(_layer: nn.Module, _inputs: Any, _output: Any) -> None:
+    _running.mode.__exit__(None, None, None)
+
+
+def seed_recurrent_on_host(model: nn.Module, device: torch.device) -> ExitStack:
+    """Have recurrent layers with dropout seed cuDNN without a wait, until the result is closed; see the note above."""
+    hooks = ExitStack()
+    for layer in model.modules() if device.type != "cpu" else ():
+        if isinstance(layer, nn.RNNBase) and layer.dropout > 0:
+            hooks.callback(layer.register_forward_pre_hook(_enter, prepend=True).remove)
+            hooks.callback(layer.register_forward_hook(_leave, always_call=True).remove)
+    return hooks
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------

@@ -131,10 +131,8 @@ class Trainer:
         self.failure_seen: Callable[[], bool] = bool
         self.num_steps_done = self._num_updates = 0
         self._sync, self._has_counts = True, False
-        # Read in the next step: the flags of the last step and its number; the norm of its gradient, its micro-batches
-        # and its number.
-        self._flags: tuple[HostCopy, int] | None = None
-        self._unsettled: tuple[HostCopy, Computed, int] | None = None
+        # Read in the next step: the report of the last step; its micro-batches, None without an update; its number.
+        self._unsettled: tuple[HostCopy, Computed | None, int] | None = None
         self._reported = [0.0, 0.0]
         # Checksum and step of what all ranks have read of a stream: the newest, and what the last exchange compared.
         self.read = self._compared = ("", 0)
@@ -176,6 +174,7 @@ class Trainer:
         self._seeds.all(step_parts.INIT)
         is_divided = self._name == "fsdp"
         self._model = build_model(task, "cpu" if is_divided else self.device, keeps_meta=is_divided)
+        self._hooks = step_parts.seed_recurrent_on_host(self._model, self.device)
 
     def _open_batches(self, shards: VirtualShards | None) -> None:
         places = self.devices if shards is None else [self.device] * len(shards.mine)
@@ -243,8 +242,8 @@ class Trainer:
             self.bad_samples = BadSamples(skip=skip, device=self.device, group=self.group, num_samples=num_samples)
             how = settings.on_nan, self._model, self.optimizer, self.strategy, self.plan, self._replay
             self.nonfinite = NonFiniteGuard(*how)
-            if self.strategy.averaging is not None:
-                self.strategy.averaging.flags, self.strategy.averaging.on_flags = [0.0] * 6, self._take_flags
+            if (averaging := self.strategy.averaging) is not None:
+                averaging.flags, averaging.on_flags = [0.0] * step_parts.NUM_FLAGS, self._take_flags
         self.bad_samples.group = self.group
         self.nonfinite.strategy, self.nonfinite.plan = self.strategy, self.plan
 
@@ -267,7 +266,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.batches.rewind(self.num_steps_done)
         self.bad_samples.pending.clear()
-        self._flags = self._unsettled = None
+        self._unsettled = None
         # They change before the update, and the step of a sharded optimizer has collectives.
         if self._began_with is not None:
             self._num_updates, scaling = self._began_with
@@ -397,20 +396,21 @@ class Trainer:
 
             timer.begin("communication")
             num_samples, replicas = computed[-1][0].num_global, self.strategy.num_replicas
-            metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1)
+            metrics.wait(num_samples / replicas, may_miss=self.bad_samples.skip or replicas > 1 or not self._sync)
             if group is not None and averaging is None:
                 if self._loss_group is not group:
                     all_reduce(metrics.flags, group=group)
-                self._flags = HostCopy(metrics.flags), step
-                if self.device.type == "cpu":  # on a device they are read in the next step
-                    self.settle()
+                if self.device.type == "cpu":  # on a device they are read with the norm
+                    self._take_flags(metrics.flags.tolist(), step)
 
             if self.before_update is not None:
                 self.before_update()
             timer.begin("optimizer")
             norm, updated = None, False
-            if self._sync and not (self.bad_samples.skip and self._is_missing(computed)):
-                norm, updated = self._update(metrics.divisor, computed, step)
+            if self._sync and not (self.bad_samples.skip and self._is_missing(computed, metrics)):
+                norm, updated = self._update(metrics, computed, step)
+            elif self._sync:
+                self._unsettled = HostCopy(metrics.report), None, step
             if self.settings.clip is None and self.scaler is None:
                 norm = None
             self._began_with = None
@@ -492,15 +492,15 @@ class Trainer:
         self._compute(micro, index, StepTimer(self.device), parts.extend, sync=False)
         return [part.value.detach() for part in parts]
 
-    def _is_missing(self, computed: Computed) -> bool:
+    def _is_missing(self, computed: Computed, metrics: step_parts.StepMetrics) -> bool:
         """Return whether no rank could read any sample of the step. Blocks until forward is done if this one could not.
 
         The same on every rank.
         """
         if any(micro.batches for micro, _ in computed):
             return False
-        num_bad = self.bad_samples.num_in_step if self._flags is None else int(self._flags[0].read()[0])
-        return num_bad >= computed[-1][0].num_global
+        num_bad = HostCopy(metrics.flags).read()[0] if self._has_flags_later else self.bad_samples.num_in_step
+        return bool(num_bad >= computed[-1][0].num_global)
 
     @property
     def _own_optimizer(self) -> Any:
@@ -509,7 +509,7 @@ class Trainer:
 
     # --- the update of a step -----------------------------------------------------------------------------------------
 
-    def _update(self, divisor: Tensor | None, computed: Computed, step: int) -> tuple[Tensor, bool]:
+    def _update(self, metrics: step_parts.StepMetrics, computed: Computed, step: int) -> tuple[Tensor, bool]:
         """Divide and clip the gradient, by its global norm and in one pass over it, and update the parameters.
 
         Return the norm before clipping, and whether they were updated.
@@ -518,7 +518,7 @@ class Trainer:
         the same result without communication. (If the gradient is sharded, the norm is summed over the ranks.)
 
         Args:
-            divisor: The remaining divisor of the gradient; None: one.
+            metrics: The sums of the step, with the remaining divisor of the gradient.
             computed: The micro-batches of this process.
             step: Counted from 0.
         """
@@ -526,13 +526,14 @@ class Trainer:
         in_backward = self.policy is Update.IN_BACKWARD
         scale = 1.0 if self.scaler is None else self.scaler.scale
         norm, factor = self._gradients.norm(), None
-        if divisor is not None and not in_backward:
-            factor = 1.0 / (divisor * scale)
+        if metrics.divisor is not None and not in_backward:
+            factor = 1.0 / (metrics.divisor * scale)
         elif scale != 1.0:
             factor = torch.full_like(norm, 1.0 / scale)
         norm = norm if factor is None else norm * factor.to(norm)
         # Queued before that pass and before the update: to read it, the host does not wait for them.
-        copy = HostCopy(norm)
+        metrics.report[-1].copy_(norm)
+        report = HostCopy(metrics.report)
         if self.settings.clip is not None:
             # As in ``clip_grad_norm_``; but one NaN must not reach all parameters: which of them has it is reported.
             shorten = torch.clamp(self.settings.clip / (norm + 1e-6), max=1.0).nan_to_num(nan=1.0)
@@ -542,13 +543,14 @@ class Trainer:
         if not in_backward:
             step_parts.set_rates(self.optimizer, self._base_rates, self.plan.learning_rate.factor(self._num_updates))
         # The host checks the first update in any case: see [Note: checks one forward later].
-        if self.checks_later and (self._num_updates > 0 or self.policy is not Update.LEFT_OUT):
-            light = [(micro._replace(batches=[]), losses) for micro, losses in computed]  # without the inputs
-            self._unsettled = copy, light, step
-        elif not self._conclude(copy, computed, step, is_over=in_backward):
+        waits = not self.checks_later or (self._num_updates == 0 and self.policy is Update.LEFT_OUT)
+        if not waits:  # without the inputs
+            computed = [(micro._replace(batches=[]), losses) for micro, losses in computed]
+        self._unsettled = report, computed, step
+        if waits and not self.settle(is_over=in_backward):
             return norm, in_backward
         if self.policy is Update.LEFT_OUT:
-            is_bad = ~norm.isfinite()
+            is_bad = norm - norm != 0
             self._own_optimizer.found_inf = is_bad.float()
             if self.nonfinite.buffers is not None and (self.scaler is None or self.scaler.scale <= 1.0):
                 self.nonfinite.buffers.restore_where(is_bad)
@@ -556,10 +558,10 @@ class Trainer:
             self.optimizer.step()
         return norm, True
 
-    def _conclude(self, norm: HostCopy, computed: Computed, step: int, *, is_over: bool) -> bool:
+    def _conclude(self, norm: float, computed: Computed, step: int, *, is_over: bool) -> bool:
         """Count the update of ``step``; if its gradient is not finite, decrease the loss scale or refuse the step.
 
-        Collective if it is not: every rank. Blocks until the norm is known.
+        Collective if it is not: every rank.
 
         Args:
             norm: The norm of the gradient.
@@ -573,8 +575,7 @@ class Trainer:
         Raises:
             NonFiniteGradient: On every rank: it is not finite, and the run is to stop.
         """
-        value = norm.read()
-        is_finite = bool(value.isfinite()) or self._is_finite_after_all(value)
+        is_finite = math.isfinite(norm) or self._is_finite_after_all(torch.tensor(norm))
         self._num_updates += is_finite or (is_over and self.policy is not Update.LEFT_OUT)
         # An overflow that a smaller loss scale can avoid is not a bad gradient: the step is only skipped.
         if self.scaler is not None and (is_finite or self.scaler.scale > 1.0):
@@ -600,20 +601,33 @@ class Trainer:
         is_made = self.policy is not Update.LEFT_OUT
         return is_made and self.strategy.can_replay and are_finite(self._model.parameters(), norm)
 
-    def settle(self) -> None:
-        """Do the checks that the last step left for later: bad samples, and whether its gradient was finite.
+    @property
+    def _has_flags_later(self) -> bool:
+        """Whether the flags of the ranks come with the report of a step: on a device. On CPUs they come before it."""
+        return self.device.type != "cpu" and self.group is not None and self.strategy.averaging is None
+
+    def settle(self, *, is_over: bool = True) -> bool:
+        """Do the checks that the last step left for later: whether its gradient was finite, and bad samples.
 
         Collective: every rank of the group. Blocks until backward of that step is done.
+
+        Args:
+            is_over: See `NonFiniteGuard.refuse`.
+
+        Returns:
+            Whether the gradient was finite, or had been checked before.
 
         Raises:
             DataError, NonFiniteGradient: A check failed, and the run is to stop.
         """
-        if self._unsettled is not None:
-            (norm, computed, step), self._unsettled = self._unsettled, None
-            self._conclude(norm, computed, step, is_over=True)
-        if self._flags is not None:
-            (flags, step), self._flags = self._flags, None
-            self._take_flags(flags.read().tolist(), step)
+        if self._unsettled is None:
+            return True
+        (report, computed, step), self._unsettled = self._unsettled, None
+        *flags, norm = report.read().tolist()  # the only wait of a step
+        is_finite = computed is None or self._conclude(norm, computed, step, is_over=is_over)
+        if self._has_flags_later:
+            self._take_flags(flags, step)
+        return is_finite
 
     def _take_flags(self, sums: list[float], step: float = math.inf) -> None:
         """Note what the ranks have reported up to ``step``. Collective if samples could not be read: every rank."""
@@ -772,5 +786,6 @@ class Trainer:
             self.caveats.append(f"the run was started on another machine: {state['machine']}, not {now}")
 
     def close(self) -> None:
-        """Stop the loader processes."""
+        """Stop the loader processes, and remove the hooks of the model."""
+        self._hooks.close()
         self.batches.close()
