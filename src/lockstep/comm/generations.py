@@ -29,7 +29,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity, run_folder
@@ -37,7 +37,7 @@ from lockstep.comm import rendezvous
 from lockstep.comm.network import cut_links
 from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.shm.process_group import CpuProcessGroup
-from lockstep.comm.store import USE_LIBUV
+from lockstep.comm.store import open_store
 from lockstep.comm.world import BARRIER_TIMEOUT_S, World, destroy_default_group, form_group
 from lockstep.env import RankEnv, machine_timeout_s
 from lockstep.errors import CollectiveError, LockstepError
@@ -204,7 +204,7 @@ class Membership:
         base = met.store
         if found.store is not None:
             # A store for this start of the job, which some of its machines may have joined later.
-            prefix, base = f"lockstep/generation/{found.number}", _open_store(found.store)
+            prefix, base = f"lockstep/generation/{found.number}", open_store(found.store, _CONNECT_S)
             env = replace(env, master_addr=found.store[0])
         store = PrefixStore(prefix, base)
         store.set(f"here/{env.rank}", "")
@@ -263,8 +263,3 @@ def interrupt_groups() -> None:
             if device.type != "cpu":
                 with suppress(RuntimeError):
                     backend_of(group, device).abort()
-
-
-def _open_store(address: tuple[str, int]) -> dist.Store:
-    limit = timedelta(seconds=_CONNECT_S)
-    return TCPStore(*address, None, is_master=False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)

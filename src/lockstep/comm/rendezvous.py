@@ -6,12 +6,12 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore
 
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, in_time
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
 from lockstep.env import AGENT_STORE, LAUNCHER_STORE, RankEnv, is_loopback
 from lockstep.errors import ConfigurationError, LockstepError, WorldSizeMismatch
@@ -136,20 +136,13 @@ def _connect(env: RankEnv, address: Address, timeout_s: float, *, host: str) -> 
 def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     """Connect to the server, or return ``None`` if the program that answers there is not a store.
 
-    Connects in a thread, which is abandoned when the time is up: torch's client waits without limit for a program that
-    accepts connections but does not answer.
+    torch's client waits without limit for a program that accepts connections but does not answer.
     """
-    found: list[Store] = []
-
-    def connect() -> None:
-        with suppress(dist.DistError):
-            limit = timedelta(seconds=timeout_s)
-            found.append(TCPStore(*address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV))
-
-    thread = threading.Thread(target=connect, name="lockstep-connect", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return found[0] if found else None
+    limit = timedelta(seconds=timeout_s)
+    connect = partial(TCPStore, *address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV)
+    with suppress(dist.DistError, TimeoutError):
+        return in_time(timeout_s, connect)
+    return None
 
 
 # --- Where the ranks of a group meet

@@ -418,7 +418,7 @@ class InterNodeStore:
         """Use the store at ``address`` from now on; earlier notes are not copied."""
         self._address = address
         # Replaced as one object, because another thread may be using the old one.
-        self._notes = _Notes(self._prefix, partial(_connect, address), address)
+        self._notes = _Notes(self._prefix, partial(open_store, address), address)
 
     def is_host(self) -> bool:
         """Return whether the store runs in this process and ends with it."""
@@ -476,6 +476,7 @@ class InterNodeStore:
         return found[-1]
 
 
-def _connect(address: tuple[str, int]) -> Store:
-    limit = timedelta(seconds=_CONNECT_S)
+def open_store(address: tuple[str, int], limit_s: float = _CONNECT_S) -> Store:
+    """Connect to a store that runs, for at most ``limit_s``, which is also the limit of each request."""
+    limit = timedelta(seconds=limit_s)
     return TCPStore(*address, None, False, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -121,29 +120,16 @@ def destroy_default_group(*, abort: bool, at_exit: bool, is_cut: bool = False) -
         for group in process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    failure: list[Exception] = []
-
-    def leave() -> None:
-        try:
-            if abort:
-                abort_process_group()
-            else:
-                dist.destroy_process_group()
-        except Exception as error:
-            failure.append(error)
-
-    # In a thread, which is abandoned if it takes too long: NCCL may wait for a peer that will never answer.
-    thread = threading.Thread(target=leave, name="lockstep-teardown", daemon=True)
-    thread.start()
-    thread.join(LEAVE_TIMEOUT_S)
-    if thread.is_alive():
+    try:  # NCCL may wait for a peer that will never answer
+        activity.in_time(LEAVE_TIMEOUT_S, abort_process_group if abort else dist.destroy_process_group)
+    except TimeoutError:
         print(
             f"lockstep: the process group could not be closed within {LEAVE_TIMEOUT_S:g} s, as another rank may be "
             "stuck; it is left to the end of this process.",
             file=sys.stderr,
         )
-    elif failure:
-        warnings.warn(f"closing the process group failed: {failure[0]}", RuntimeWarning, stacklevel=2)
+    except Exception as error:
+        warnings.warn(f"closing the process group failed: {error}", RuntimeWarning, stacklevel=2)
 
 
 # Gloo waits this many times its timeout for a connection.
@@ -522,8 +508,7 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
         is_late = JOINS in os.environ
         store: dist.Store = HashStore() if is_late else PrefixStore(met.prefix, met.store)
-        place = alone if is_late else env
-        group = form_group(place, store, name, chosen, timeout_s, stack)
+        group = form_group(alone if is_late else env, store, name, chosen, timeout_s, stack)
         undo = stack.pop_all()
     # Groups that are created later exchange addresses through the store, and wait for each other there.
     met.store.set_timeout(default_pg_timeout)

@@ -256,7 +256,6 @@ class Run:
             check(self._evaluator.samples, "eval_dataset", seed=settings.seed)
         self._evaluations: list[Evaluation] = []
         self._best: Evaluation | None = None
-        self.has_new_best = False
         self._checkpoint: Place | None = None
         self._saved: tuple[int, float | None] | None = None
         self._found: dict[str, float] = {}  # metrics after the step of the newest checkpoint
@@ -274,7 +273,7 @@ class Run:
             trainer.stop_requested = lambda: signals.asked() is not None
             trainer.failure_seen = lambda: checkpoints.failure is not None
             self._actions["agree"] = checkpoints.agree  # raises an error if a checkpoint could not be written
-        self.stops = self._has_evaluated = self.is_complete = False
+        self.stops = self.has_new_best = self._has_evaluated = self.is_complete = False
         self._summary: str | None = None
         self._whole: nn.Module | None = None
         self._throughput, self._started_at = Throughput(), time.perf_counter()
@@ -287,12 +286,12 @@ class Run:
         # Where all ranks write a checkpoint, the part of a lost one may be missing: they restart from the one before.
         if trainer.can_reconnect and (checkpoints is None or averaging is None):
             recovery = Recovery(world, trainer=trainer, run=self, doing=self._doing, exchanging=averaging)
-            self._recovery = recovery if recovery.is_active else None
+            if recovery.is_active:
+                self._recovery, recovery.on_rejoined = recovery, self._rejoined
+                trainer.before_update = recovery.before_update if averaging is None else bool
         if is_late and checkpoints is not None:
             checkpoints.lead()  # a spare was not rank zero before
         self._leads = world.is_rank_zero
-        if self._recovery is not None:
-            trainer.before_update = self._recovery.before_update if averaging is None else bool
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
         if self._first_step:
@@ -306,8 +305,6 @@ class Run:
             self._show_plan(lines)
         self._report()
         self._record.deliver(None if settings.quiet else self._display)
-        if self._recovery is not None:
-            self._recovery.on_rejoined = self._rejoined
         if is_late and averaging is not None and averaging.exchange():  # the one that the others are in
             self._find_due(checks=trainer.is_check_due, compares=False)
 

@@ -396,8 +396,7 @@ _running = threading.local()  # the layers of replicas run in threads
 
 
 def _enter(_layer: nn.Module, _inputs: Any) -> None:
-    _running.mode = _SeedOnHost()
-    _running.mode.__enter__()
+    _running.mode = _SeedOnHost().__enter__()
 
 
 def _leave(_layer: nn.Module, _inputs: Any, _output: Any) -> None:

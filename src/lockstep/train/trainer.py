@@ -189,7 +189,7 @@ class Trainer:
         objective = step_parts.Objective(task, settings.precision)
         self.strategy: strategies.Strategy
         if shards is None:
-            self.strategy = self._make_strategy(self._name, objective, world, is_first=is_first)
+            self.strategy = self._make_strategy(objective, world, is_first=is_first)
         else:
             group = world.group if self._name == "ddp" else None
             self.strategy = reproducible.Reproducible(
@@ -314,15 +314,13 @@ class Trainer:
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.reconnect(self.strategy.ours.process_group, self.strategy.ours.reducer)
 
-    def _make_strategy(
-        self, name: StrategyName, objective: step_parts.Objective, world: World, *, is_first: bool
-    ) -> strategies.Strategy:
-        """Return the strategy ``name``. Collective for those with a process for each device: every rank.
+    def _make_strategy(self, objective: step_parts.Objective, world: World, *, is_first: bool) -> strategies.Strategy:
+        """Return the strategy. Collective for those with a process for each device: every rank.
 
         Raises:
             ConfigurationError: It cannot run on these devices.
         """
-        model, devices, settings = self._model, self.devices, self.settings
+        name, model, devices, settings = self._name, self._model, self.devices, self.settings
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(

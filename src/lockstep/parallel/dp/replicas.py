@@ -1,7 +1,6 @@
 """Persistent replicas of a module, the tensors that they use instead of its own, and the sum of their gradients."""
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from torch.torch_version import TorchVersion
 from lockstep import torch_internals
 from lockstep.containers import in_chunks
 from lockstep.errors import ConfigurationError
+from lockstep.parallel.compile import is_compiled
 from lockstep.parallel.flat import flatten_like, view_like
 from lockstep.torch_internals import foreach_add_
 
@@ -160,7 +160,7 @@ class Replicas:
                 state["_flat_weights"] = [state["_parameters"].get(name, weight) for name, weight in named]
             object.__setattr__(shell, "__dict__", state)
         for source, shell in zip(self._sources, shells, strict=True):
-            if _is_compiled(source):
+            if is_compiled(source):
                 self._bind_compiled(source, shell)
 
     def _bind_compiled(self, source: Any, shell: Any) -> None:
@@ -284,12 +284,6 @@ def _check_replicable(name: str, source: nn.Module) -> None:
             f"DataParallel cannot replicate the module: {where} has parameters or buffers without a shape.\n"
             "Run one forward of the bare module first, so that its lazy layers see an input."
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` is the result of ``torch.compile``. Does not import the compiler."""
-    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 # --- gradients of the replicas ----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class ReplicaThreads:
         self._started_with: tuple[int, int] | None = None
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
-        """Call ``functions[i]`` on thread i, all of them at once, and return their results.
+        """Call ``functions[i]`` on thread i, all of them at once, and return their results in the same order.
 
         Blocks until all are done, however long they take. After an interrupt (Ctrl-C), this object no longer uses the
         threads with unfinished calls; these threads end after their call.
@@ -81,7 +81,7 @@ class ReplicaThreads:
             self._stop()
             self._started_with = None
             raise
-        return done
+        return {index: done[index] for index in functions}
 
     def refuse_inside(self) -> None:
         """Raise an error if called from one of these threads, which would wait for itself.
@@ -220,8 +220,7 @@ class ReplicaEngine:
 
         modes = map(CallerModes, self.replicas.devices[: len(modules)])
         calls = [partial(call, *each) for each in zip(modules, inputs, kwargs, modes, strict=True)]
-        outputs = self._run(dict(enumerate(calls)))
-        return [outputs[index] for index in range(len(calls))]
+        return list(self._run(dict(enumerate(calls))).values())
 
     def differentiate(
         self, loss: LossFunction, shards: Sequence[Any], scales: Sequence[Scale]
@@ -249,11 +248,10 @@ class ReplicaEngine:
             for index in present
         }
         try:
-            losses = self._run(calls)
+            return self._run(calls), refresh_s
         except BaseException:
             self.replicas.drop_gradients()  # of the replicas that did not fail
             raise
-        return {index: losses[index] for index in present}, refresh_s
 
     def _run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run one function for each replica; raise the first failure."""
@@ -273,7 +271,7 @@ class ReplicaEngine:
             self.replicas.forget()
             raise
         # The lowest failing replica, not the first in time: the same error in every run.
-        for _, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
+        for outcome in outcomes.values():
             if isinstance(outcome, ExceptionWrapper):
                 outcome.reraise()
         return outcomes

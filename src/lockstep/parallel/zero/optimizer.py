@@ -515,9 +515,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _gather_state(self, to: int | None) -> dict[int, dict[str, Any]] | None:
         """Return the whole state on rank ``to`` or on all. Collective: every rank. Blocks."""
-        self._take_back()
         flat, group = self.is_elementwise, self.process_group
-        return partition.gather_full_state(self._shard.state(), self._parameters, flat=flat, group=group, to=to)
+        return partition.gather_full_state(self.local_shards(), self._parameters, flat=flat, group=group, to=to)
 
     # --- The layout
 

@@ -22,9 +22,10 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -34,6 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.accelerator import start_thread
+from lockstep.activity import settle
 from lockstep.comm.collectives import all_gather_object, broadcast_object, default_group, device_for, is_initialized
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, CollectiveError, ConfigurationError, LockstepError
@@ -83,7 +85,7 @@ _held: set[str] = set()
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Place) -> Iterator[Callable[[], None]]:
+def lock_folder(folder: Place) -> Iterator[Callable[[], object]]:
     """Lock a folder within the block, or until the process ends; forked children do not hold the lock.
 
     Yields a function that raises CheckpointError if the lock has been lost, which can happen in an object store; see
@@ -104,15 +106,11 @@ def lock_folder(folder: Place) -> Iterator[Callable[[], None]]:
         time.sleep(0.2)
     _held.add(name)
     try:
-        yield lock.check if isinstance(lock, Lease) else _nothing
+        yield lock.check if isinstance(lock, Lease) else bool
     finally:
         # In this order: closing any file of the same name releases this process's locks on it.
         lock.close()
         _held.discard(name)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _try_to_lock(folder: Place) -> FileIO | Lease | None:
@@ -230,7 +228,7 @@ def _reason(error: CheckpointError) -> str:
 
 
 def to_remove(
-    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Iterable[Place] = ()
+    found: Sequence[FoundCheckpoint], *, keep: int, keep_best: bool, damaged: Collection[Place] = ()
 ) -> list[FoundCheckpoint]:
     """Return the checkpoints to remove after the first of them was written or loaded.
 
@@ -240,8 +238,7 @@ def to_remove(
         keep_best: Whether to keep the one with the lowest loss, too; the older one if two are equal.
         damaged: Checkpoints that are known to be damaged.
     """
-    bad = set(damaged)
-    whole = [each for each in found if each.problem is None and each.path not in bad]
+    whole = [each for each in found if each.problem is None and each.path not in damaged]
     evaluated = [each for each in whole if each.loss is not None]
     stay = whole[:keep]
     if keep_best and evaluated:
@@ -298,17 +295,8 @@ def _how_to_make_room(path: Path) -> str:
 
 def _run_in_background(job: Callable[[], None], device: torch.device | None = None) -> Future[None]:
     """Run ``job``, which may use ``device``, in a daemon thread: it is lost if the process ends before it is done."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            job()
-        except BaseException as error:  # reported by `agree`
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    start_thread(run, name="lockstep-checkpoint", device=device)
+    future: Future[None] = Future()  # `agree` reports its error
+    start_thread(partial(settle, future, job), name="lockstep-checkpoint", device=device)
     return future
 
 
@@ -347,7 +335,7 @@ class Checkpoints:
         self._stager = storage.HostStager()
         self._problem: str | None = None
         self._lock = contextlib.ExitStack()  # of the folder, on rank zero
-        self._check_lock: Callable[[], None] = _nothing
+        self._check_lock: Callable[[], object] = bool
         self._leads = False  # whether this is rank zero, which has the lock
         self._stale: list[Place] = []
         self._damaged: list[Place] = []
@@ -624,11 +612,11 @@ def save(
     folder, (rank, world_size) = place_of(path), _rank_and_size()
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[TreePacker, Callable[[], None]]:
+        def begin() -> tuple[TreePacker, Callable[[], object]]:
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
             packer = TreePacker(parts, is_coordinator=rank == 0)
             if rank:
-                return packer, _nothing
+                return packer, bool
             folder.mkdir(parents=True, exist_ok=True)
             check_lock = stack.enter_context(lock_folder(folder))
             storage.remove_leftover_files(folder)
