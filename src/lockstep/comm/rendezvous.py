@@ -16,8 +16,7 @@ from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import DistError, HashStore, Store, TCPStore
 
 from lockstep.activity import format_ranks, in_time
 from lockstep.comm.store import USE_LIBUV, listen, read_present, serve_store
@@ -140,7 +139,7 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     """
     limit = timedelta(seconds=timeout_s)
     connect = partial(TCPStore, *address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV)
-    with suppress(dist.DistError, TimeoutError):
+    with suppress(DistError, TimeoutError):
         return in_time(timeout_s, connect)
     return None
 
@@ -243,7 +242,7 @@ def naming_a_lost_store(me: Participant) -> Iterator[None]:
     """Raise WorldSizeMismatch, with what to check, if the store cannot be reached any more."""
     try:
         yield
-    except dist.DistError as error:
+    except DistError as error:
         raise WorldSizeMismatch(
             f"Rank {me.rank} of {me.world_size} lost the connection to the store while it waited for the "
             "other ranks: the process that hosts it ended.\n"

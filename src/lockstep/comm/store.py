@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed import HashStore as HashStore
-from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.comm.network import open_sockets
 from lockstep.env import is_loopback
@@ -66,7 +65,7 @@ def serve_store(
     open_store = partial(TCPStore, here, port, world_size, timeout=limit, wait_for_workers=False, use_libuv=USE_LIBUV)
     if one_user:
         server = StoreServer(listener)
-        with suppress(dist.DistError):  # a later c10d may speak another protocol
+        with suppress(DistError):  # a later c10d may speak another protocol
             store = open_store(is_master=False)
             if store.add("lockstep/hosted", 1) == 1 and store.get("lockstep/hosted") == b"1":
                 weakref.finalize(store, server.close)

@@ -20,7 +20,6 @@ from typing import ClassVar, TextIO
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity
@@ -29,7 +28,6 @@ from lockstep.comm import hierarchy, rendezvous
 from lockstep.comm.collectives import backend_name
 from lockstep.comm.network import GLOO_INTERFACE, allow_open_files, gloo_interface, noting_links, set_keepalive
 from lockstep.comm.process import keep_freed_memory, make_forks_safe
-from lockstep.comm.rendezvous import JOINS
 from lockstep.comm.shm.process_group import CpuProcessGroup
 from lockstep.comm.store import read_present
 from lockstep.env import Launcher, RankEnv
@@ -141,12 +139,7 @@ Owned = tuple[rendezvous.Rendezvous, ExitStack]
 
 
 def form_group(
-    env: RankEnv,
-    store: dist.Store,
-    backend: str,
-    device: torch.device,
-    timeout_s: float,
-    undo: ExitStack,
+    env: RankEnv, store: dist.Store, backend: str, device: torch.device, timeout_s: float, undo: ExitStack
 ) -> dist.ProcessGroup:
     """Create the default process group of the ranks that have met in ``store``, and return it.
 
@@ -170,7 +163,7 @@ def form_group(
         # Only at the end of the world, since groups that are created later also need it.
         undo.callback(os.environ.pop, GLOO_INTERFACE, None)
     with noting_links():
-        _connect(env, PrefixStore("group", store), backend, device, timeout_s)
+        _connect(env, dist.PrefixStore("group", store), backend, device, timeout_s)
     if not one_machine:
         set_keepalive()
     # The limit so far was for connecting; a collective may wait longer for a slow rank.
@@ -273,7 +266,7 @@ class World:
         self.group = group
         self.owned = owned
         # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
-        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
+        self._store = dist.PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None = None, *, device: str | torch.device | None = None) -> World:
@@ -295,7 +288,7 @@ class World:
     @property
     def is_late(self) -> bool:
         """Whether this process prepares alone to take a place in a job that runs; see comm/generations.py."""
-        return JOINS in os.environ and self.owned is not None
+        return rendezvous.JOINS in os.environ and self.owned is not None
 
     @property
     def is_rank_zero(self) -> bool:
@@ -409,7 +402,7 @@ class World:
             World.opened = None
             atexit.unregister(self._close_at_exit)
             met, undo = owned
-            store = PrefixStore(met.prefix, met.store)
+            store = dist.PrefixStore(met.prefix, met.store)
             abort |= self.device.type != "cpu" and self._is_left_alone(store, fails=abort, waits=not (abort or at_exit))
             destroy_default_group(abort=abort, at_exit=at_exit)
             undo.close()
@@ -419,7 +412,7 @@ class World:
                     pause_s = rendezvous.poll_interval_s(self.world_size)
                     rendezvous.poll_until(lambda: store.add("left", 0) >= self.world_size, _FAREWELL_S, pause_s)
 
-    def _is_left_alone(self, store: PrefixStore, *, fails: bool, waits: bool) -> bool:
+    def _is_left_alone(self, store: dist.PrefixStore, *, fails: bool, waits: bool) -> bool:
         """Return whether a rank has failed. If ``waits``, block until all ranks close this world, or one fails.
 
         Destroying a communicator of NCCL is a collective, but ranks may end minutes apart: one of them may evaluate, or
@@ -487,8 +480,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     meet = partial(rendezvous.check_membership, deadline=deadline, timeout_s=timeout_s, is_host=met.is_host)
     with rendezvous.naming_a_lost_store(me):
         if env.launcher is Launcher.ENV:
-            meet(PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names missing ranks
-            env = _on_its_machine(env, PrefixStore(f"{met.prefix}/hosts", met.store))
+            meet(dist.PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names missing ranks
+            env = _on_its_machine(env, dist.PrefixStore(f"{met.prefix}/hosts", met.store))
         chosen, name, objection = torch.device("cpu"), "", None
         try:
             chosen = choose_device(env, device)
@@ -500,14 +493,14 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
             objection = str(error)  # the membership check raises it, on the other ranks as well
         # c10d would also wait for missing ranks, but would not name them. Ranks with different backends would hang in
         # their first collective.
-        if objection is not None and JOINS in os.environ:
+        if objection is not None and rendezvous.JOINS in os.environ:
             raise ConfigurationError(objection)
-        if env.world_size > 1 and JOINS not in os.environ:
-            meet(PrefixStore(f"{met.prefix}/members", met.store), me._replace(backend=name), objection=objection)
+        if env.world_size > 1 and rendezvous.JOINS not in os.environ:
+            meet(dist.PrefixStore(f"{met.prefix}/members", met.store), me._replace(backend=name), objection=objection)
     with ExitStack() as stack:
         alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
-        is_late = JOINS in os.environ
-        store: dist.Store = HashStore() if is_late else PrefixStore(met.prefix, met.store)
+        is_late = rendezvous.JOINS in os.environ
+        store: dist.Store = dist.HashStore() if is_late else dist.PrefixStore(met.prefix, met.store)
         group = form_group(alone if is_late else env, store, name, chosen, timeout_s, stack)
         undo = stack.pop_all()
     # Groups that are created later exchange addresses through the store, and wait for each other there.

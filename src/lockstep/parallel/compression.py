@@ -53,8 +53,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
-from lockstep.comm import collectives
-from lockstep.comm.collectives import Group, Work, cpu_group, is_native, wait_for
+from lockstep.comm.collectives import Group, Work, all_reduce_work, cpu_group, is_native, wait_for, wait_for_transfer
 from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels, start_exchange
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
@@ -369,7 +368,7 @@ class _Peers:
         """
         for peer, work in self._works:
             try:
-                collectives.wait_for_transfer(work, self._group)
+                wait_for_transfer(work, self._group)
             except RuntimeError as error:
                 if isinstance(error, LockstepError) or is_of_signal_handler(error):
                     raise
@@ -527,7 +526,7 @@ class CompressedMean(BucketReduction):
     @override
     def start(self, bucket: Bucket, *, alone: bool) -> Future[Any]:
         if not is_compressible(bucket):
-            return collectives.all_reduce_work(bucket.payload, group=self._group).get_future()
+            return all_reduce_work(bucket.payload, group=self._group).get_future()
         before: list[Callable[[], object]] = []
         if self._hierarchy is not None:
             before.append(self._hierarchy.all_reduce_inside(bucket.payload).wait)

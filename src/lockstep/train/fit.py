@@ -26,7 +26,6 @@ from lockstep.env import Launcher, RankEnv
 from lockstep.telemetry import live_view
 from lockstep.telemetry.figures import EVALUATION, StragglerReporter
 from lockstep.telemetry.heartbeat import end_stopped_children
-from lockstep.telemetry.live_view import Display
 from lockstep.telemetry.record import EventName, kind_of
 from lockstep.train.checkpoints.model_state import check_export
 from lockstep.train.evaluate import Evaluation, Evaluator
@@ -299,7 +298,7 @@ class Run:
             lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
-        self._display = Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
+        self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
         self._num_caveats = self._num_skipped = self._num_not_finite = 0  # reported so far
         if not is_late:
             self._show_plan(lines)
@@ -430,7 +429,7 @@ class Run:
         if is_new_lead and self._checkpoints is not None:
             self._checkpoints.lead()
         if led != self._leads:
-            self._display = Display(self._settings.view, silent=self._settings.quiet or not self._leads)
+            self._display = live_view.Display(self._settings.view, silent=self._settings.quiet or not self._leads)
         self._record.reconnect(self._display if is_new_lead else None)
 
     def pause_for(self, event: EventName, act: Callable[[], str]) -> None:

@@ -31,14 +31,7 @@ from torch.optim import Optimizer
 
 from lockstep import activity
 from lockstep.accelerator import synchronize
-from lockstep.activity import format_ranks
-from lockstep.comm.collectives import (
-    Group,
-    all_gather_object,
-    broadcast_coalesced,
-    broadcast_object,
-    wait_for_transfer,
-)
+from lockstep.comm.collectives import Group, all_gather_object, broadcast_coalesced, broadcast_object, wait_for_transfer
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
@@ -287,7 +280,7 @@ class Recovery:
         met = f"{world.world_size} {'ranks have' if world.world_size > 1 else 'rank has'} met after {seconds:.1f} s"
         if lacking:
             are = "is" if len(lacking) == 1 else "are"
-            met = f"{format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
+            met = f"{activity.format_ranks(lacking)} {are} back after {seconds:.1f} s with the state of rank {source}"
         text = f"{met}; {self._doing()} is done again"
         # Until all have the state, none may change its own.
         report = RecoveryReport(found.number, text, num_bytes, found.why, lost_at_s, seconds)

@@ -113,13 +113,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        task: Task,
-        settings: Settings,
-        world: World,
-        *,
-        strategy: StrategyName,
-        devices: Sequence[torch.device],
+        self, task: Task, settings: Settings, world: World, *, strategy: StrategyName, devices: Sequence[torch.device]
     ) -> None:
         self.settings, self.devices, self.device = settings, list(devices), devices[0]
         is_exact = settings.reproducible is not None

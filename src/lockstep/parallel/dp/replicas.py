@@ -16,7 +16,6 @@ from lockstep.containers import in_chunks
 from lockstep.errors import ConfigurationError
 from lockstep.parallel.compile import is_compiled
 from lockstep.parallel.flat import flatten_like, view_like
-from lockstep.torch_internals import foreach_add_
 
 # torch 2.11 crashes the process when two threads compile at the same time, with or without this package.
 _COMPILES_IN_THREADS = TorchVersion(torch.__version__) >= "2.13"
@@ -408,7 +407,7 @@ def _row_on(device: torch.device, row: Gradients, origin: torch.device) -> Gradi
 def _add_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add in place, the second of each pair to the first."""
     if pairs:
-        foreach_add_([target for target, _ in pairs], [other for _, other in pairs])
+        torch_internals.foreach_add_([target for target, _ in pairs], [other for _, other in pairs])
 
 
 def _address(gradient: Tensor) -> int:

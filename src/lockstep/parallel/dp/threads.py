@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import torch_internals
 from lockstep.comm.process import keep_freed_memory
 from lockstep.errors import ConfigurationError, LockstepError
 from lockstep.parallel.dp.replicas import Replicas
 from lockstep.telemetry import ranges
-from lockstep.torch_internals import ExceptionWrapper
+from lockstep.torch_internals import ExceptionWrapper, default_device, has_modes
 
 # Called with a replica and its shard; returns the loss, a tensor of one element.
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -156,7 +155,7 @@ class CallerModes:
             stream = torch.accelerator.current_stream(device)
             self._device = [partial(torch.accelerator.device_index, device.index), lambda: stream]
         self._all = [*self._device]
-        if (default := torch_internals.default_device()) is not None:
+        if (default := default_device()) is not None:
             self._all.append(partial(torch.device, default))
         if torch.is_inference_mode_enabled() and not differentiates:
             self._all.append(torch.inference_mode)
@@ -262,7 +261,7 @@ class ReplicaEngine:
         try:
             # Modes and hooks of Python belong to the calling thread, and are not made for several threads at once. A
             # single replica also runs there, with all cores.
-            if len(guarded) > 1 and not torch_internals.has_modes():
+            if len(guarded) > 1 and not has_modes():
                 # a context can be entered by one thread at a time
                 outcomes = self._threads.run({each: partial(copy_context().run, guarded[each]) for each in guarded})
             else:

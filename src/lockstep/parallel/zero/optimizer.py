@@ -48,16 +48,7 @@ from lockstep.parallel.ddp.reducer import Reducer
 from lockstep.parallel.ddp.uneven_inputs import StepJoinHook
 from lockstep.parallel.flat import combine_norms, list_norms, multiply_
 from lockstep.parallel.zero import partition
-from lockstep.parallel.zero.partition import (
-    VALUE,
-    Entries,
-    FlatBuffer,
-    Member,
-    Read,
-    ShardOptimizer,
-    ShardRange,
-    options_of,
-)
+from lockstep.parallel.zero.partition import Entries, FlatBuffer, Member, Read, ShardOptimizer, ShardRange, options_of
 from lockstep.parallel.zero.slices import Mode, ReduceScatterMean, find_reducer, find_reducer_on_all, quietly_read
 from lockstep.torch_internals import is_counted_step, optimizer_hooks
 
@@ -685,7 +676,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             param_group.update(each)
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):
-                parameter.copy_(whole[index].pop(VALUE))
+                parameter.copy_(whole[index].pop(partition.VALUE))
         self.process_group, self.world_size, self.rank = group, group.size(), group.rank()
         self._use_reducer(reducer if self._shard_gradients and self.world_size > 1 else None, Mode.ALWAYS)
         self._build()

@@ -43,7 +43,6 @@ from lockstep.telemetry.rank_state import format_bytes
 from lockstep.telemetry.record import num_restarts
 from lockstep.train.checkpoints import checkpoint_storage as storage
 from lockstep.train.checkpoints import model_state
-from lockstep.train.checkpoints.checkpoint_storage import MANIFEST, NO_ANSWER, TreePacker, read_manifest
 from lockstep.train.checkpoints.object_store import Lease, ObjectPath, Place, place_of
 
 # Time limit for writing a checkpoint.
@@ -197,7 +196,7 @@ def find_checkpoints(folder: Place) -> list[FoundCheckpoint]:
         if (match := _NAME.fullmatch(path.name)) and not _is_unfinished(path):
             each = FoundCheckpoint(path, int(match[1]))
             try:
-                about = read_manifest(path).about
+                about = storage.read_manifest(path).about
                 if type(about.get("number")) is int and about.get("step") == each.step:
                     each = replace(each, number=about["number"], loss=about["loss"], job=about.get("job"))
                 else:
@@ -212,7 +211,7 @@ def _is_unfinished(path: Place) -> bool:
     """Return whether this is an unfinished save or removal; else, without a manifest, a checkpoint is damaged."""
     names = [each.name for each in path.iterdir()]
     kinds = {name.partition("-")[0] for name in names}
-    return MANIFEST not in names and ("part" in kinds or storage.STATE not in kinds)
+    return storage.MANIFEST not in names and ("part" in kinds or storage.STATE not in kinds)
 
 
 def _reason(error: CheckpointError) -> str:
@@ -221,7 +220,7 @@ def _reason(error: CheckpointError) -> str:
     Raises:
         CheckpointError: An object store does not answer.
     """
-    if NO_ANSWER in str(error):
+    if storage.NO_ANSWER in str(error):
         raise error
     cause = str(error).splitlines()[0].removesuffix(".")
     return cause.partition(" is damaged: ")[2] or cause
@@ -253,7 +252,7 @@ def _remove_checkpoint(path: Place) -> None:
     with contextlib.suppress(Exception):  # for example without permission to delete
         # First these, the state before the manifest: what is left is unfinished, see `_is_unfinished`.
         for name in sorted((each.name for each in path.iterdir()), reverse=True):
-            if name.startswith((MANIFEST, storage.STATE)):
+            if name.startswith((storage.MANIFEST, storage.STATE)):
                 (path / name).unlink(missing_ok=True)
         path.remove_all() if isinstance(path, ObjectPath) else shutil.rmtree(path)
 
@@ -450,7 +449,7 @@ class Checkpoints:
         world = self.world
         parts: dict[str, Any] = {name: state[name] for name in _TOP_LEVEL if name in state}
         parts["state"] = {name: value for name, value in state.items() if name not in parts}
-        packer = TreePacker(parts, is_coordinator=world.is_rank_zero)
+        packer = storage.TreePacker(parts, is_coordinator=world.is_rank_zero)
         ranks = packer.writers(world.world_size)
         if world.rank not in ranks:
             return
@@ -612,9 +611,9 @@ def save(
     folder, (rank, world_size) = place_of(path), _rank_and_size()
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[TreePacker, Callable[[], object]]:
+        def begin() -> tuple[storage.TreePacker, Callable[[], object]]:
             parts = {"state": state, **model_state.local_state_dict(model, optimizer)}
-            packer = TreePacker(parts, is_coordinator=rank == 0)
+            packer = storage.TreePacker(parts, is_coordinator=rank == 0)
             if rank:
                 return packer, bool
             folder.mkdir(parents=True, exist_ok=True)
@@ -687,7 +686,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
     for _ in range(_NUM_TRIES):
         digest, parts, problem = "", {}, None
         try:
-            manifest = read_manifest(folder)
+            manifest = storage.read_manifest(folder)
             digest = manifest.digest
             storage.verify_files(folder, manifest, rank=rank, world_size=world_size)
             parts = storage.read_parts(folder, manifest)
@@ -697,7 +696,7 @@ def _read_alike(folder: Place) -> dict[str, Any]:
         # A save may replace the checkpoint and remove its files while it is read.
         now = ""
         with contextlib.suppress(CheckpointError):
-            now = read_manifest(folder).digest
+            now = storage.read_manifest(folder).digest
         answers = _gather([problem, digest != now, digest, socket.gethostname()])
         if not any(replaced for _, replaced, _, _ in answers):
             # Each file is compared with its digest on one rank only.
