@@ -344,7 +344,7 @@ def all_gather_object(value: Any, *, group: Group, device: AnyDevice = "cpu") ->
     return [json.loads(part[:length].numpy().tobytes()) for part, length in zip(gathered.cpu(), lengths, strict=True)]
 
 
-def all_gather_different(value: Any, *, compared: Any = None, group: Group, device: AnyDevice = "cpu") -> list[Any]:
+def all_gather_different(value: Any, *, group: Group, device: AnyDevice = "cpu") -> list[Any]:
     """Return every rank's ``value``, by rank; a single one if all are equal, in which case only digests are sent.
 
     Collective: every rank, in the same order. Blocks until complete. For values that grow with the model: those of
@@ -352,12 +352,10 @@ def all_gather_different(value: Any, *, compared: Any = None, group: Group, devi
 
     Args:
         value: See :func:`all_gather_object`.
-        compared: The part that has to be equal; ``None``: all of ``value``.
         group: The ranks that take part.
         device: Where the bytes lie while they travel.
     """
-    text = json.dumps(value if compared is None else compared)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:7], "big")
     digests = all_gather(torch.tensor([digest], device=device), group=group).flatten().tolist()
     if len(set(digests)) == 1:  # all ranks see the same digests and take the same branch
         return [value]

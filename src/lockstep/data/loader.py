@@ -80,6 +80,13 @@ class BadSample(NamedTuple):
         """The sample and the cause, in one line."""
         return f"sample {self.sample}: {self.cause.splitlines()[0]}"
 
+    def error(self, text: str, sample: int | str | None) -> DataError:
+        """Return the error that ends the run because of it."""
+        error = DataError(text, file=self.file, offset=self.offset, sample=sample)
+        if self.trace is not None:
+            error.add_note(self.trace)
+        return error
+
 
 def _is_library(filename: str) -> bool:
     return "site-packages" in filename or filename.startswith((str(Path(__file__).parent), "<frozen"))
@@ -98,11 +105,7 @@ def stop_error(bad: Sequence[BadSample], data: str, *, evaluation: bool) -> Data
             len(bad) > 1
         )
         tail = f"{more}{_ADVICE}"
-    text = f"{head}\n{first.cause}\n{tail}"
-    error = DataError(text, file=first.file, offset=first.offset, sample=first.sample)
-    if first.trace is not None:
-        error.add_note(first.trace)
-    return error
+    return first.error(f"{head}\n{first.cause}\n{tail}", first.sample)
 
 
 def _first_few(numbers: Sequence[int]) -> str:
@@ -436,9 +439,6 @@ class Prefetcher:
         self._streams = {device: torch.Stream(device) for device in devices.values()}
         self._ahead: MicroBatch | None = None
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
-
     def __next__(self) -> MicroBatch:
         """Return the next micro-batch, usable on each device's current stream."""
         batch, self._ahead = self._ahead or self._copy(), None
@@ -492,7 +492,7 @@ class BatchIterator:
     _note_before: StreamNote | None
     _again: list[MicroBatch]
     _of_step: list[MicroBatch]
-    _batches: Iterator[MicroBatch] | None
+    _batches: Iterator[MicroBatch] | Prefetcher | None
 
     def __init__(self, open_at: Callable[..., Iterator[MicroBatch]], devices: Mapping[int, torch.device]) -> None:
         self._open_at, self._devices = open_at, devices

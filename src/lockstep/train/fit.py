@@ -657,24 +657,21 @@ def _checkpoints(settings: FitSettings, world: World) -> contextlib.AbstractCont
 
 
 def _with_keywords_of(
-    make: Callable[P, FitSettings],
-) -> Callable[[Callable[[Task, FitSettings], FitResult]], Callable[Concatenate[Task, P], FitResult]]:
+    make: Callable[P, FitSettings], function: Callable[[Task, FitSettings], FitResult]
+) -> Callable[Concatenate[Task, P], FitResult]:
     """Make a function of task and settings take the settings as keywords, with the types and defaults of ``make``."""
 
-    def decorate(function: Callable[[Task, FitSettings], FitResult]) -> Callable[Concatenate[Task, P], FitResult]:
-        @functools.wraps(function)
-        def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> FitResult:
-            return function(task, make(*args, **kwargs))
+    @functools.wraps(function)
+    def called(task: Task, /, *args: P.args, **kwargs: P.kwargs) -> FitResult:
+        return function(task, make(*args, **kwargs))
 
-        signature = inspect.signature(function)
-        parameters = [signature.parameters["task"], *inspect.signature(make).parameters.values()]
-        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return called
-
-    return decorate
+    signature = inspect.signature(function)
+    parameters = [signature.parameters["task"], *inspect.signature(make).parameters.values()]
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called
 
 
-@_with_keywords_of(FitSettings)
+@functools.partial(_with_keywords_of, FitSettings)
 def fit(task: Task, settings: FitSettings) -> FitResult:
     """Train ``task`` and return the result.
 

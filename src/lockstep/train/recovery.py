@@ -35,6 +35,7 @@ from lockstep.comm.collectives import Group, all_gather_object, broadcast_coales
 from lockstep.comm.generations import Membership
 from lockstep.comm.world import World
 from lockstep.containers import map_tensors
+from lockstep.data.stream import Stateful
 from lockstep.errors import CollectiveError, ConfigurationError, tells_of_others
 from lockstep.parallel.local_sgd import LocalSGD
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
@@ -44,16 +45,6 @@ from lockstep.train.skipping import BufferSnapshot
 
 # Size of a message with state.
 _CHUNK_BYTES = 64 * 2**20
-
-
-class Stateful(Protocol):
-    """A part of a training loop with a state, such as a model, an optimizer, a schedule or a sampler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from a state."""
 
 
 @runtime_checkable
@@ -350,7 +341,7 @@ def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
 def check_parts(parts: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for a part without a state, or whose state is divided among the ranks."""
     for name, part in parts.items():
-        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+        if not isinstance(part, Stateful):
             raise ConfigurationError(
                 f"{name} is of type {type(part).__name__}, which has no state_dict() and load_state_dict().\n"
                 "Give the wrapped model, the optimizer, and other parts with a state."

@@ -28,9 +28,8 @@ def _is_number(value: object, kinds: tuple[type, ...] = (int, float)) -> bool:
 
 
 def _are_positive(value: Any) -> bool:
-    if not isinstance(value, Sequence) or not value:
-        return False
-    return all(_is_number(number) and 0 < number < math.inf for number in value)
+    are_numbers = isinstance(value, Sequence) and len(value) > 0 and all(map(_is_number, value))
+    return are_numbers and all(0 < number < math.inf for number in value)
 
 
 def _are_words(value: object) -> bool:

@@ -180,15 +180,7 @@ class Trainer:
     def _connect(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> None:
         """Create everything that holds process groups. Collective: every rank of the group."""
         task, settings = self._task, self.settings
-        objective = step_parts.Objective(task, settings.precision)
-        self.strategy: strategies.Strategy
-        if shards is None:
-            self.strategy = self._make_strategy(objective, world, is_first=is_first)
-        else:
-            group = world.group if self._name == "ddp" else None
-            self.strategy = reproducible.Reproducible(
-                self._model, objective, shards, self.devices, group, is_first=is_first
-            )
+        self.strategy: strategies.Strategy = self._make_strategy(world, shards, is_first=is_first)
         self.group: Group | None = self.strategy.group
         if shards is not None and self.group is not None:
             # Other hardware may round differently. That is not an error, but the same bits are not guaranteed.
@@ -308,13 +300,17 @@ class Trainer:
             if isinstance(self.optimizer, ZeroRedundancyOptimizer):
                 self.optimizer.reconnect(self.strategy.ours.process_group, self.strategy.ours.reducer)
 
-    def _make_strategy(self, objective: step_parts.Objective, world: World, *, is_first: bool) -> strategies.Strategy:
+    def _make_strategy(self, world: World, shards: VirtualShards | None, *, is_first: bool) -> strategies.Strategy:
         """Return the strategy. Collective for those with a process for each device: every rank.
 
         Raises:
             ConfigurationError: It cannot run on these devices.
         """
         name, model, devices, settings = self._name, self._model, self.devices, self.settings
+        objective = step_parts.Objective(self._task, settings.precision)
+        if shards is not None:
+            group = world.group if name == "ddp" else None
+            return reproducible.Reproducible(model, objective, shards, devices, group, is_first=is_first)
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
             if name == "torch-ddp" and self.device.type == "cpu":
                 raise ConfigurationError(

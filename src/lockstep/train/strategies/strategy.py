@@ -390,7 +390,7 @@ class FullyShard(Strategy):
                 "Omit the last batch of an epoch (drop_last=True in the task), or use strategy ddp-zero1."
             )
         # Set in each micro-batch, because torch's engine keeps the setting of the last one.
-        fully_shard.sum_gradients(self._module, over_ranks=how.sync)
+        self._module.set_requires_gradient_sync(how.sync)  # type: ignore[operator]
         how.timer.begin("forward")
         part: Part = self._module(micro.batches[0], micro.sizes[0])
         how.timer.begin("backward")
