@@ -175,8 +175,7 @@ def meeting_place(host: str | None, port: int, rank: int, world_size: int) -> tu
         )
         # The rank that started this process may not look at how it ends, and would then end normally.
         text = f"{type(error).__name__}: {error}"
-        record = FailureRecord(text, type(error).__name__, trace=text, time_ns=time.time_ns())
-        record.write(env[RUN_DIR], own_name())
+        FailureRecord(text, type(error).__name__, trace=text, time_ns=time.time_ns()).write(env[RUN_DIR], own_name())
         os.kill(parent.pid or 0, signal.SIGTERM)
         raise error
     if not is_launchers and is_loopback(host or "") and env.get("LOCAL_WORLD_SIZE", size) != size:

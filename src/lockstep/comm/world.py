@@ -547,10 +547,8 @@ def _allow_connections(env: RankEnv, backend: str) -> None:
 def _env_of(group: dist.ProcessGroup) -> RankEnv:
     """Return this rank's place in ``group``; if the environment does not describe it, all ranks count as local."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    try:
+    with suppress(ConfigurationError):  # the group was created without these variables: they may be inconsistent
         env = RankEnv.from_environ(os.environ)
         if (env.rank, env.world_size) == (rank, world_size):
             return env
-    except ConfigurationError:
-        pass  # The group was created without these variables, so they may be inconsistent.
     return RankEnv(rank, rank, world_size, world_size, 0, None, None, Launcher.NONE)

@@ -54,7 +54,7 @@ from typing_extensions import override
 
 from lockstep.accelerator import is_capturing, recorded_event, start_thread, synchronize
 from lockstep.comm.collectives import Group, Work, all_reduce_work, cpu_group, is_native, wait_for, wait_for_transfer
-from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels, start_exchange
+from lockstep.comm.hierarchy import HierarchicalProcessGroup, start_exchange
 from lockstep.comm.network import gloo_cause
 from lockstep.comm.shm.communicator import block_codec
 from lockstep.errors import CollectiveError, ConfigurationError, LockstepError, is_of_signal_handler
@@ -63,8 +63,7 @@ from lockstep.parallel.ddp.comm_hooks import BucketReduction, CastAllReduce, is_
 from lockstep.parallel.flat import cut_views
 
 # A tensor within a flat one: a key that is the same in every step, and its shape.
-Member = tuple[int, torch.Size]
-Members = Sequence[Member]
+Members = Sequence[tuple[int, torch.Size]]
 Pair = tuple[Tensor, Tensor]
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -471,7 +470,7 @@ def make_reduction(method: str, bucket_set: BucketSet, group: Group) -> BucketRe
         ConfigurationError: There is no such method, or the group cannot send messages.
     """
     codec = make(method)
-    if isinstance(codec, Cast) and levels(group)[0] is None:
+    if isinstance(codec, Cast) and not isinstance(group, HierarchicalProcessGroup):
         return CastAllReduce(bucket_set, group, codec.dtype)
     if not is_native(group):
         raise ConfigurationError(
@@ -510,10 +509,10 @@ class CompressedMean(BucketReduction):
 
     def __init__(self, bucket_set: BucketSet, group: Group, codec: Codec) -> None:
         self._bucket_set, self._group, self._codec = bucket_set, group, codec
-        inside, between = levels(group)
-        self._hierarchy = group if inside is not None and isinstance(group, HierarchicalProcessGroup) else None
+        self._hierarchy = group if isinstance(group, HierarchicalProcessGroup) else None
+        inside = self._hierarchy and self._hierarchy.inside
         self._place, self._num_places = (0, 1) if inside is None else (inside.rank(), inside.size())
-        self._messages = between if self._hierarchy is not None else None  # the group that sends; None: found later
+        self._messages = self._hierarchy and self._hierarchy.between  # the group that sends; None: found later
         self.finishes_alone = self._hierarchy is None
         self._stream: torch.Stream | None = None  # of copies to the host
         self._on_host: dict[Bucket, Tensor] = {}  # payloads, from `start` to `finish`

@@ -36,7 +36,7 @@ from lockstep.accelerator import check_float64, synchronize
 from lockstep.comm import collectives
 from lockstep.comm.collectives import Group, cpu_group, default_group, wait_for
 from lockstep.comm.fully_shard import is_sharded
-from lockstep.comm.hierarchy import HierarchicalProcessGroup, levels
+from lockstep.comm.hierarchy import HierarchicalProcessGroup
 from lockstep.comm.world import World
 from lockstep.containers import grouped
 from lockstep.errors import ConfigurationError, NonFiniteGradient
@@ -210,8 +210,10 @@ class CompressedSum:
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
         self._flat, self.codec = flat, make(method)
         whole = cpu_group(group)
-        inside, self._between = (None, whole) if self.codec.takes_whole else levels(whole)
-        self._hierarchy = whole if inside is not None and isinstance(whole, HierarchicalProcessGroup) else None
+        cuts = not self.codec.takes_whole
+        self._hierarchy = whole if cuts and isinstance(whole, HierarchicalProcessGroup) else None
+        inside = self._hierarchy and self._hierarchy.inside
+        self._between = whole if self._hierarchy is None else self._hierarchy.between
         count, place = (1, 0) if inside is None else (inside.size(), inside.rank())
         size = -(-flat.numel() // count)
         self._values = torch.zeros(count * size)

@@ -212,10 +212,9 @@ class RunRecord:
         whole = figures.Snapshot(step=done, num_steps=done, ranks=ranks, world_size=self._num_ranks)
         # A rank that came late has the device of one that was lost.
         device_s = max(each["device_s"] for each in used)
-        total = sum((Usage(device_s, each["energy_j"]) for each in used), Usage()).text(
-            Price.read(self._settings.price)
-        )
-        return "\n".join(filter(None, (summary(whole), f"used {total}"))) if self._world.is_rank_zero else None
+        total = sum((Usage(device_s, each["energy_j"]) for each in used), Usage())
+        used_text = f"used {total.text(Price.read(self._settings.price))}"
+        return "\n".join(filter(None, (summary(whole), used_text))) if self._world.is_rank_zero else None
 
     def close(self) -> None:
         """Deliver the rest. Blocks, for some seconds at most, until the device has finished; not after an error."""

@@ -264,7 +264,6 @@ def _is_given(settings: object, spec: str) -> bool:
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
-BadSamplesRule = Literal["stop", "skip"]
 NanRule = Literal["raise", "skip"]
 ViewName = Literal["auto", "live", "lines", "none"]
 Across = Literal["ranks", "machines"]
@@ -297,7 +296,7 @@ class Settings:
     shares: Sequence[float] | None = setting(None, "Relative sizes of the devices' parts; default: equal.", "N,N,..")
     workers: int = setting(0, "Processes per rank that load samples.", "N", 0)
     prefetch: int | None = setting(None, "Micro-batches that each loader process loads ahead; 2 if not given.", "N", 1)
-    bad_samples: BadSamplesRule = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
+    bad_samples: Literal["stop", "skip"] = setting("stop", "If a sample cannot be read: stop, or skip and count it.")
     on_nan: NanRule = setting("raise", "If a gradient is NaN or infinite: end the run, or skip the step.")
     check_replicas: int = setting(100, "Steps between checks that all ranks hold the same bits; 0: never.", "STEPS", 0)
     reproducible: int | None = setting(None, "Virtual shards of a global batch: same bits on 1 to V devices.", "V", 1)

@@ -416,8 +416,7 @@ class NonFiniteGuard:
         first = None if summed is None else names.index(summed)
         ranks: list[Any] = [[origin, first]]
         if group is not None:
-            device = next(self.model.parameters()).device
-            ranks = all_gather_object(ranks[0], group=group, device=device)
+            ranks = all_gather_object(ranks[0], group=group, device=next(self.model.parameters()).device)
         firsts = [first for _, first in ranks if first is not None]
         per_epoch = self.plan.order.steps_per_epoch
         epoch = None if per_epoch is None else step // per_epoch

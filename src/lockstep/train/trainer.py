@@ -24,6 +24,7 @@ from lockstep.data.stream import StreamOrder
 from lockstep.errors import CheckpointError, ConfigurationError
 from lockstep.parallel.consistency import check_models_agree, refuse_difference
 from lockstep.parallel.ddp.bucket_events import BucketStamps
+from lockstep.parallel.ddp.bucket_gradients import gradients_of
 from lockstep.parallel.ddp.wrapper import DistributedDataParallel
 from lockstep.parallel.flat import are_finite
 from lockstep.parallel.zero.optimizer import ZeroRedundancyOptimizer
@@ -206,9 +207,8 @@ class Trainer:
             self.strategy.take_over(self.optimizer)
         parameters = list(self._model.parameters())
         self._loss_group = None if self.strategy.sums_losses else self.strategy.step_group
-        self._gradients = self.strategy.gradients or step_parts.GradientList(
-            lambda: [parameter.grad for parameter in parameters if parameter.grad is not None], parameters[0]
-        )
+        read = partial(gradients_of, parameters)
+        self._gradients = self.strategy.gradients or step_parts.GradientList(read, parameters[0])
         self._sum_dtype = widest_dtype(self.device)
         # [Note: checks one forward later]
         # A host that waited for the gradient of a step would queue no work meanwhile, and its device would be idle. So
@@ -342,12 +342,8 @@ class Trainer:
         distributed = partial(strategies.Distributed, model, objective, world.group, world.device)
         if name == "torch-ddp":
             return distributed(nn.parallel.DistributedDataParallel)
-        wrap = partial(
-            DistributedDataParallel,
-            compression=settings.compression,
-            bucket_cap_mb=settings.bucket_cap_mb,
-            init_sync=is_first,
-        )
+        compression, cap_mb = settings.compression, settings.bucket_cap_mb
+        wrap = partial(DistributedDataParallel, compression=compression, bucket_cap_mb=cap_mb, init_sync=is_first)
         if name in ("local-sgd", "diloco"):
             return strategies.LocalSteps(name, model, objective, world, settings, self.plan.num_steps)
         return distributed(
@@ -378,8 +374,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             # Replicas that train independently only communicate when they exchange parameters.
             averaging = self.strategy.averaging
-            communicates = self._sync and (averaging is None or self.strategy.agrees(step))
-            group = self.group if communicates else None
+            group = self.group if self._sync and (averaging is None or self.strategy.agrees(step)) else None
             computed, metrics = self._accumulate(timer, group)
 
             timer.begin("communication")

@@ -319,8 +319,7 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         if is_joining:
             self._agree(int(self.require_backward_grad_sync))
         device = self._input_device
-        arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inputs, kwargs)
-        return arguments if device is None else module_io.move_to(arguments, device)
+        return (inputs, kwargs) if device is None else module_io.move_to((inputs, kwargs), device)
 
     @leave_uncompiled
     def _run_module(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -752,9 +752,7 @@ def shard_optimizer(optimizer: Optimizer, *, group: Group) -> ZeroRedundancyOpti
     has_hooks = torch.tensor([any(optimizer_hooks(optimizer, "step").values())], dtype=torch.int32, device=device)
     collectives.all_reduce(has_hooks, group=group, op="max")
     shards = partition.works_on_slices(kind) and collectives.has_reduce_scatter(group, device) and not int(has_hooks)
-    sharded = ZeroRedundancyOptimizer(
-        optimizer.param_groups, kind, process_group=group, shard_gradients=shards, **defaults
-    )
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, kind, group, shard_gradients=shards, **defaults)
     sharded.has_hooks = bool(has_hooks)
     sharded.take_attached(optimizer)
     return sharded

@@ -173,11 +173,9 @@ def _own_parts(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str
         parameter = parameters[index].detach()
         chunks[index] |= boxes_in_memory(flatten_like(parameter, parameter)[start:stop], parameter, start)
     # One object for each parameter, also if it is empty: tied parameters must be recognised on every rank.
-    parts = {
-        id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)
-    }
+    own = {id(each): TensorChunks(each.shape, each.dtype, held) for each, held in zip(parameters, chunks, strict=True)}
     state = model.state_dict(keep_vars=True)  # a hook may have replaced some of the values
-    return {plain_name(name): parts[id(value)] for name, value in state.items() if id(value) in parts}
+    return {plain_name(name): own[id(value)] for name, value in state.items() if id(value) in own}
 
 
 def _zero_state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
