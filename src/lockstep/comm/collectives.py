@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter, is_not
 from types import ModuleType
 from typing import Any, Literal
@@ -317,11 +318,10 @@ def all_gather(tensor: Tensor, *, group: Group) -> Tensor:
     rows = tensor.new_empty((group.size(), *tensor.shape))
     options = dist.distributed_c10d.AllgatherOptions()
     if tensor.is_cpu or not has_all_gather(group, tensor.device):
-        _blocking("all_gather", lambda: group.allgather([list(rows)], [tensor], options))
+        start = partial(group.allgather, [list(rows)], [tensor], options)
     else:  # NCCL gathers into one tensor, and would copy from it to those of a list, with a kernel for each rank
-        _blocking(
-            "all_gather", lambda: torch_internals.all_gather_single(group, rows.flatten(), tensor.flatten(), options)
-        )
+        start = partial(torch_internals.all_gather_single, group, rows.flatten(), tensor.flatten(), options)
+    _blocking("all_gather", start)
     return rows
 
 
@@ -412,8 +412,7 @@ def cpu_group(group: Group) -> Group:
     """
     if torch.device("cpu") in group._device_types:
         return group
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"
     return made
 
@@ -512,12 +511,10 @@ class _Exchange(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the exchange is complete, at most for the group's timeout."""
-        works, self._works = self._works, []
-        for _, work in works:
-            wait_for_transfer(work, self._group)
-        result, self._result = self._result, lambda: None
-        result()
         if not self._future.done():
+            for _, work in self._works:
+                wait_for_transfer(work, self._group)
+            self._result()
             self._future.set_result(None)
         return True
 

@@ -171,13 +171,12 @@ class Membership:
                 interrupt_groups()
             self._announce(found.number)
             deadline = time.monotonic() + limit_s if is_member else math.inf
-            if not is_member:
-                continue
-            destroy_default_group(abort=True, at_exit=False, is_cut=True)
-            restart_group_names()
-            with activity.waiting(activity.REJOIN), suppress(_Superseded):
-                self._enter(found, deadline)
-                return found
+            if is_member:
+                destroy_default_group(abort=True, at_exit=False, is_cut=True)
+                restart_group_names()
+                with activity.waiting(activity.REJOIN), suppress(_Superseded):
+                    self._enter(found, deadline)
+                    return found
 
     def _enter(self, found: Generation, deadline: float) -> None:
         """Meet the other processes of a generation, and create the default group with them."""

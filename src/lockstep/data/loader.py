@@ -488,17 +488,25 @@ class BatchIterator:
         can_rewind: Whether the micro-batches of a step are kept for `rewind`, which takes their memory on the device.
     """
 
-    _note: StreamNote | None
-    _note_before: StreamNote | None
-    _again: list[MicroBatch]
-    _of_step: list[MicroBatch]
-    _batches: Iterator[MicroBatch] | Prefetcher | None
-
     def __init__(self, open_at: Callable[..., Iterator[MicroBatch]], devices: Mapping[int, torch.device]) -> None:
         self._open_at, self._devices = open_at, devices
         self.copies: list[Copy] | None = None
         self.can_rewind = False
         self.seek(0)
+
+    def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
+        """Continue with ``step``, counted from 0 over all epochs.
+
+        Args:
+            step: The step of the next micro-batch.
+            state: Of a stream, the result of `state` after the previous step.
+        """
+        self._step, self._state = step, state
+        self._note: StreamNote | None = None
+        self._note_before: StreamNote | None = None
+        self._again: list[MicroBatch] = []  # to return before others
+        self._of_step: list[MicroBatch] = []
+        self._batches: Iterator[MicroBatch] | Prefetcher | None = None  # with whose iterator their processes end
 
     def next(self) -> MicroBatch:
         """Return the next micro-batch, on the devices. Starts the loader's processes if there are none yet."""
@@ -524,18 +532,6 @@ class BatchIterator:
         """Start to copy the next micro-batch to the devices while they compute."""
         if isinstance(self._batches, Prefetcher):
             self._batches.start_next()
-
-    def seek(self, step: int, state: dict[str, Any] | None = None) -> None:
-        """Continue with ``step``, counted from 0 over all epochs.
-
-        Args:
-            step: The step of the next micro-batch.
-            state: Of a stream, the result of `state` after the previous step.
-        """
-        self._step, self._state, self._note = step, state, None
-        # Those to return before others, and those of the current step.
-        self._again, self._of_step, self._note_before = [], [], None
-        self.close()
 
     def state(self) -> dict[str, Any] | None:
         """Return the stream's position after the last micro-batch's step; None if unknown or without a stream.

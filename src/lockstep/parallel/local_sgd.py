@@ -663,22 +663,17 @@ class LocalSGD:
 
         Collective: every rank. Blocks until it is done.
         """
-        if self._detach():
-            self.sync()
-
-    def _detach(self) -> bool:
-        """Stop counting steps of the optimizer; return whether this is the first call."""
-        was_open, self._is_open = self._is_open, False
-        if was_open and self._hook is not None:
-            self._hook.remove()
-        return was_open
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close; after an error, exchange nothing, since other ranks may not have the error."""
-        if self._detach() and error is None:
+        was_open, self._is_open = self._is_open, False
+        if self._hook is not None:
+            self._hook.remove()
+        if was_open and error is None:
             self.sync()
 
 

@@ -632,8 +632,7 @@ def fit_with(task: Task, settings: FitSettings, *, on_checkpoint: CheckpointCall
         _checkpoints(settings, world) as checkpoints,
         contextlib.closing(Run(task, settings, world, signals, checkpoints, on_checkpoint)) as run,
     ):
-        steps = range(run.num_steps_done + 1, run.num_steps + 1)
-        with profiled(settings, world, steps, run.pause_for) as around:
+        with profiled(settings, world, range(run.num_steps_done + 1, run.num_steps + 1), run.pause_for) as around:
             while run.has_more:
                 with run.attempt():
                     run.advance(around)

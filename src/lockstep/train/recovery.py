@@ -145,8 +145,7 @@ class Recovery:
         if folder is not None and Membership.is_used:
             withdraw_recovery(folder, os.getpid())  # not complete any more, but it can only be restarted
         elif may_restart and is_ours and (averaging is None or averaging.can_reconnect):
-            arrival = None if averaging is None else Arrival(0, averaging.sync_patience)
-            self._membership = Membership(world, arrival)
+            self._membership = Membership(world, None if averaging is None else Arrival(0, averaging.sync_patience))
             if averaging is not None:
                 averaging.attempt, averaging.before_update = self.attempt, self.before_update
             if not self._has_state:
@@ -333,8 +332,7 @@ def exchange_state(
 def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
     if not tensor.numel():
         return
-    is_source = group.rank() == source
-    work = group.send([tensor], to, 0) if is_source else group.recv([tensor], source, 0)
+    work = group.send([tensor], to, 0) if group.rank() == source else group.recv([tensor], source, 0)
     wait_for_transfer(work, group)
 
 

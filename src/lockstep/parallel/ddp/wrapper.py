@@ -441,7 +441,8 @@ class DistributedDataParallel(module_io.Wrapper, Joinable):
         self.reducer.set_reduction(comm_hooks.CommHookReduction(self.process_group, hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.register_comm_hook(self.process_group, comm_hooks.builtin_comm_hook(comm_hook_type))
+        name = "allreduce_hook" if comm_hook_type == collectives.BuiltinCommHookType.ALLREDUCE else "fp16_compress_hook"
+        self.register_comm_hook(self.process_group, getattr(collectives.stock_comm_hooks(), name))
         self._comm_hook_name = str(comm_hook_type)
 
     # --- compression --------------------------------------------------------------------------------------------------

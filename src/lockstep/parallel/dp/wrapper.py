@@ -178,11 +178,8 @@ class DataParallel(Wrapper, Generic[Wrapped]):
                 self.overhead_s = refresh_s + time.perf_counter() - start
             return list(losses.values())
         modes = CallerModes(self.src_device_obj or torch.device("cpu"), differentiates=True)
-        return [
-            differentiate(loss, self.module, shard, scale, modes)
-            for shard, scale in zip(shards, scales, strict=True)
-            if shard is not None
-        ]
+        present = [each for each in zip(shards, scales, strict=True) if each[0] is not None]
+        return [differentiate(loss, self.module, shard, scale, modes) for shard, scale in present]
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads cannot be copied. A copied or unpickled object creates its own engine at its first call.

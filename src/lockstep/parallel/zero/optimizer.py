@@ -626,9 +626,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "Use one of torch's, set its class attribute elementwise = True if its update of an element depends on "
                 "nothing else, or omit redundancy."
             )
-        num_shared = sum(
-            each.flat.nbytes - each.shard_of(0).nbytes for each in self._buffers if each.common is not None
-        )
+        common = [each for each in self._buffers if each.common is not None]
+        num_shared = sum(each.flat.nbytes - each.shard_of(0).nbytes for each in common)
         self._keeps_copies = True
         self._rebuild()
         num_bytes = sum(each.nbytes for each in self._received) if self._copy is not None else 0
