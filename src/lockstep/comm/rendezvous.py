@@ -139,7 +139,7 @@ def _client(env: RankEnv, address: Address, timeout_s: float) -> Store | None:
     """
     limit = timedelta(seconds=timeout_s)
     connect = partial(TCPStore, *address, env.world_size, is_master=False, timeout=limit, use_libuv=USE_LIBUV)
-    with suppress(DistError, TimeoutError):
+    with suppress(RuntimeError, TimeoutError):  # c10d's errors are RuntimeErrors
         return in_time(timeout_s, connect)
     return None
 

@@ -293,9 +293,6 @@ class Run:
         self._leads = world.is_rank_zero
         # A resumed run may have done more steps than it is now asked for.
         self.num_steps = max(trainer.plan.num_steps, self._first_step)
-        if self._first_step:
-            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
-            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         self._record = RunRecord(task, settings, world, trainer, num_steps=self.num_steps, began_with=self._first_step)
         self._stragglers = StragglerReporter(functools.partial(self._log, "straggler"))
         self._display = live_view.Display(settings.view, silent=settings.quiet or not world.is_rank_zero)
@@ -310,6 +307,9 @@ class Run:
     def _show_plan(self, lines: list[str]) -> None:
         """Print what the run will do, ``lines``, and where its figures go."""
         trainer = self.trainer
+        if self._first_step:
+            changes = f"; changed: {', '.join(trainer.changes)}" if trainer.changes else ""
+            lines.append(f"resumed after step {self._first_step} of {self.num_steps}{changes}")
         num_devices = len(trainer.devices) if trainer.group is None else self._world.world_size
         plan = describe_plan(self._task, self._settings, trainer.plan, trainer.device, num_devices)
         if trainer.strategy.note is not None:

@@ -339,7 +339,7 @@ def _move(tensor: Tensor, source: int, to: int, group: Group) -> None:
 def check_parts(parts: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for a part without a state, or whose state is divided among the ranks."""
     for name, part in parts.items():
-        if not isinstance(part, Stateful):
+        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
             raise ConfigurationError(
                 f"{name} is of type {type(part).__name__}, which has no state_dict() and load_state_dict().\n"
                 "Give the wrapped model, the optimizer, and other parts with a state."
