@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore
 from typing_extensions import override
 
 from lockstep.comm.network import gloo_cause
@@ -322,10 +323,10 @@ def create_group(options: Any, _: Any = None) -> Any:
     """
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     # A prefix, because the store belongs to the caller, who has other keys in it.
-    store = dist.PrefixStore("lockstep/shm", options.store)
+    store = PrefixStore("lockstep/shm", options.store)
     machines = find_machines(store, rank, size)
     ranks = next(ranks for ranks in machines if rank in ranks)
-    inner = dist.PrefixStore(f"machine{machines.index(ranks)}", store)
+    inner = PrefixStore(f"machine{machines.index(ranks)}", store)
     segment, objection = None, ""
     # Gloo is all there is if each machine has one rank, and does everything if their numbers differ.
     if len(machines) == 1 or (len(machines) < size and len(set(map(len, machines))) == 1):
@@ -342,8 +343,8 @@ def create_group(options: Any, _: Any = None) -> Any:
     if len(machines) == 1:
         return inside
     place = ranks.index(rank)
-    between = _gloo_group(dist.PrefixStore(f"place{place}", store), machines.index(ranks), len(machines), timeout)
-    flat = _gloo_group(dist.PrefixStore("flat", store), rank, size, timeout)
+    between = _gloo_group(PrefixStore(f"place{place}", store), machines.index(ranks), len(machines), timeout)
+    flat = _gloo_group(PrefixStore("flat", store), rank, size, timeout)
     return HierarchicalProcessGroup(
         options.store, rank, str(options.group_id), machines=machines, inside=inside, between=between, flat=flat
     )

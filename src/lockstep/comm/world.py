@@ -20,6 +20,7 @@ from typing import ClassVar, TextIO
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep import activity
@@ -163,7 +164,7 @@ def form_group(
         # Only at the end of the world, since groups that are created later also need it.
         undo.callback(os.environ.pop, GLOO_INTERFACE, None)
     with noting_links():
-        _connect(env, dist.PrefixStore("group", store), backend, device, timeout_s)
+        _connect(env, PrefixStore("group", store), backend, device, timeout_s)
     if not one_machine:
         set_keepalive()
     # The limit so far was for connecting; a collective may wait longer for a slow rank.
@@ -266,7 +267,7 @@ class World:
         self.group = group
         self.owned = owned
         # By the name of the group, which is the same on all its ranks; a subgroup has its own keys.
-        self._store = dist.PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
+        self._store = PrefixStore(f"lockstep/sync/{group.group_name}", default_store())
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None = None, *, device: str | torch.device | None = None) -> World:
@@ -402,7 +403,7 @@ class World:
             World.opened = None
             atexit.unregister(self._close_at_exit)
             met, undo = owned
-            store = dist.PrefixStore(met.prefix, met.store)
+            store = PrefixStore(met.prefix, met.store)
             abort |= self.device.type != "cpu" and self._is_left_alone(store, fails=abort, waits=not (abort or at_exit))
             destroy_default_group(abort=abort, at_exit=at_exit)
             undo.close()
@@ -412,7 +413,7 @@ class World:
                     pause_s = rendezvous.poll_interval_s(self.world_size)
                     rendezvous.poll_until(lambda: store.add("left", 0) >= self.world_size, _FAREWELL_S, pause_s)
 
-    def _is_left_alone(self, store: dist.PrefixStore, *, fails: bool, waits: bool) -> bool:
+    def _is_left_alone(self, store: PrefixStore, *, fails: bool, waits: bool) -> bool:
         """Return whether a rank has failed. If ``waits``, block until all ranks close this world, or one fails.
 
         Destroying a communicator of NCCL is a collective, but ranks may end minutes apart: one of them may evaluate, or
@@ -480,8 +481,8 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
     meet = partial(rendezvous.check_membership, deadline=deadline, timeout_s=timeout_s, is_host=met.is_host)
     with rendezvous.naming_a_lost_store(me):
         if env.launcher is Launcher.ENV:
-            meet(dist.PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names missing ranks
-            env = _on_its_machine(env, dist.PrefixStore(f"{met.prefix}/hosts", met.store))
+            meet(PrefixStore(f"{met.prefix}/hosts", met.store), me)  # names missing ranks
+            env = _on_its_machine(env, PrefixStore(f"{met.prefix}/hosts", met.store))
         chosen, name, objection = torch.device("cpu"), "", None
         try:
             chosen = choose_device(env, device)
@@ -496,11 +497,11 @@ def init(*, backend: str | None = None, device: str | torch.device | None = None
         if objection is not None and rendezvous.JOINS in os.environ:
             raise ConfigurationError(objection)
         if env.world_size > 1 and rendezvous.JOINS not in os.environ:
-            meet(dist.PrefixStore(f"{met.prefix}/members", met.store), me._replace(backend=name), objection=objection)
+            meet(PrefixStore(f"{met.prefix}/members", met.store), me._replace(backend=name), objection=objection)
     with ExitStack() as stack:
         alone = replace(env, rank=0, local_rank=0, world_size=1, local_world_size=1)
         is_late = rendezvous.JOINS in os.environ
-        store: dist.Store = dist.HashStore() if is_late else dist.PrefixStore(met.prefix, met.store)
+        store: dist.Store = HashStore() if is_late else PrefixStore(met.prefix, met.store)
         group = form_group(alone if is_late else env, store, name, chosen, timeout_s, stack)
         undo = stack.pop_all()
     # Groups that are created later exchange addresses through the store, and wait for each other there.

@@ -210,8 +210,7 @@ class CompressedSum:
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size], method: str, group: Group) -> None:
         self._flat, self.codec = flat, make(method)
         whole = cpu_group(group)
-        cuts = not self.codec.takes_whole
-        self._hierarchy = whole if cuts and isinstance(whole, HierarchicalProcessGroup) else None
+        self._hierarchy = whole if isinstance(whole, HierarchicalProcessGroup) and not self.codec.takes_whole else None
         inside = self._hierarchy and self._hierarchy.inside
         self._between = whole if self._hierarchy is None else self._hierarchy.between
         count, place = (1, 0) if inside is None else (inside.size(), inside.rank())
