@@ -314,3 +314,28 @@ def test_a_model_of_the_meta_device_gets_its_memory_on_the_device(on_sim, ranks,
     ((expected, _),) = ranks(1)(lambda world: (steps_of(world, task, "single")[0], None))
     for whole, parts in on_sim(1 if strategy == "single" else 2)(both):
         assert whole == pytest.approx(expected, rel=1e-11) and parts == pytest.approx(whole, rel=1e-12)
+
+
+def step_again(world):
+    """Interrupt the third step before its update, as the loss of another rank does; return the losses of all."""
+    trainer = Trainer(make_task(), Settings(), world, strategy="ddp", devices=[world.device])
+    losses, calls = [], []
+
+    def lose_once():
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("lost")
+
+    trainer.before_update = lose_once
+    while len(losses) < NUM_STEPS:
+        try:
+            losses.append(float(trainer.step().loss))
+        except ValueError:
+            trainer.restore()
+    trainer.close()
+    return losses
+
+
+def test_a_step_that_is_done_again_does_not_lose_the_batch_after_it(on_sim):
+    """It was copied to the device meanwhile."""
+    assert on_sim(1)(step_again) == [pytest.approx(whole_batch(make_task(), NUM_STEPS)["losses"], rel=1e-10)]
