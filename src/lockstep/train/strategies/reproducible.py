@@ -66,6 +66,21 @@ class Arithmetic:
                 torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+def explain_unordered(error: BaseException) -> None:
+    """Turn torch's error about an operation without a deterministic kernel into one that says who needs one.
+
+    Raises:
+        ConfigurationError: ``error`` is this one.
+    """
+    name, found, _ = str(error).partition(" does not have a deterministic implementation")
+    if found:
+        raise ConfigurationError(
+            f"reproducible: {name}{found} on this device, so each run would have other bits.
+"
+            "Use another operation, or omit reproducible."
+        ) from error
+
+
 # With its default settings, torch gives cuBLAS at least so much memory of a device at the first use.
 _CUBLAS_BYTES = 2**22
 
