@@ -75,8 +75,7 @@ def explain_unordered(error: BaseException) -> None:
     name, found, _ = str(error).partition(" does not have a deterministic implementation")
     if found:
         raise ConfigurationError(
-            f"reproducible: {name}{found} on this device, so each run would have other bits.
-"
+            f"reproducible: {name}{found} on this device, so each run would have other bits.\n"
             "Use another operation, or omit reproducible."
         ) from error
 
