@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,14 @@ class Arithmetic:
         """Apply these settings within the block, and restore the previous ones."""
         # The first query in a thread sets its number to that of the process, so query before setting.
         threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-        mode, fills = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+        memory: Any = torch.utils.deterministic
+        mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
         if self.deterministic:
             # cuBLAS reads this at its first use in the process.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             # With a warning only, attention on CUDA would use other orders of sums in each backward.
             torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.backends.cudnn.benchmark = memory.fill_uninitialized_memory = False
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         try:
@@ -63,7 +64,7 @@ class Arithmetic:
             if self.deterministic:
                 torch.set_deterministic_debug_mode(mode)
                 torch.backends.cudnn.benchmark = benchmark
-                torch.utils.deterministic.fill_uninitialized_memory = fills
+                memory.fill_uninitialized_memory = fills
 
 
 def explain_unordered(error: BaseException) -> None:
