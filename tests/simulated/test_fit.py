@@ -224,7 +224,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_records_itself(on_sim, strategy, 
         assert all(line.figures["memory_peak_bytes"] > 0 for line in record.machine)
 
 
-@pytest.mark.parametrize("name", ["convolutions", *soak(["language", "moody", "stream", "half precision"])])
+@pytest.mark.parametrize(
+    "name", ["convolutions", "attention", *soak(["language", "moody", "stream", "half precision"])]
+)
 def test_reproducible_runs_have_the_same_bits_on_any_number_of_devices(on_sim, name):
     def alone(world):
         return train_for_bits(Alone, name, "single", 1, device=world.device, reproducible=4)
