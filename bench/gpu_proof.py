@@ -437,7 +437,7 @@ def not_proved(run: dict[str, Any], kind: str) -> list[str]:
         lines.append("Anything: no GPU took part; this was a trial of the script.")
     if gpus["number"] == 1:
         lines.append(
-            "Anything about several GPUs but what two ranks, or two replicas, on one GPU show: overlap with backward above all."
+            "What several GPUs show and two ranks, or two replicas, on one do not: overlap with backward above all."
         )
     elif not gpus["nvlink"]:
         lines.append("Speed over NVLink: the GPUs are not connected by it, or nvidia-smi does not say so.")
