@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
 from lockstep import torch_internals
+from lockstep.activity import log
 from lockstep.errors import ConfigurationError
 from lockstep.launcher.api import choose_num_ranks, environment_restored, num_cores, threads_for
 from lockstep.launcher.bootstrap import RANK_SETUP
@@ -296,7 +297,7 @@ def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
 
 def _print(args: argparse.Namespace, text: str) -> None:
     if args.log_level != "error":
-        print(f"lockstep: {text}", file=sys.stderr, flush=True)
+        log(text)
 
 
 def _config(args: argparse.Namespace) -> tuple[LaunchConfig, str]:

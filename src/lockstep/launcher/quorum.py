@@ -27,7 +27,6 @@ import itertools
 import math
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -42,7 +41,7 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from lockstep import run_folder
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, log
 from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore, start_store_server
 from lockstep.env import machine_timeout_s
@@ -294,7 +293,7 @@ class Machines:
                 with suppress(RuntimeError, OSError):  # not there yet
                     self._find_lighthouse()
         if self._found is None:
-            print(f"lockstep: {_WITHOUT}", file=sys.stderr, flush=True)
+            log(_WITHOUT)
             return
         if self.joins is None:
             names = [f"{self._found.job}/{place}" for place in range(self.num_machines)]
@@ -411,7 +410,7 @@ def _report(before: dict[str, Member], members: list[Member], min_machines: int)
     if len(members) < min_machines:
         go_on = f"the ranks wait for {min_machines - len(members)} more of --nnodes"
     for text in lost + came:
-        print(f"lockstep: {text}; {go_on}", file=sys.stderr, flush=True)
+        log(f"{text}; {go_on}")
 
 
 def _torchft() -> Any:

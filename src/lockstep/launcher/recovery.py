@@ -21,7 +21,6 @@ and would run it alone.
 import math
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,22 +32,13 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from lockstep import run_folder
 from lockstep.accelerator import VISIBLE_DEVICES
-from lockstep.activity import format_ranks
+from lockstep.activity import format_ranks, log
 from lockstep.errors import RESUME_EXIT_CODE
 from lockstep.launcher.failure_report import RankExit, how_it_ended
 from lockstep.launcher.fork_server import OPTIMIZER, ForkServer
 from lockstep.launcher.quorum import Machines
 from lockstep.launcher.reaper import kill_sessions
-from lockstep.run_folder import (
-    ENDED,
-    FAILURE,
-    Arrival,
-    FailureRecord,
-    Generation,
-    RecoveryReport,
-    rank_file,
-    read_object,
-)
+from lockstep.run_folder import Arrival, FailureRecord, Generation, RecoveryReport
 
 # A spare's name in the names of its files.
 NAME_OF_SPARE = "spare-{}"
@@ -142,7 +132,7 @@ class Recovery:
         complete = run_folder.complete_processes(self.folder)
         # An exit status of zero would not do: what ranks do that do not train together may be of use to the user.
         is_complete = pid in complete or self.ranks.keys() - self._away.keys() - {pid} <= complete
-        ended = FailureRecord.read_all(self.folder, ENDED).get(exit.rank)
+        ended = FailureRecord.read_all(self.folder, run_folder.ENDED).get(exit.rank)
         # Of rank zero, the whole program counts: it may write files when the training is complete.
         has_lead = exit.rank == 0 and pid not in self._away and (ended is None or ended.pid != pid)
         return not has_lead and exit.exit_code < 0 and is_complete and len(self.ranks) > 1
@@ -169,7 +159,7 @@ class Recovery:
         go_on = f"{who} {'goes' if len(places) == 1 else 'go'} on"
         places |= dict.fromkeys(pids)
         for exit in lost:
-            _print(f"{how_it_ended(exit)}; {go_on}")
+            log(f"{how_it_ended(exit)}; {go_on}")
             run_folder.forget_rank(self.folder, exit.rank, pids[exit.rank])
         can = run_folder.recovering_processes(self.folder)
         ready = [number for number, spare in self.spares.items() if spare.proc.pid in can and spare.proc.poll() is None]
@@ -181,7 +171,7 @@ class Recovery:
                 del places[max(places)]
         moved = {self.ranks[pid]: rank for rank, pid in places.items() if pid is not None and self.ranks[pid] != rank}
         for before, rank in moved.items():
-            _print(f"rank {before} is rank {rank} of {len(places)} from now on")
+            log(f"rank {before} is rank {rank} of {len(places)} from now on")
         new = {}
         for rank in [rank for rank, pid in places.items() if pid is None]:
             new[rank] = self.spares.pop(ready.pop(0)) if ready else self.start(rank, rank - min(places), len(places))
@@ -217,7 +207,7 @@ class Recovery:
         if slow:
             who = format_ranks(sorted(self.ranks[pid] for pid in slow))
             why = f"{who} did not come to an exchange within {first.patience_s:g} s"
-            _print(f"{why}; the others go on without")
+            log(f"{why}; the others go on without")
         for pid in slow:
             run_folder.withdraw_recovery(self.folder, pid)  # until it comes
             self._away[pid] = time.time_ns()
@@ -239,15 +229,16 @@ class Recovery:
         if report is not None and report.number > self._reported:
             self._reported = report.number
             self._whole |= self.ranks.keys() - self._away.keys() if report.number == self.number else set()
-            _print(report.text)
+            log(report.text)
         if self.machines is None:
             self._move()
         for number, spare in list(self.spares.items()):
             if (code := spare.proc.poll()) is not None:
                 del self.spares[number]
-                found = read_object(rank_file(self.folder, FAILURE, NAME_OF_SPARE.format(number)))
+                name = NAME_OF_SPARE.format(number)
+                found = run_folder.read_object(run_folder.rank_file(self.folder, run_folder.FAILURE, name))
                 ended = how_it_ended(RankExit(number, code, FailureRecord(**found)))
-                _print(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
+                log(f"{ended.replace('rank', 'spare', 1)}; it is not replaced")
         if not self._is_prepared and self.ranks.keys() <= run_folder.recovering_processes(self.folder):
             self._is_prepared = True
             # The others wait for a new rank, so that it must not import this itself, which takes two seconds.
@@ -261,10 +252,6 @@ def _steps_of(lost: list[RankExit]) -> set[int]:
     # Our loops count a step from 0 while it runs; other loops count the steps that are done.
     steps = {each.record.step if each.record.step is not None else each.record.num_steps or None for each in lost}
     return {step + 1 for step in steps if step is not None}
-
-
-def _print(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
 
 
 # Devices of lost ranks.
