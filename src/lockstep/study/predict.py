@@ -128,8 +128,8 @@ def measure(
         is_local = world.local_world_size == world.world_size
         # Over a slow link, as many bytes as it transfers in half a second.
         most = _MOST_COST_BYTES if is_local else min(_MOST_COST_BYTES, int(link.bytes_per_s / 2))
-        costs[PLAIN.name] = measure_cost(shapes, None, world, most)
-        costs |= {name: measure_cost(shapes, name, world, most) for name in COMPRESSIONS}
+        ways = {PLAIN.name: None, **{name: name for name in COMPRESSIONS}}
+        costs = {name: measure_cost(shapes, way, world, most) for name, way in ways.items()}
     return profile, costs, link
 
 
@@ -561,8 +561,6 @@ def _plot(found: Forecast) -> str:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("machines")
-    axes.set_ylabel("efficiency, %")
+    axes.set(ylim=(0, None), xlabel="machines", ylabel="efficiency, %")
     drawing.legend_above(axes, 3)
     return drawing.finish_plot("Efficiency over machines", f"Lines of efficiency: {'; '.join(words)}.", figure)

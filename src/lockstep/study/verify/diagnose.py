@@ -477,12 +477,7 @@ class Rules(Shown):
 
 
 def verify_exchanges(
-    task: Task | str,
-    strategy: StrategyName,
-    *,
-    devices: int = 2,
-    steps: int = 4,
-    settings: Settings,
+    task: Task | str, strategy: StrategyName, *, devices: int = 2, steps: int = 4, settings: Settings
 ) -> Rules:
     """Train some steps of ``task`` on ranks that exchange parameters now and then, and check the rules.
 
