@@ -274,8 +274,7 @@ class Generation:
     @classmethod
     def read(cls, folder: Path) -> "Generation | None":
         """Return the newest generation; ``None`` if that is the first."""
-        content = read_object(folder / _GENERATION)
-        if not content:
+        if not (content := read_object(folder / _GENERATION)):
             return None
         ranks = {int(pid): rank for pid, rank in content["ranks"].items()}
         return cls(**content | {"ranks": ranks, "store": content["store"] and tuple(content["store"])})

@@ -255,8 +255,7 @@ def choose_interfaces(args: argparse.Namespace) -> list[str]:
     notes = []
     # By default the ranks of other machines get this host's name.
     args.local_addr = args.local_addr or reachable_address(host)
-    interface = gloo_interface(host, one_machine=False)
-    if interface is not None and GLOO_INTERFACE not in os.environ:
+    if (interface := gloo_interface(host, one_machine=False)) is not None and GLOO_INTERFACE not in os.environ:
         os.environ[GLOO_INTERFACE] = interface
         notes.append(f"{GLOO_INTERFACE}={interface}, as no other machine can reach {socket.gethostname()} by its name")
     return [*notes, f"waiting for the other machines of --nnodes {args.nnodes} at {host}:{port}"]

@@ -222,11 +222,9 @@ class Recovery:
         """Print the ranks' report of a generation that is complete; start spares, and notice when one is lost."""
         if self.machines is not None:
             self.number = self.machines.number
-            newest = Generation.read(self.folder)
-            if newest is not None and newest.ranks.keys() == self.ranks.keys():
+            if (newest := Generation.read(self.folder)) is not None and newest.ranks.keys() == self.ranks.keys():
                 self.ranks = newest.ranks  # there may be more or fewer machines
-        report = RecoveryReport.read(self.folder)
-        if report is not None and report.number > self._reported:
+        if (report := RecoveryReport.read(self.folder)) is not None and report.number > self._reported:
             self._reported = report.number
             self._whole |= self.ranks.keys() - self._away.keys() if report.number == self.number else set()
             log(report.text)

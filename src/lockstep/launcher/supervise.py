@@ -551,8 +551,7 @@ class _Agent(LocalElasticAgent):
                 self._join_again(worker_group, reason)
                 return False
         codes = {local: handler.proc.poll() for local, handler in ranks.subprocess_handlers.items()}
-        ended = {local: code for local, code in codes.items() if code}
-        if not ended:
+        if not (ended := {local: code for local, code in codes.items() if code}):
             return None not in codes.values()
         failures = {}
         for local, code in ended.items():

@@ -53,8 +53,7 @@ def parse_rate(text: str) -> float:
     Raises:
         ConfigurationError: It cannot be read.
     """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    if (match := _RATE.fullmatch(text.strip())) is None or not float(match[1]):
         raise ConfigurationError(
             f"{text!r} is not the rate of a link.\n"
             "Give bits per second, such as 100Mb or 2.5Gb, or bytes, such as 20MB/s."
@@ -250,8 +249,7 @@ def predict_step(profile: Profile, method: Method, link: Link, num_machines: int
     Raises:
         ValueError: Some rank would have no sample.
     """
-    share = profile.share(num_machines)
-    if not share:
+    if not (share := profile.share(num_machines)):
         raise ValueError("more ranks than samples")
     alone = profile.computing_for(share)
     if method.is_compressed and profile.small_buckets:

@@ -409,8 +409,7 @@ def predict_run(
         ConfigurationError: Nothing was recorded there, no step has a timeline, or the link is not known.
     """
     run = read_run(folder)
-    known = find_network(run, find_figures(run))
-    if known is None:
+    if (known := find_network(run, find_figures(run))) is None:
         raise ConfigurationError(
             f"The record in {folder} has no step of DistributedDataParallel with a timeline.\n"
             "Record one with lockstep train TASK.py --run-dir DIR --strategy ddp, or name the task."

@@ -405,8 +405,7 @@ class Watchdog:
 
     def _check(self) -> bool:
         """Check all ranks once, and report a new verdict; return whether to continue watching."""
-        seen = self._read_ranks()
-        if not seen:
+        if not (seen := self._read_ranks()):
             return True
         pids = {each.rank: each.pid for each in seen if each.pid}
         self.resources.update(pids)
@@ -454,8 +453,7 @@ class Watchdog:
         """Return the state of each rank of this machine."""
         found = []
         for rank, path in sorted(rank_files(self.run_dir, HEARTBEAT).items()):
-            heartbeat = read_object(path)
-            if not heartbeat:
+            if not (heartbeat := read_object(path)):
                 return []  # This rank may be the one that the others wait for; its next heartbeat comes soon.
             self.resources.devices[rank] = heartbeat["devices"]
             state, _ = rank_state.process_state(heartbeat["pid"])

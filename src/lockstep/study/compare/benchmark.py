@@ -144,8 +144,7 @@ def choose(strategies: Sequence[str], *, cuda: bool) -> tuple[tuple[StrategyName
     Raises:
         ConfigurationError: There is no such strategy.
     """
-    unknown = [name for name in strategies if name not in POSSIBLE]
-    if unknown:
+    if unknown := [name for name in strategies if name not in POSSIBLE]:
         raise ConfigurationError(f"There is no strategy {unknown[0]!r}.\nChoose from: {', '.join(POSSIBLE)}.")
     wanted = [name for name in POSSIBLE if name in strategies or name == SINGLE]
     if cuda or "torch-dp" not in wanted:

@@ -356,8 +356,7 @@ def _recommend(comparison: Comparison) -> tuple[Candidate, str]:
     tied = [each for each in comparison.others if each is nearest or each.speed_over(nearest).holds(1.0)]
     chosen = min(tied, key=lambda each: PREFERENCE.index(each.strategy))
     text = f"Use {chosen.strategy}: {chosen.speed_up.median:.2f}x single's speed {_range(chosen.speed_up)}."
-    rest = [each.strategy for each in tied if each is not chosen]
-    if rest:
+    if rest := [each.strategy for each in tied if each is not chosen]:
         text += f" {_and(rest)} {'ties' if len(rest) == 1 else 'tie'} with it."
     return chosen, text
 

@@ -94,8 +94,7 @@ class FaultInjector:
 
     def _on_forward_end(self, module: nn.Module, _args: Any, _output: Any) -> None:
         """Prepare faults that strike during backward, when the gradient of one parameter is computed."""
-        model = self._model()
-        if model is None or not torch.is_grad_enabled():
+        if (model := self._model()) is None or not torch.is_grad_enabled():
             return
         for rule in self._due("backward"):
             owner, name, full_name = middle_parameter(model)

@@ -266,8 +266,7 @@ _MOST_BARS = 12
 def draw_timeline(view: View) -> str | None:
     """Return the drawing, one step below the other; None if no step has a timeline of every rank."""
     ranks = shown_ranks(view, _MOST_RANKS)
-    steps = find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]
-    if not steps:
+    if not (steps := find_window(view.run)[: max(1, _MOST_BARS // max(1, len(ranks)))]):
         return None
     # Steps beside each other would be unreadable on a phone.
     figure, axes = drawing.make_axes(1.3 + 0.4 * len(steps) * (len(ranks) + 1), grid="x")

@@ -171,8 +171,7 @@ def _with_fix(diagnosis: Diagnosis, alone: Outcome, ranks: Outcome, findings: Fi
     if diagnosis.cause in _BY_HAND:
         return diagnosis
     flag = f"--reproducible {findings.subject.num_devices}"
-    found = findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)
-    if found is None:
+    if (found := findings.compare(f"{flag} instead", "one process, ranks", alone, ranks, EXACT)) is None:
         return diagnosis
     if found.same:
         return replace(diagnosis, tried=f"Tried: with {flag}, one process and the ranks are the same run, to the bit.")
@@ -255,8 +254,7 @@ def study_alone(alone: Alone, world: World) -> AloneStudy:
     """Find the causes that a single process can find, and run the experiments that the ranks are compared with."""
     subject = alone.subject
     repetition, division = Findings(subject), Findings(subject)
-    base = causes.study_repetition(repetition, alone.given, world, alone.again)
-    if base is None:
+    if (base := causes.study_repetition(repetition, alone.given, world, alone.again)) is None:
         return AloneStudy(repetition, alone.given, None, division)
     # Such layers need the other ranks in forward, so one process cannot simulate them.
     if any("Sync" in kind for kind in alone.given.norms.values()):

@@ -258,8 +258,7 @@ def compare(
 def _compare_all(expected: Sequence[Trace], found: Sequence[Trace], tolerance: Tolerance) -> Iterator[Difference]:
     """Yield every difference in any bit."""
     for name, size in expected[0].sizes.items():
-        ranks = [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]
-        if ranks:
+        if ranks := [rank for rank, trace in enumerate(found) if trace.sizes[name] != size]:
             words = f"{found[ranks[0]].sizes[name]} instead of {size}"
             yield Difference("size", None, name, _some(ranks, found), math.inf, words)
     models = [(theirs.initial, ours.initial) for theirs, ours in zip(expected, found, strict=True)]
@@ -313,8 +312,7 @@ def _compare_rates(expected: StepTrace, found: Sequence[StepTrace]) -> Iterator[
     # Without a tolerance: all processes compute rates from step and settings alone, by the same operations.
     for name in {**expected.rates, **found[0].rates}:
         theirs = expected.rates.get(name)
-        ranks = [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]
-        if ranks:
+        if ranks := [rank for rank, step in enumerate(found) if step.rates.get(name) != theirs]:
             ours = found[ranks[0]].rates.get(name)
             size = abs(ours - theirs) / abs(theirs) if ours is not None and theirs else math.inf
             words = f"{ours} instead of {theirs}"
@@ -337,7 +335,8 @@ def _compare_tensors(
         if not any(sizes):
             continue
         ranks = [rank for rank, size in enumerate(sizes) if size > tolerance.relative]
-        words = _tensor_words(*(of.get(name) for of in pairs[ranks[0]]), max(sizes)) if ranks else ""
+        theirs, ours = pairs[ranks[0] if ranks else 0]
+        words = _tensor_words(theirs.get(name), ours.get(name), max(sizes)) if ranks else ""
         yield Difference(kind, step, name, _some(ranks, models), max(sizes), words)
 
 

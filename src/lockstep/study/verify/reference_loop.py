@@ -80,8 +80,7 @@ class ReferenceLoop:
         out_of = sum(float(part.out_of) for part in parts)
         # One gradient for all shares, as the engine computes from those of the ranks.
         for replicas in zip(*(share.model.parameters() for share in self.shares), strict=True):
-            grads = [parameter.grad for parameter in replicas if parameter.grad is not None]
-            if grads:
+            if grads := [parameter.grad for parameter in replicas if parameter.grad is not None]:
                 # A clone, because the optimizer of one share must not write into the gradient of another.
                 total = sum(grads[1:], start=grads[0].clone()) / (len(self.shares) * out_of / len(samples))
                 for parameter in replicas:
