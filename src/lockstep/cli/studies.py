@@ -13,6 +13,7 @@ import click
 
 from lockstep.cli import INTERRUPTED, command
 from lockstep.cli.train import settings_options
+from lockstep.env import RankEnv
 from lockstep.errors import EXIT_CODE, ConfigurationError
 from lockstep.launcher import fork_server
 from lockstep.run_folder import hide_secrets
@@ -205,7 +206,6 @@ def predict(
           a run that was recorded with --run-dir, over another link
     """
     from lockstep.comm.world import init
-    from lockstep.env import RankEnv
     from lockstep.study import predict as prediction
     from lockstep.study.drawing import import_matplotlib
     from lockstep.study.links import given_link
@@ -300,7 +300,6 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
     Exit codes: 0 nothing worse than notes; 1 the run will hang, fail, be wrong or be slow; 2 wrong usage, such as no
     such task. Each finding is explained in docs/reference/doctor.md under its name.
     """
-    from lockstep.env import RankEnv
     from lockstep.study.doctor import examine
     from lockstep.study.doctor.findings import Plan
 

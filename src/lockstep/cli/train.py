@@ -74,10 +74,10 @@ def _numbers(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = "--" + setting.name.replace("_", "-")
-    text = setting.help
+    how: dict[str, Any] = {"default": setting.default, "help": setting.help}
     if setting.kind == "bool":
         switch = f"{flag}/--no-{flag[2:]}" if setting.optional else flag
-        return click.option(switch, setting.name, is_flag=True, default=setting.default, help=text)
+        return click.option(switch, setting.name, is_flag=True, **how)
     kinds: dict[str, Any] = {
         "int": click.INT,
         "float": click.FLOAT,
@@ -87,15 +87,8 @@ def _option(setting: Setting) -> Callable[[F], F]:
         "text": click.STRING,
         "words": click.STRING,
     }
-    return click.option(
-        flag,
-        setting.name,
-        type=kinds[setting.kind],
-        default=setting.default,
-        show_default=setting.default is not None,
-        metavar=setting.unit,
-        help=text,
-    )
+    how |= {"type": kinds[setting.kind], "metavar": setting.unit, "show_default": setting.default is not None}
+    return click.option(flag, setting.name, **how)
 
 
 def explain_flag(error: click.NoSuchOption) -> click.UsageError:

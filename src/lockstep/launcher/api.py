@@ -1,6 +1,5 @@
 """`launch`: run a function on every device, from a plain script or a notebook."""
 
-import contextlib
 import linecache
 import os
 import pickle
@@ -9,7 +8,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -187,7 +186,7 @@ def _refuse_inside_a_rank() -> None:
 
 def _shares_output_with_children() -> bool:
     """Return whether output of child processes appears where our own prints do; in a notebook it does not."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
+    with suppress(AttributeError, OSError, ValueError):
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     return False
 
@@ -258,6 +257,6 @@ def _results(run_dir: Path) -> list[Any]:
 
 def _exception_of(run_dir: Path, rank: int | None) -> BaseException | None:
     """Return the exception that a rank raised, if it could be sent."""
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         return cast(BaseException, cloudpickle.loads(rank_file(run_dir, ERROR, str(rank)).read_bytes()))
     return None

@@ -46,7 +46,6 @@ from lockstep.comm.rendezvous import poll_until
 from lockstep.comm.store import InterNodeStore, start_store_server
 from lockstep.env import machine_timeout_s
 from lockstep.errors import ConfigurationError
-from lockstep.run_folder import Generation
 
 _TOPIC = "lighthouse"
 # How often to ask without a reason, and how soon a reason is noticed.
@@ -387,7 +386,7 @@ class Machines:
         host, _, port = members[0].store.rpartition(":")
         # A machine that is lost without a word was there until its last heartbeat.
         silence_s = machine_timeout_s() if is_smaller else 0.0
-        Generation(
+        run_folder.Generation(
             self.number,
             {pid: first + index for index, pid in enumerate(self.pids)},
             # With a rank too many, all wait until the next generation, which has another machine.

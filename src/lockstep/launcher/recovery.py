@@ -81,7 +81,6 @@ class Recovery:
     number: int = 0
     num_lost: int = 0
     spares: dict[int, SubprocessHandler] = field(default_factory=dict)
-    _whole: set[int] = field(default_factory=set)
     # Processes that are not in the newest generation, but will be in a later one, and when each was lost.
     _away: dict[int, int] = field(default_factory=dict)
     _losses: Counter[int] = field(default_factory=Counter)
@@ -110,11 +109,10 @@ class Recovery:
             return "no rank that holds the state of the run is left"
         if missing := {self.ranks[pid] for pid in left & self._whole - can}:
             return f"{format_ranks(sorted(missing))} cannot go on in this step"
-        for step in _steps_of(lost):
-            if self._losses[step] + 1 >= _MOST_IN_A_STEP:
-                return (
-                    f"{_MOST_IN_A_STEP} times ranks were lost in step {step}: its samples or its code may be to blame"
-                )
+        if often := [step for step in _steps_of(lost) if self._losses[step] + 1 >= _MOST_IN_A_STEP]:
+            return (
+                f"{_MOST_IN_A_STEP} times ranks were lost in step {often[0]}: its samples or its code may be to blame"
+            )
         return None
 
     def can_replace(self, pids: dict[int, int]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing import connection
 from pathlib import Path
@@ -143,7 +142,7 @@ def _not_met(error: Exception, config: LaunchConfig) -> LockstepError:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def only_logged() -> Iterator[None]:
     """Log an error of the block, which cleans up: it neither makes a finished job fail, nor hides why a job failed."""
     try:
@@ -274,7 +273,7 @@ class Job:
             for rank, pid in awaited.items():
                 failure = run_folder.FailureRecord(message, "JobHangs", time_ns=time.time_ns(), pid=pid)
                 failure.write(self.folder, rank)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         else:
             self.hang = text

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any, final
 
 import torch
-from rich.console import Group as Lines
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -519,7 +518,7 @@ def footnotes(found: Forecast) -> list[str]:
 def render(found: Forecast) -> RenderableType:
     """Return table and verdict for a terminal."""
     notes = (Text(note, style="dim") for note in footnotes(found))
-    return Lines(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
+    return Group(table(found).rich(), *notes, Text(), *(Text(line, style="bold") for line in sentences(found)))
 
 
 def to_record(found: Forecast, provenance: Provenance) -> dict[str, Any]:
