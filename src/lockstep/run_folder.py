@@ -429,12 +429,11 @@ class TerminalRegion:
             if is_locked:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _set_rows(self, rows: int) -> None:
+    def set_rows(self, rows: int) -> None:
+        """Set how many rows the view takes from now on; called inside `locked`."""
         with contextlib.suppress(OSError):  # the disk is full
             self._file.truncate(0)
             print(rows, file=self._file, flush=True)
-
-    rows = property(fset=_set_rows, doc="The rows that the view takes from now on; to be set inside `locked`.")
 
 
 def erase_rows(rows: int) -> str:

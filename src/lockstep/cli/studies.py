@@ -86,7 +86,7 @@ _COMPARED = ("seed", "global_batch_size", "precision", "workers")
 @_PRICE
 @_JSON
 @_HTML
-def compare(task_file: str, strategies: str | None, json_file: str | None, html_file: str | None, **how: Any) -> None:
+def compare(task_file: str, json_file: str | None, html_file: str | None, **how: Any) -> None:
     """Train the task of TASK.py on one device, with DataParallel and DistributedDataParallel, ours and torch's.
 
     All see the same samples from the same weights and take turns, so that a busy machine hits all alike. Ends in a
@@ -109,13 +109,9 @@ def compare(task_file: str, strategies: str | None, json_file: str | None, html_
     if html_file is not None:
         import_matplotlib()
     how["devices"] = _num_devices(how["devices"])
-    measured = benchmark.compare(
-        task_file,
-        strategies=_words(strategies, benchmark.STRATEGIES),
-        settings=_take_settings(how, *_COMPARED),
-        **how,
-        command=hide_secrets(["lockstep", *sys.argv[1:]]),
-    )
+    how["strategies"] = _words(how["strategies"], benchmark.STRATEGIES)
+    settings, command = _take_settings(how, *_COMPARED), hide_secrets(["lockstep", *sys.argv[1:]])
+    measured = benchmark.compare(task_file, settings=settings, command=command, **how)
     console().print(measured)
     found = provenance.gather(Path(task_file.rpartition(".py")[0] + ".py"))
     write("figures", json_file, to_json(comparison.to_record(measured, found)))
@@ -163,12 +159,8 @@ def tune(task_file: str, devices: int | None, out: str | None, settings_file: st
     if (global_batch_size := limits.pop("global_batch_size")) is not None:
         start["global_batch_size"] = global_batch_size
     limits["strategies"] = _words(limits["strategies"], tuning.STRATEGIES)
-    outcome = tuning.tune(
-        task_file,
-        devices=_num_devices(start.get("devices") if devices is None else devices),
-        start=start,
-        **limits,
-    )
+    devices = _num_devices(start.get("devices") if devices is None else devices)
+    outcome = tuning.tune(task_file, devices=devices, start=start, **limits)
     console().print(outcome)
     found = provenance.gather()
     facts = {"measured": found.when, **found.versions, **found.machine}
@@ -308,8 +300,7 @@ def doctor(target: str | None, as_json: bool, **planned: Any) -> int:
         raise ConfigurationError(
             f"--checkpoint {planned['checkpoint']} is in an object store, which is not examined.\nLeave it out."
         )
-    env = RankEnv.from_environ(os.environ)
-    report, code = examine.run(Plan(target=target, **planned), env, os.environ)
+    report, code = examine.run(Plan(target=target, **planned), RankEnv.from_environ(os.environ), os.environ)
     if report is None:  # rank zero prints it
         return code
     if as_json:

@@ -28,9 +28,6 @@ from lockstep.launcher.reaper import Reaper
 from lockstep.launcher.supervise import Job, supervise
 from lockstep.run_folder import ERROR, RESULT, rank_file, rank_files
 
-# Ranks write to the terminal themselves.
-RAW_LOGS = LogSettings(merges=False)
-
 
 def launch(
     fn: Callable[..., Any],
@@ -82,7 +79,7 @@ def launch_with(
     min_ranks: int | None = None,
     num_spares: int = 0,
     recover: str | None = None,
-    logs: LogSettings = RAW_LOGS,
+    logs: LogSettings,
     watchdog_s: float | None = None,
     watchdog_action: str | None = None,
 ) -> list[Any]:

@@ -150,11 +150,9 @@ class ForkServer:
 
 _server: ForkServer | None = None
 
-_Handler = signal.Handlers | Callable[[int, object], None]
-
 
 @contextmanager
-def signal_handlers(numbers: Iterable[int], handler: _Handler) -> Iterator[None]:
+def signal_handlers(numbers: Iterable[int], handler: signal.Handlers | Callable[[int, object], None]) -> Iterator[None]:
     """Install ``handler`` for these signals inside the block; without effect in other threads than the main thread.
 
     A signal that is ignored stays ignored, as ``nohup`` wants of SIGHUP, and a shell without job control of SIGINT and

@@ -212,8 +212,7 @@ class Recovery:
         self._whole -= set(slow)
         if came or slow:
             self._post(min(came, default=time.time_ns()), why)
-        complete = run_folder.complete_processes(self.folder)
-        if self._away and self.ranks.keys() - self._away.keys() <= complete:
+        if self._away and self.ranks.keys() - self._away.keys() <= run_folder.complete_processes(self.folder):
             kill_sessions(self._away)  # nobody waits for them
 
     def poll(self) -> None:

@@ -287,7 +287,7 @@ class LauncherTerminal:
             if rows >= 0:  # otherwise the last row holds an unfinished line of output
                 self._file.write(erase_rows(rows) + capture.get())
                 self._file.flush()
-                self._region.rows = len(lines)
+                self._region.set_rows(len(lines))
 
     def close(self) -> None:
         """Remove the view. May be called again, as after an error."""

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +262,7 @@ class SharedJudgement:
         for note in self._fresh_notes("ranks", now_s):
             with contextlib.suppress(TypeError):
                 found.append([RankState(**each) for each in note])
-        made = self._judge(list(chain.from_iterable(found)), sum(map(bool, found)))
+        made = self._judge([each for ranks in found for each in ranks], sum(map(bool, found)))
         self._store.post("judged", [now_s, *made])
         return made
 

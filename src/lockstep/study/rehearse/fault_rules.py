@@ -1,7 +1,6 @@
 """The rules of faults to inject, written ``kind:key=value,key=value``, and the notes that ranks leave of them."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,7 +173,7 @@ def write(folder: Path, rule: Rule, *, rank: int, step: int) -> bool:
 
 def is_spent(folder: Path, rule: Rule) -> bool:
     """Return whether the fault has already struck, in this process or an earlier one."""
-    return os.path.exists(_path(folder, rule))
+    return _path(folder, rule).exists()
 
 
 def read(folder: Path, rule: Rule) -> Note | None:

@@ -195,8 +195,7 @@ def draw(view: View, baseline: BaselineComparison | None = None) -> list[str]:
 
 def shown_ranks(view: View, most: int = MOST_ROWS) -> list[int]:
     """Return the ranks that a drawing shows: all, or if there are many, those that others wait for most."""
-    last_share = view.figures.last_share
-    return sorted(sorted(view.run.ranks, key=lambda rank: (-last_share.get(rank, 0.0), rank))[:most])
+    return sorted(sorted(view.run.ranks, key=lambda rank: (-view.figures.last_share.get(rank, 0.0), rank))[:most])
 
 
 def _parts(view: View) -> str | None:

@@ -143,8 +143,7 @@ class Findings:
     ) -> TraceComparison | None:
         """Compare two runs and record the result, under what was turned off; None if either failed."""
         if isinstance(expected, str) or isinstance(found, str):
-            reason = found if isinstance(found, str) else str(expected)
-            self.add_failed(trial, pair, reason)
+            self.add_failed(trial, pair, found if isinstance(found, str) else str(expected))
             return None
         comparison = compare(expected, found, tolerance, skip=skip)
         self.rows.append(Row(trial, pair, str(comparison), comparison.same))

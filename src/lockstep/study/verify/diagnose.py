@@ -64,8 +64,7 @@ def verify(
     # A form of the task from which every run can create a new copy.
     form = task if isinstance(task, str) else cloudpickle.dumps(task)
     subject = Subject(form, settings, devices, steps)
-    processes = partial(run_ranks, timeout_s=TIMEOUT_S)
-    return diagnose(subject, processes, (lambda _: None) if quiet else log)
+    return diagnose(subject, partial(run_ranks, timeout_s=TIMEOUT_S), (lambda _: None) if quiet else log)
 
 
 def diagnose(subject: Subject, processes: Processes, report: Callable[[str], None]) -> Verification:
@@ -216,8 +215,7 @@ def run_alone(subject: Subject, world: World) -> Alone:
         found = train(subject, given=Given())
     traces, given = found
     subject = replace(subject, steps=tuple(given.samples))
-    again = compare(traces, train(subject, given=given)[0], EXACT)
-    return Alone(subject, given, traces, again, why_single)
+    return Alone(subject, given, traces, compare(traces, train(subject, given=given)[0], EXACT), why_single)
 
 
 @dataclass(frozen=True)

@@ -379,10 +379,7 @@ def digest(sample: Any) -> bytes:
     leaves, structure = tree_flatten(dict(sample) if isinstance(sample, Mapping) else sample)
     found = blake2b(str(structure).encode(), digest_size=12)
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.update(fingerprint(leaf).digest)
-        else:
-            found.update(cloudpickle.dumps(leaf))
+        found.update(fingerprint(leaf).digest if isinstance(leaf, Tensor) else cloudpickle.dumps(leaf))
     return found.digest()
 
 

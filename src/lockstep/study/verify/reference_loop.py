@@ -127,8 +127,7 @@ class FitLoop:
         """Train on the global batch of ``step``; return loss and rates."""
         if step != self._trainer.num_steps_done:  # the epoch's last step, right after the first ones
             self._trainer.load_state_dict(self._trainer.state_dict() | {"num_steps_done": step})
-        loss = float(self._trainer.step().loss)
-        return loss, read_rates(self._trainer.optimizer)
+        return float(self._trainer.step().loss), read_rates(self._trainer.optimizer)
 
 
 def perform(subject: Subject, experiment: Experiment, given: Given, world: World) -> list[Trace]:
