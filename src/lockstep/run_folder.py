@@ -33,8 +33,7 @@ RESULT, ERROR = "result", "error"
 
 def current_run_folder() -> Path | None:
     """Return the folder of the run that this process is a rank of; ``None`` if no launcher of ours started it."""
-    name = os.environ.get(RUN_DIR)
-    return Path(name) if name is not None and os.path.isdir(name) else None
+    return Path(name) if (name := os.environ.get(RUN_DIR)) is not None and os.path.isdir(name) else None
 
 
 def rank_file(folder: str | os.PathLike[str], kind: str, rank: int | str) -> Path:
@@ -308,8 +307,7 @@ class RecoveryReport:
     @classmethod
     def read(cls, folder: Path) -> "RecoveryReport | None":
         """Return the newest report; ``None`` if there is none."""
-        content = read_object(folder / _RECOVERED)
-        return cls(**content) if content else None
+        return cls(**content) if (content := read_object(folder / _RECOVERED)) else None
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,7 @@ from lockstep.launcher import fork_server
 from lockstep.launcher.bootstrap import RANK_SETUP
 from lockstep.launcher.output import LogSettings
 from lockstep.run_folder import hide_secrets
-from lockstep.train.settings import (
-    FitSettings,
-    LaunchSettings,
-    Setting,
-    merge_settings,
-    read_settings,
-    settings_of,
-    suggest,
-)
+from lockstep.train.settings import FitSettings, LaunchSettings, Setting, merge_settings, read_settings, settings_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,15 +81,6 @@ def _option(setting: Setting) -> Callable[[F], F]:
     }
     how |= {"type": kinds[setting.kind], "metavar": setting.unit, "show_default": setting.default is not None}
     return click.option(flag, setting.name, **how)
-
-
-def explain_flag(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error about an unknown flag, with the flag of the command that was probably meant."""
-    named = error.ctx.command.params if error.ctx is not None else []
-    flags = {flag.strip("-").replace("-", "_"): flag for each in named for flag in each.opts}
-    # Click's own suggestions go by spelling alone.
-    hint = suggest(error.option_name, flags)
-    return click.UsageError(f"No such option '{error.option_name}'. {hint}".rstrip(), error.ctx)
 
 
 # The sections of ``--help-all``; ``--help`` shows the first.

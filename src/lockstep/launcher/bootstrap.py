@@ -367,8 +367,7 @@ def own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
 def user_line(frames: traceback.StackSummary) -> str:
     """Return file and line of the innermost frame that is neither an installed package, this one, nor Python itself."""
     theirs = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
-    last = (theirs or list(frames))[-1:]
-    return f"{last[0].filename}:{last[0].lineno}" if last else ""
+    return f"{last[0].filename}:{last[0].lineno}" if (last := (theirs or list(frames))[-1:]) else ""
 
 
 def _exit_now(code: int) -> None:

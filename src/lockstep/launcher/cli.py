@@ -285,12 +285,10 @@ def _notes_on_script_flags(args: argparse.Namespace) -> list[str]:
         return []
     text, parser = path.read_text("latin-1").replace("-", "_"), build_parser()
     own = [flag for flag in sorted(args.taken) if re.search(rf"""['"]{flag.replace("-", "_")}['"]""", text)]
-    taken = (
-        f"{{}} after {path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
-    )
+    taken = f"{path.name}, which has a flag of this name, is ours; the script gets it if ours is before SCRIPT"
     near = {flag: parser.nearest(flag) for flag in flags if flag.strip("-").replace("-", "_") not in text}
     note = f"{path.name} is given {{}}; did you mean `lockstep run {{}} {path.name}`?"
-    return [taken.format(flag) for flag in own] + [
+    return [f"{flag} after {taken}" for flag in own] + [
         note.format(flag, ours) for flag, ours in near.items() if ours not in (None, flag)
     ]
 

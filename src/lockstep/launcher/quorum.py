@@ -386,17 +386,12 @@ class Machines:
         host, _, port = members[0].store.rpartition(":")
         # A machine that is lost without a word was there until its last heartbeat.
         silence_s = machine_timeout_s() if is_smaller else 0.0
-        run_folder.Generation(
-            self.number,
-            {pid: first + index for index, pid in enumerate(self.pids)},
-            # With a rank too many, all wait until the next generation, which has another machine.
-            world_size + (len(members) < self.min_machines),
-            index,
-            len(members),
-            (host, int(port)),
-            self._lost_at_ns or int((time.time() - silence_s) * 1e9),
-            self._why,
-        ).post(self.folder)
+        lost_at_ns = self._lost_at_ns or int((time.time() - silence_s) * 1e9)
+        # With a rank too many, all wait until the next generation, which has another machine.
+        world_size += len(members) < self.min_machines
+        ranks = {pid: first + local for local, pid in enumerate(self.pids)}
+        where = index, len(members), (host, int(port))
+        run_folder.Generation(self.number, ranks, world_size, *where, lost_at_ns, self._why).post(self.folder)
 
 
 def _report(before: dict[str, Member], members: list[Member], min_machines: int) -> None:

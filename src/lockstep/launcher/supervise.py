@@ -91,15 +91,8 @@ def supervise(
     # With other backends, there is no store of torch's that all launchers can reach.
     if config.max_nodes > 1 and config.rdzv_backend in ("static", "c10d", "etcd-v2"):
         job.store = InterNodeStore(config.rdzv_endpoint, config.run_id)
-    watchdog = Watchdog(
-        job.folder,
-        patience_s,
-        is_strict=job.watchdog_action == "end" or (job.watchdog_s is not None and job.watchdog_action is None),
-        num_nodes=config.max_nodes,
-        store=job.store,
-        resources=job.resources,
-        on_report=job.on_hang,
-    )
+    is_strict = job.watchdog_action == "end" or (job.watchdog_s is not None and job.watchdog_action is None)
+    watchdog = Watchdog(job.folder, patience_s, is_strict, config.max_nodes, job.store, job.resources, job.on_hang)
     with job.handling_signals(config.signals_to_handle):
         try:
             with server_for(mode, target, config.nproc_per_node) as job.server, elastic_quiet(), watchdog:
@@ -252,8 +245,7 @@ class Job:
 
     def exits(self, failures: Mapping[int, ProcessFailure]) -> list[failure_report.RankExit]:
         """Return how the ranks have ended; show all their output, and keep the tracebacks beside it."""
-        times = self.stopped_at_ns, self.ended_at_ns
-        exits = failure_report.rank_exits(failures, *times, self.folder, self.resources)
+        exits = failure_report.rank_exits(failures, self.stopped_at_ns, self.ended_at_ns, self.folder, self.resources)
         if self.log_tail is not None:
             self.log_tail.settle({exit.rank: exit.record.trace for exit in exits})
         return exits

@@ -178,8 +178,7 @@ def is_spent(folder: Path, rule: Rule) -> bool:
 
 def read(folder: Path, rule: Rule) -> Note | None:
     """Return the note; ``None`` if the fault has not struck, or killed the rank before it had written anything."""
-    found = read_object(_path(folder, rule))
-    return Note(**found) if found else None
+    return Note(**found) if (found := read_object(_path(folder, rule))) else None
 
 
 def _path(folder: Path, rule: Rule) -> Path:

@@ -62,8 +62,7 @@ def verify(
         if error.__cause__ is None:
             raise
     # A form of the task from which every run can create a new copy.
-    form = task if isinstance(task, str) else cloudpickle.dumps(task)
-    subject = Subject(form, settings, devices, steps)
+    subject = Subject(task if isinstance(task, str) else cloudpickle.dumps(task), settings, devices, steps)
     return diagnose(subject, partial(run_ranks, timeout_s=TIMEOUT_S), (lambda _: None) if quiet else log)
 
 

@@ -272,11 +272,6 @@ class _Measured:
         """Whether all numbers are."""
         return bool(self.vector.isfinite().all())
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether the loss is not zero, but depends on no parameter at these weights."""
-        return bool(self.size) and bool(self.vector[-1]) and not self.vector[:-1].any()
-
 
 def _measure(share: Share, samples: Samples, step: int) -> _Measured:
     if not samples:
@@ -360,7 +355,9 @@ def _solve(
             fits |= {kind for kind, each in pairs if division.is_close(division.rest(each), other.rest(each))}
         if not division.is_close(again.vector, whole.vector):
             fits = {"state"}
-    if "right" not in fits and sum(each.is_constant for each in (whole, *parts)) not in (0, len(parts) + 1):
+    # A loss that is not zero, but depends on no parameter at these weights.
+    constant = [bool(each.size and each.vector[-1]) and not each.vector[:-1].any() for each in (whole, *parts)]
+    if "right" not in fits and sum(constant) not in (0, len(constant)):
         fits.add("clamped")
     factors = tuple(weight * sum(sizes) / size if size else 1.0 for weight, size in zip(wanted, sizes, strict=True))
     return StepWeights(step, frozenset(fits), sizes, tuple(counted), tuple(wanted), factors)
