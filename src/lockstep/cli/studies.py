@@ -48,6 +48,15 @@ def check_writable(*files: str | None) -> None:
             path.unlink()
 
 
+def _check_outputs(json_file: str | None, html_file: str | None) -> None:
+    """Try what would fail at the end, as the measuring takes minutes."""
+    check_writable(json_file, html_file)
+    if html_file is not None:
+        from lockstep.study.drawing import import_matplotlib
+
+        import_matplotlib()
+
+
 def write(what: str, file: str | None, text: str) -> None:
     """Write a text if there is a file, and print where: in one line, so that the name can be copied."""
     if file is not None:
@@ -101,13 +110,9 @@ def compare(task_file: str, json_file: str | None, html_file: str | None, **how:
           two strategies, more rounds: a narrower spread
     """
     from lockstep.study.compare import benchmark, comparison
-    from lockstep.study.drawing import import_matplotlib
     from lockstep.telemetry import provenance
 
-    # What would fail at the end is tried first: the measuring takes minutes.
-    check_writable(json_file, html_file)
-    if html_file is not None:
-        import_matplotlib()
+    _check_outputs(json_file, html_file)
     how["devices"] = _num_devices(how["devices"])
     how["strategies"] = _words(how["strategies"], benchmark.STRATEGIES)
     settings, command = _take_settings(how, *_COMPARED), hide_secrets(["lockstep", *sys.argv[1:]])
@@ -199,13 +204,10 @@ def predict(
     """
     from lockstep.comm.world import init
     from lockstep.study import predict as prediction
-    from lockstep.study.drawing import import_matplotlib
     from lockstep.study.links import given_link
     from lockstep.telemetry import provenance
 
-    check_writable(json_file, html_file)
-    if html_file is not None:
-        import_matplotlib()
+    _check_outputs(json_file, html_file)
     cost, settings = Price.read(how.pop("price")), _take_settings(how, "global_batch_size", "precision")
     how["link"] = None if link is None else given_link(link, latency / 1e3)
     if Path(target).is_dir():

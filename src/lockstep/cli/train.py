@@ -76,11 +76,9 @@ def _option(setting: Setting) -> Callable[[F], F]:
         "path": click.Path(),
         "choice": click.Choice(setting.choices),
         "numbers": _numbers,
-        "text": click.STRING,
-        "words": click.STRING,
-    }
-    how |= {"type": kinds[setting.kind], "metavar": setting.unit, "show_default": setting.default is not None}
-    return click.option(flag, setting.name, **how)
+    }  # others are texts
+    how |= {"metavar": setting.unit, "show_default": setting.default is not None}
+    return click.option(flag, setting.name, type=kinds.get(setting.kind, click.STRING), **how)
 
 
 # The sections of ``--help-all``; ``--help`` shows the first.
