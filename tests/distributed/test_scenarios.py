@@ -25,6 +25,7 @@ import lockstep
 from lockstep.accelerator import move
 from lockstep.errors import JobHangs, RankFailed
 from lockstep.launcher.api import launch_with
+from lockstep.launcher.output import LogSettings
 from lockstep.parallel.ddp.comm_hooks import AllReduceMean
 from tests.batchnorm import errors_of_steps
 from tests.models import FAMILIES, assert_gradients_equal, build, global_batch, relative_error, share, soak
@@ -432,7 +433,7 @@ def launch_losing(
     with tempfile.TemporaryDirectory() as folder:
         began = Path(folder, "began")
         with pytest.raises(JobHangs if how == "stopped" else RankFailed) as caught:
-            launch_with(train, (), devices=num_ranks, timeout_s=200.0, watchdog_s=6.0)
+            launch_with(train, (), devices=num_ranks, timeout_s=200.0, watchdog_s=6.0, logs=LogSettings(merges=False))
         waited_s = time.time() - began.stat().st_mtime
     last = num_ranks - 1
     what = f"rank {last} was stopped by a signal (SIGSTOP)" if how == "stopped" else f"Rank {last} was killed"
